@@ -1,0 +1,8 @@
+"""What can be added to training; every callback and logger is `jaxlit.callbacks.X`."""
+
+from jaxlit.callbacks.base import Callback as Callback
+from jaxlit.callbacks.csv_logger import CSVLogger as CSVLogger
+from jaxlit.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from jaxlit.callbacks.model_summary import ModelSummary as ModelSummary
+from jaxlit.callbacks.progress_bar import ProgressBar as ProgressBar
+from jaxlit.callbacks.wandb_logger import WandbLogger as WandbLogger

@@ -1,0 +1,146 @@
+"""Stop when a metric no longer improves."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
+
+if TYPE_CHECKING:
+    from jaxlit.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class EarlyStopping(Callback):
+    """Stop training when a monitored metric has not improved for some checks.
+
+    Arguments and attributes are Lightning's. While `min_epochs` keeps training going, patience does
+    not run.
+
+    Args:
+        monitor: The metric's name in `trainer.callback_metrics`.
+        min_delta: The least change that counts as an improvement.
+        patience: Checks without improvement after which to stop.
+        mode: "min" if lower is better, else "max".
+        check_finite: Stop when the metric is NaN or infinite.
+        stopping_threshold: Stop as soon as the metric is better than this.
+        divergence_threshold: Stop as soon as it is worse than this.
+        check_on_train_epoch_end: Check at the end of each epoch, not of each validation.
+        strict: A missing metric is an error.
+
+    Attributes:
+        wait_count: Checks since the last improvement.
+        stopped_epoch: The epoch in which it stopped, 0 if it did not.
+        best_score: The best value so far.
+        stopping_reason: Why it stopped, or None.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> stop = jl.callbacks.EarlyStopping("val/loss", patience=5)
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: str = "min",
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool = False,
+        strict: bool = True,
+    ) -> None:
+        if not isinstance(monitor, str) or not monitor:
+            raise ArgumentError(f"EarlyStopping(monitor=...) takes the name of a logged metric, got {monitor!r}.")
+        if mode not in ("min", "max"):
+            raise ArgumentError(f"EarlyStopping(mode=...) takes 'min' or 'max', got {mode!r}.")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ArgumentError(f"EarlyStopping(patience=...) takes an int of at least 0, got {patience!r}.")
+        if not _is_number(min_delta) or not min_delta >= 0:
+            raise ArgumentError(f"EarlyStopping(min_delta=...) takes a number of at least 0, got {min_delta!r}.")
+        for name, value in (("stopping", stopping_threshold), ("divergence", divergence_threshold)):
+            if value is not None and not _is_number(value):
+                raise ArgumentError(f"EarlyStopping({name}_threshold=...) takes a number or None, got {value!r}.")
+        flags = {"check_finite": check_finite, "check_on_train_epoch_end": check_on_train_epoch_end, "strict": strict}
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ArgumentError(f"EarlyStopping({name}=...) takes True or False, got {value!r}.")
+        self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
+        self.check_finite, self.strict = check_finite, strict
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.wait_count, self.stopped_epoch = 0, 0
+        self.best_score = math.inf if mode == "min" else -math.inf
+        self.stopping_reason: str | None = None
+
+    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Check after a validation."""
+        if not self.check_on_train_epoch_end and not trainer.sanity_checking:
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Check after an epoch."""
+        if self.check_on_train_epoch_end:
+            self._check(trainer)
+
+    def _check(self, trainer: "Trainer") -> None:
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics:
+            if self.strict:
+                raise LoggerError(
+                    f"EarlyStopping(monitor={self.monitor!r}): no such metric was logged."
+                    f"{did_you_mean(self.monitor, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
+                )
+            return
+        reason = self._judge(float(metrics[self.monitor]), blocked=_blocked(trainer))
+        if reason:
+            self.stopping_reason, self.stopped_epoch = reason, trainer.current_epoch
+            trainer.stop(reason)
+
+    def _judge(self, value: float, blocked: bool) -> str | None:
+        """Take a new value, and return why to stop."""
+        sign = 1 if self.mode == "min" else -1
+        if self.check_finite and not math.isfinite(value):
+            return f"{self.monitor} = {value} is not finite; the best was {self.best_score:.4g}"
+        if self.stopping_threshold is not None and sign * value < sign * self.stopping_threshold:
+            return f"{self.monitor} = {value:.4g} reached the threshold {self.stopping_threshold}"
+        if self.divergence_threshold is not None and sign * value > sign * self.divergence_threshold:
+            return f"{self.monitor} = {value:.4g} passed the divergence threshold {self.divergence_threshold}"
+        if sign * value < sign * self.best_score - self.min_delta:
+            self.best_score, self.wait_count = value, 0
+            return None
+        if blocked:
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return (
+            f"{self.monitor} did not improve in the last {self.wait_count} checks; the best was {self.best_score:.4g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the best value."""
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            # An infinity is no JSON value.
+            "best_score": self.best_score if math.isfinite(self.best_score) else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back the counts and the best value."""
+        self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
+        if state_dict["best_score"] is not None:
+            self.best_score = state_dict["best_score"]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _blocked(trainer: "Trainer") -> bool:
+    return (getattr(trainer, "min_epochs", None) or 0) > trainer.current_epoch + 1

@@ -1,0 +1,181 @@
+"""What is trained, and where it lies."""
+
+import io
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.progress_bar import say
+from jaxlit.errors import ArgumentError
+from jaxlit.state import leaf_name
+
+if TYPE_CHECKING:
+    from jaxlit.module import TrainModule
+    from jaxlit.state import TrainState
+    from jaxlit.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary: a parameter, or all those below a path."""
+
+    path: str
+    type: str  # class of the module that holds it, or of the module at the path
+    shape: tuple[int, ...] | None  # None for a group
+    params: int
+    trained: int  # how many of them the optimizer trains
+    sharding: str  # "P('fsdp', None)", "replicated", or "mixed" for a group
+    bytes_per_device: int
+
+
+class ModelSummary(Callback):
+    """Print the parameters, their shardings and their bytes on each device before training.
+
+    Nothing is computed and no array is read. The last line counts the parameters and their bytes, the
+    optimizer's bytes, and what the whole state takes on each device.
+
+    Args:
+        max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for
+            the last line only, -1 for a line for each parameter.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.ModelSummary(max_depth=1), logger=False)
+    """
+
+    def __init__(self, max_depth: int = -1) -> None:
+        if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
+            raise ArgumentError(f"ModelSummary(max_depth=...) takes an int of at least -1, got {max_depth!r}.")
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Print the summary."""
+        if not trainer.is_global_zero:
+            return
+        state = trainer.state
+        if self.max_depth:
+            say(_table(summarize(state, module, max_depth=self.max_depth)))
+        say(totals(state))
+
+
+def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -> list[Row]:
+    """Return a row for each parameter, in the order of their paths.
+
+    Args:
+        state: The state on its devices.
+        module: The module that it belongs to, for the names of its classes.
+        max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
+            into one row; -1 for none.
+    """
+    types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for keys, array, trained in sorted(
+        [(keys, x, True) for keys, x in _leaves(state.params)]
+        + [(keys, x, False) for keys, x in _leaves(state.frozen)],
+        # Indices and names never meet at one place of a path, but may at one place of two.
+        key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
+    ):
+        row = Row(
+            path=leaf_name(keys),
+            type=types[keys[:-1]],
+            shape=array.shape,
+            params=array.size,
+            trained=array.size if trained else 0,
+            sharding=_spec(array),
+            bytes_per_device=_shard_bytes(array),
+        )
+        groups.setdefault(keys if max_depth < 0 else keys[:max_depth], []).append(row)
+    return [
+        rows[0] if rows[0].path == leaf_name(keys) else _merge(leaf_name(keys), types[keys], rows)
+        for keys, rows in groups.items()
+    ]
+
+
+def totals(state: "TrainState") -> str:
+    """Return the summary's last line."""
+    params, trained = (
+        sum(x.size for x in jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.params)
+    )
+    held = (state.params, state.frozen, state.model_state, state.opt_state)
+    return (
+        f"{params:,} params ({trained:,} trained), {_size(_bytes((state.params, state.frozen)))}, "
+        f"optimizer {_size(_bytes(state.opt_state))}, "
+        f"{_size(sum(_shard_bytes(x) for x in jax.tree.leaves(held)))} per device"
+    )
+
+
+def _merge(path: str, type_name: str, rows: list[Row]) -> Row:
+    shardings = {row.sharding for row in rows}
+    return Row(
+        path=path,
+        type=type_name,
+        shape=None,
+        params=sum(row.params for row in rows),
+        trained=sum(row.trained for row in rows),
+        sharding=shardings.pop() if len(shardings) == 1 else "mixed",
+        bytes_per_device=sum(row.bytes_per_device for row in rows),
+    )
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
+    """Return (keys, array) of each leaf; a key is an attribute's name or an index."""
+    return [(tuple(keys), x) for keys, x in nnx.to_flat_state(tree)]
+
+
+def _spec(array: jax.Array) -> str:
+    spec = array.sharding.spec  # type: ignore[attr-defined]
+    if all(axes is None for axes in spec):
+        return "replicated"
+    return f"P({', '.join(repr(axes) for axes in spec)})"
+
+
+def _shard_bytes(array: jax.Array) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024 or unit == "TiB":
+            break
+    return f"{num_bytes:.{1 if num_bytes < 100 else 0}f} {unit}"
+
+
+def _table(rows: list[Row]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    columns: tuple[tuple[str, Any], ...] = (
+        ("path", "left"),
+        ("type", "left"),
+        ("shape", "left"),
+        ("params", "right"),
+        ("sharding", "left"),
+        ("per device", "right"),
+    )
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")
+    for row in rows:
+        mark = "" if row.trained == row.params else " (frozen)" if not row.trained else " (partly frozen)"
+        shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
+        cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, _size(row.bytes_per_device))
+        # A path may hold [0], which is markup to Rich.
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    # Drawn here and printed as text, since Rich ends the process when stdout is closed. A file has no width.
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=io.StringIO(), width=None if on_terminal else 200)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,61 @@
+"""Checks of the Trainer's arguments: each names the argument, the value and the allowed set."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+
+
+def integer(name: str, value: Any, *, low: int) -> int:
+    """Return an int of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes an int of at least {low}, got {value!r}.")
+    if value < low:
+        raise ArgumentError(f"Trainer({name}=...) takes an int of at least {low}, got {value}.")
+    return int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes True or False, got {value!r}.")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """Return one of the allowed strings."""
+    if value not in allowed:
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ArgumentError(f"Trainer({name}=...) takes one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+    return value
+
+
+def limit(name: str, value: Any) -> int | float:
+    """Return a number of batches, or a fraction of them."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(
+            f"Trainer({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
+        )
+    if value < 0 or (isinstance(value, float) and not value <= 1.0):
+        raise ArgumentError(
+            f"Trainer({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {value!r}."
+        )
+    return float(value) if isinstance(value, (float, np.floating)) else int(value)
+
+
+def callbacks(name: str, value: Any) -> list[Callback]:
+    """Return a list of callbacks."""
+    if value is None:
+        return []
+    found = [value] if isinstance(value, Callback) else value
+    if not isinstance(found, (list, tuple)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes callbacks, got {value!r}. Pass a list of jl.callbacks.")
+    for c in found:
+        if isinstance(c, type) and issubclass(c, Callback):
+            raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
+        if not isinstance(c, Callback):
+            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {c!r}.")
+    return list(found)

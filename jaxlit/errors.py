@@ -1,0 +1,49 @@
+"""The errors that jaxlit raises for mistakes in a user's arguments, data, module or hooks.
+
+Every message says the rule, what was given, and what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxlitError(Exception):
+    """Base of every error that jaxlit raises on purpose."""
+
+
+class ArgumentError(JaxlitError, ValueError):
+    """An argument has a value out of its set, or does not fit another argument."""
+
+
+class ArgumentTypeError(JaxlitError, TypeError):
+    """An argument has the wrong type, or no argument of this name exists."""
+
+
+class DataError(JaxlitError, ValueError):
+    """A loader or a batch cannot be used."""
+
+
+class ModuleError(JaxlitError, TypeError):
+    """A module lacks a method, or one of its methods returned what cannot be used."""
+
+
+class LogError(JaxlitError, ValueError):
+    """`self.log` was called in the wrong place, or with what cannot be logged."""
+
+
+class LoggerError(JaxlitError, RuntimeError):
+    """A logger cannot write, or a callback lacks the metric that it watches."""
+
+
+class StateError(JaxlitError, ValueError):
+    """A hook or a step changed the module in a way that training cannot follow."""
+
+
+class NonFiniteError(JaxlitError, FloatingPointError):
+    """The loss or a gradient was NaN or infinite."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'fsdp'?"` for the known name nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,206 @@
+"""What a strategy is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import ArgumentError
+from jaxlit.state import TrainState
+from jaxlit.step import Replica, num_rows
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step to compile: `fn(replica, *states, batch)`, where a state is a flat list of arrays.
+
+    Attributes:
+        name: The name under which it compiles, `train_step` say.
+        fn: The body.
+        in_shardings: One list of shardings for each state.
+        out_shardings: The shardings of the results: lists for states, `LOGS`, or a pytree of `ROWS` and
+            `SHARED` for a step's outputs.
+        donate: Indices of the states that the step may overwrite.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    in_shardings: tuple[list[NamedSharding], ...]
+    out_shardings: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+class Out:
+    """How an output that is no state leaves a step."""
+
+
+SHARED = Out()  # the same on every replica
+EACH = Out()  # one value a replica, stacked along a new leading dim
+ROWS = Out()  # one row for each row of the batch
+
+
+class Strategy(ABC):
+    """How training is laid out over devices: the mesh, the shardings and the compiled step.
+
+    A subclass that shards the state in its own way overrides `state_sharding` only: the step is then
+    compiled by `jax.jit`, sees the global batch, and XLA adds the collectives.
+
+    Example:
+        >>> import jax, jaxlit as jl
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> @jl.register_strategy("copies")
+        ... class Copies(jl.Strategy):
+        ...     def state_sharding(self, state):
+        ...         return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), state)
+        >>> trainer = jl.Trainer(strategy="copies", max_epochs=1, logger=False)
+    """
+
+    axis = "data"
+    """The mesh axis that the batch's rows are split over."""
+
+    reason = ""
+    """Why "auto" chose this strategy; empty if it was named."""
+
+    mesh: jax.sharding.Mesh
+
+    def setup(self, devices: Sequence[jax.Device]) -> None:
+        """Build the mesh over `devices`; called once a fit, before anything else."""
+        self.mesh = jax.sharding.Mesh(np.asarray(devices), (self.axis,), axis_types=(AxisType.Auto,))
+
+    def choose_devices(self, devices: int | None) -> list[jax.Device]:
+        """Return the devices to use.
+
+        Args:
+            devices: How many, None for all.
+
+        Raises:
+            ArgumentError: There are fewer.
+        """
+        present = jax.devices()
+        if devices is None:
+            return present
+        if devices > len(present):
+            hint = f" Set XLA_FLAGS=--xla_force_host_platform_device_count={devices} to simulate them."
+            raise ArgumentError(
+                f"Trainer(devices={devices}) asks for more devices than the {len(present)} "
+                f"{present[0].platform} devices here.{hint if present[0].platform == 'cpu' else ''}"
+            )
+        return present[:devices]
+
+    @abstractmethod
+    def state_sharding(self, state: TrainState) -> TrainState:
+        """Return the sharding of each leaf of the state.
+
+        Args:
+            state: The state, with `jax.ShapeDtypeStruct` leaves.
+
+        Returns:
+            The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
+        """
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ways the rows of a batch are split."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def window_replicas(self) -> int | None:
+        """The size of the accumulation window's leading dim; None if it has none."""
+        return None
+
+    @property
+    def replica(self) -> Replica:
+        """What a step body sees."""
+        return Replica(constrain_batch=self._constrain_batch, constrain_grads=self.constrain_grads)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device holds whole."""
+        return NamedSharding(self.mesh, P())
+
+    def constrain_grads(self, grads: Any) -> Any:
+        """Shard gradients inside the step; here XLA decides."""
+        return grads
+
+    def create_state(self, init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
+        """Run `init(*inputs)` so that each result is born in its sharding.
+
+        Args:
+            init: A function of arrays to a pytree of arrays.
+            shardings: The same pytree, of shardings.
+            *inputs: Pytrees of arrays.
+            donate: Whether the inputs may be overwritten.
+        """
+        if inputs and not donate:
+            # Arrays that the caller holds may be committed to other devices.
+            inputs = jax.tree.map(lambda x: jax.device_put(x, self.replicated), inputs)
+        donated = tuple(range(len(inputs))) if donate else ()
+        return jax.jit(init, out_shardings=shardings, donate_argnums=donated)(*inputs)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Place a host batch: rows split over the devices where they divide, otherwise whole on each.
+
+        On one device the host arrays go straight into the step, which is cheaper.
+        """
+        if self.mesh.size == 1:
+            return batch
+        split = num_rows(batch) % self.num_replicas == 0
+        rows = NamedSharding(self.mesh, P(self.axis)) if split else self.replicated
+        shardings = jax.tree.map(lambda x: rows if x.ndim else self.replicated, batch)
+        return jax.make_array_from_process_local_data(shardings, batch)
+
+    def _constrain_batch(self, batch: Any) -> Any:
+        if self.mesh.size == 1:
+            return batch
+        # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too.
+        rows = NamedSharding(self.mesh, P(self.axis))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows) if x.ndim else x, batch)
+
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
+        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
+
+        Args:
+            fn: A function that returns nothing.
+            states: Pytrees of arrays or `jax.ShapeDtypeStruct`s.
+            batch: The host batch.
+        """
+        jax.eval_shape(partial(fn, self.replica), *states, abstract_batch(batch))
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """Return a function of `(*states, batch)` that runs the program, compiled at its first call."""
+        body = named(program.name, partial(program.fn, self.replica))
+        # What a step returns beside the state and the metrics may lie as XLA likes.
+        out = tuple(
+            x if isinstance(x, list) else self.replicated if isinstance(x, Out) else None for x in program.out_shardings
+        )
+        return jax.jit(body, out_shardings=out, donate_argnums=program.donate)
+
+    def canonical(self, state: TrainState) -> TrainState:
+        """Return the state as global arrays on the mesh, one copy of each."""
+        return state
+
+    def describe(self) -> str:
+        """Return one line for people: the name, the mesh, and why it was chosen."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
+
+
+def abstract_batch(batch: Any) -> Any:
+    """Return the shapes and dtypes that a batch has inside a step, where 64-bit numbers are 32."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+
+
+def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` under another name: what it compiles is reported by it."""
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call

@@ -1,0 +1,107 @@
+"""Fully sharded data parallel, and its smaller sibling that shards only the optimizer (ZeRO)."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import ArgumentError
+from jaxlit.state import TrainState
+from jaxlit.strategies.base import Strategy
+
+
+class FSDP(Strategy):
+    """Shard the state over the devices that split the batch.
+
+    Each array is split along its largest dim that divides by the device count; arrays of at most
+    `min_size` elements, and those with no such dim, stay whole. Random state, batch statistics and
+    counters stay whole too. The step sees the global batch, so the numbers are those of `single`.
+
+    The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+
+    Args:
+        stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too.
+        min_size: The most elements of an array that stays whole.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy=jl.strategies.FSDP(min_size=4096), max_epochs=1, logger=False)
+    """
+
+    axis = "fsdp"
+
+    def __init__(self, *, stage: int = 3, min_size: int = 1024) -> None:
+        if stage not in (1, 2, 3):
+            raise ArgumentError(f"FSDP(stage=...) must be 1, 2 or 3, got {stage!r}.")
+        if not isinstance(min_size, int) or min_size < 0:
+            raise ArgumentError(f"FSDP(min_size=...) must be an int of at least 0, got {min_size!r}.")
+        self.stage, self.min_size = stage, min_size
+
+    def spec(self, shape: tuple[int, ...]) -> P:
+        """Return how an array of this shape is split."""
+        dividing = [d for d, size in enumerate(shape) if size % self.mesh.size == 0]
+        if math.prod(shape) <= self.min_size or not dividing:
+            return P()
+        largest = max(dividing, key=lambda d: shape[d])
+        return P(*(self.axis if d == largest else None for d in range(largest + 1)))
+
+    def state_sharding(self, state: TrainState) -> Any:
+        """Return sharded parameters and optimizer state, and the rest whole."""
+        split = lambda tree: jax.tree.map(lambda x: NamedSharding(self.mesh, self.spec(x.shape)), tree)  # noqa: E731
+        whole = jax.tree.map(lambda _: self.replicated, state)
+        params = split(state.params) if self.stage == 3 else whole.params
+        window = whole.window
+        if window is not None and self.stage >= 2:
+            window = replace(window, grads=split(state.params))
+        return replace(
+            whole,
+            params=params,
+            frozen=split(state.frozen) if self.stage == 3 else whole.frozen,
+            opt_state=like_params(state.opt_state, state.params, split(state.params), self.replicated),
+            window=window,
+        )
+
+    def constrain_grads(self, grads: Any) -> Any:
+        """Shard the gradients from stage 2 on."""
+        if self.stage == 1:
+            return grads
+        return jax.tree.map(
+            lambda g: jax.lax.with_sharding_constraint(g, NamedSharding(self.mesh, self.spec(g.shape))), grads
+        )
+
+
+def like_params(opt_state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
+    """Give each leaf of an optimizer state the sharding of the parameter that it belongs to.
+
+    A leaf belongs to the parameter whose path is the end of its own and whose shape it has. This holds
+    for transforms that mask, partition or factor as well, where optax's own map over parameters fails.
+
+    Args:
+        opt_state: The state, of `jax.ShapeDtypeStruct`s.
+        params: The parameters, of `jax.ShapeDtypeStruct`s.
+        shardings: The parameters' shardings.
+        default: The sharding of the other leaves.
+    """
+    known = {
+        _keys(path): (x.shape, sharding)
+        for (path, x), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        keys = _keys(path)
+        for start in range(len(keys)):
+            shape, sharding = known.get(keys[start:], (None, default))
+            if shape == x.shape:
+                return sharding
+        return default
+
+    return jax.tree_util.tree_map_with_path(sharding_of, opt_state)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

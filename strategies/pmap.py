@@ -1,0 +1,58 @@
+"""Data parallel by jax.pmap."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.step import Replica
+from jaxlit.strategies.base import ROWS, Program, named
+from jaxlit.strategies.replicas import PerReplica
+
+
+class PMap(PerReplica):
+    """Run the step body once on each device by `jax.pmap`; otherwise like `ShardMapDDP`.
+
+    The state is held once and replicated, never stacked, so it moves freely to the other strategies.
+
+    Args:
+        sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy="pmap", max_epochs=1, logger=False)
+    """
+
+    def place(self, batch: Any, *, whole: bool) -> Any:
+        """Give every leaf a leading dim of replicas, on its device."""
+        n = self.num_replicas
+
+        def stack(x: Any) -> np.ndarray:
+            x = np.asarray(x)
+            if whole or not x.ndim:  # pmap refuses a call with nothing mapped
+                return np.broadcast_to(x, (n, *x.shape))
+            return x.reshape(n, x.shape[0] // n, *x.shape[1:])
+
+        return jax.device_put(jax.tree.map(stack, batch), NamedSharding(self.mesh, P(self.axis)))
+
+    def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
+        """Return the pmapped program."""
+        axes = tuple([0 if self.is_own(s) else None for s in shardings] for shardings in program.in_shardings)
+        mapped = jax.pmap(
+            partial(program.fn, replica),
+            axis_name=self.axis,
+            in_axes=(*axes, 0),
+            out_axes=self.out_tree(program, replica, own=0, shared=None),
+            devices=list(self.mesh.devices.flat),
+        )
+
+        def call(*args: Any) -> Any:
+            join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
+            return jax.tree.map(join, program.out_shardings, mapped(*args))
+
+        # jit around it takes pmap off its slower path, and names what compiles.
+        return jax.jit(named(program.name, call), donate_argnums=program.donate)

@@ -1,0 +1,107 @@
+"""Strategies by name."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.ddp import DDP
+from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.pmap import PMap
+from jaxlit.strategies.shard_map import ShardMapDDP
+from jaxlit.strategies.simulated import Simulated
+from jaxlit.strategies.single import SingleDevice
+
+_T = TypeVar("_T", bound=type[Strategy])
+
+_registry: dict[str, Callable[..., Strategy]] = {
+    "single": SingleDevice,
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "zero1": partial(FSDP, stage=1),
+    "shard_map": ShardMapDDP,
+    "pmap": PMap,
+    "simulate": Simulated,
+}
+
+
+def register_strategy(name: str) -> Callable[[_T], _T]:
+    """Make a strategy class available as `Trainer(strategy=name)`.
+
+    Args:
+        name: A name that is not taken. `name:5` at the Trainer calls the class with `5`.
+
+    Raises:
+        ArgumentError: The name is taken or no identifier.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> @jl.register_strategy("big_fsdp")
+        ... class BigFSDP(jl.strategies.FSDP):
+        ...     def __init__(self):
+        ...         super().__init__(min_size=2**20)
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ArgumentError(f"register_strategy(name) takes an identifier such as 'mine', got {name!r}.")
+    if name in _registry or name == "auto":
+        raise ArgumentError(f"register_strategy({name!r}): the name is taken. Known: {', '.join(strategy_names())}.")
+
+    def register(cls: _T) -> _T:
+        if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+            raise ArgumentTypeError(f"register_strategy({name!r}) takes a subclass of jaxlit.Strategy, got {cls!r}.")
+        _registry[name] = cls
+        return cls
+
+    return register
+
+
+def strategy_names() -> list[str]:
+    """Return the names that `Trainer(strategy=...)` takes."""
+    return ["auto", *_registry]
+
+
+def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
+    """Return the strategy of a name, or the object itself.
+
+    Args:
+        strategy: A name, a name with an int as in "simulate:8", or a `Strategy`.
+        devices: The number of devices asked for, None for all; "auto" looks at it.
+
+    Raises:
+        ArgumentError: The name is unknown.
+        ArgumentTypeError: It is neither a name nor a strategy.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, type) and issubclass(strategy, Strategy):
+        raise ArgumentTypeError(f"Trainer(strategy={strategy.__name__}) got a class. Pass {strategy.__name__}().")
+    if not isinstance(strategy, str):
+        raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {strategy!r}.")
+    if strategy == "auto":
+        return _choose(devices)
+    name, colon, argument = strategy.partition(":")
+    if name not in _registry:
+        raise ArgumentError(
+            f"Unknown strategy {strategy!r}.{did_you_mean(name, strategy_names())} "
+            f"Known: {', '.join(strategy_names())}."
+        )
+    if not colon:
+        return _registry[name]()
+    if not argument.isdecimal() or (name not in ("simulate",) and not isinstance(_registry[name], type)):
+        raise ArgumentError(f"Trainer(strategy={strategy!r}): after the colon comes an int, as in 'simulate:8'.")
+    try:
+        return _registry[name](int(argument))
+    except TypeError:
+        raise ArgumentError(
+            f"Trainer(strategy={strategy!r}): {name!r} takes no number. Use strategy={name!r}."
+        ) from None
+
+
+def _choose(devices: int | None) -> Strategy:
+    count = jax.device_count() if devices is None else devices
+    chosen: Strategy = SingleDevice() if count == 1 else DDP()
+    chosen.reason = f"chosen by 'auto' for {count} device{'s' * (count > 1)}"
+    return chosen

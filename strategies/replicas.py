@@ -1,0 +1,130 @@
+"""Strategies whose step sees one replica's rows: the same body under three ways of mapping it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import ArgumentError
+from jaxlit.state import TrainState
+from jaxlit.step import Replica, num_rows
+from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, abstract_batch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Whole:
+    """A batch whose rows do not divide among the replicas, so that each sees all of them."""
+
+    batch: Any
+
+
+@dataclass(frozen=True)
+class ByDivision:
+    """A compiled step that looks at whether its batch divides.
+
+    Args:
+        split: The program in which each replica sees its rows.
+        whole: The program in which each sees all of them.
+    """
+
+    split: Callable[..., Any]
+    whole: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program that fits the batch, the last argument."""
+        *states, batch = args
+        return self.whole(*states, batch.batch) if type(batch) is Whole else self.split(*args)
+
+
+class PerReplica(Strategy, ABC):
+    """Base of strategies whose step body runs once a replica, with collectives between the replicas.
+
+    Losses that couple rows see one replica's rows. Gradients are averaged once an optimizer step, also
+    when it accumulates several batches. Each replica draws its own random numbers. Floating state that
+    comes out different on each replica is averaged; other state must come out the same.
+
+    Args:
+        sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+    """
+
+    def __init__(self, *, sync_batchnorm: bool = True) -> None:
+        if not isinstance(sync_batchnorm, bool):
+            raise ArgumentError(
+                f"{type(self).__name__}(sync_batchnorm=...) must be True or False, got {sync_batchnorm!r}."
+            )
+        self.sync_batchnorm = sync_batchnorm
+
+    def state_sharding(self, state: TrainState) -> Any:
+        """Return the whole state on every device, and each replica's accumulation window on its own."""
+        whole = jax.tree.map(lambda _: self.replicated, state)
+        own = NamedSharding(self.mesh, P(self.axis))
+        return replace(whole, window=jax.tree.map(lambda _: own, state.window))
+
+    @property
+    def window_replicas(self) -> int | None:
+        """One window a replica."""
+        return self.num_replicas
+
+    @property
+    def replica(self) -> Replica:
+        """One of the replicas."""
+        return Replica(axis=self.axis, count=self.num_replicas, sync_batchnorm=self.sync_batchnorm)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Place a host batch, or mark it as whole if its rows do not divide."""
+        if num_rows(batch) % self.num_replicas:
+            return Whole(self.place(batch, whole=True))
+        return self.place(batch, whole=False)
+
+    @abstractmethod
+    def place(self, batch: Any, *, whole: bool) -> Any:
+        """Place a host batch as the mapped step takes it."""
+
+    @abstractmethod
+    def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
+        """Return the program, mapped over the replicas and compiled at its first call."""
+
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
+        """Run `fn` under `jax.shard_map`, whatever maps the step later: only shard_map knows what varies."""
+        states, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states), abstract_batch(batch)
+        if num_rows(batch) % self.num_replicas:
+            jax.eval_shape(partial(fn, replace(self.replica, whole=True, axis=None)), *states, batch)
+            return
+        body = partial(fn, replace(self.replica, varying_types=True))
+        specs = (*(P() for _ in states), row_specs(batch, self.axis))
+        jax.eval_shape(jax.shard_map(body, mesh=self.trace_mesh, in_specs=specs, out_specs=P()), *states, batch)
+
+    @property
+    def trace_mesh(self) -> Any:
+        """A mesh of as many devices as there are replicas; they need not exist."""
+        return AbstractMesh((self.num_replicas,), (self.axis,), axis_types=(AxisType.Auto,))
+
+    def compile(self, program: Program) -> "ByDivision":
+        """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""
+        # Keys are not folded and nothing is summed there: every replica computes the same.
+        return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, whole=True)))
+
+    def is_own(self, sharding: NamedSharding) -> bool:
+        """Tell whether each replica has its own part of an array, along a leading dim."""
+        return bool(sharding.spec) and sharding.spec[0] == self.axis
+
+    def out_tree(self, program: Program, replica: Replica, own: Any, shared: Any) -> tuple[Any, ...]:
+        """Return the results' layout: `own` where each replica has a part, else `shared`."""
+
+        def layout(x: Any) -> Any:
+            if isinstance(x, NamedSharding):
+                return own if self.is_own(x) else shared
+            return own if x is EACH or (x is ROWS and replica.splits) else shared
+
+        return jax.tree.map(layout, program.out_shardings)
+
+
+def row_specs(batch: Any, axis: str) -> Any:
+    """Return the partition of a batch's leaves: rows over `axis`, scalars whole."""
+    return jax.tree.map(lambda x: P(axis) if x.ndim else P(), batch)

@@ -1,0 +1,77 @@
+"""Data parallel with explicit collectives, by jax.shard_map."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.step import Replica
+from jaxlit.strategies.base import EACH, Program, named
+from jaxlit.strategies.replicas import PerReplica, row_specs
+
+
+class ShardMapDDP(PerReplica):
+    """Run the step body once on each device and average gradients once an optimizer step.
+
+    Where `ddp` reduces after every accumulated batch, this reduces after the last.
+
+    Args:
+        sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy="shard_map", accumulate_grad_batches=4, max_epochs=1, logger=False)
+    """
+
+    @property
+    def replica(self) -> Replica:
+        """One device; shard_map tracks what varies over them."""
+        return replace(super().replica, varying_types=True)
+
+    @property
+    def trace_mesh(self) -> jax.sharding.Mesh:
+        """The mesh itself, so that the step shares the trace."""
+        return self.mesh
+
+    def place(self, batch: Any, *, whole: bool) -> Any:
+        """Split the rows over the devices, or put all of them on each."""
+        rows = P() if whole else P(self.axis)
+        shardings = jax.tree.map(lambda x: NamedSharding(self.mesh, rows if x.ndim else P()), batch)
+        return jax.make_array_from_process_local_data(shardings, batch)
+
+    def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
+        """Return the program under jit and shard_map."""
+        specs = tuple([s.spec for s in shardings] for shardings in program.in_shardings)
+        out_specs = self.out_tree(program, replica, own=P(self.axis), shared=P())
+
+        def call(*args: Any) -> Any:
+            batch = args[-1]
+            batch_specs = row_specs(batch, self.axis) if replica.splits else jax.tree.map(lambda _: P(), batch)
+            mapped = jax.shard_map(
+                partial(self._body, program, replica),
+                mesh=self.mesh,
+                in_specs=(*specs, batch_specs),
+                out_specs=out_specs,
+            )
+            return mapped(*args)
+
+        return jax.jit(named(program.name, call), donate_argnums=program.donate)
+
+    def _body(self, program: Program, replica: Replica, *args: Any) -> Any:
+        # A replica's own arrays come as a block with a leading dim of one.
+        *states, batch = args
+        states = [
+            [x[0] if self.is_own(s) else x for x, s in zip(state, shardings, strict=True)]
+            for state, shardings in zip(states, program.in_shardings, strict=True)
+        ]
+        results = program.fn(replica, *states, batch)
+
+        def stack(layout: Any, x: Any) -> Any:
+            own = self.is_own(layout) if isinstance(layout, NamedSharding) else layout is EACH
+            return x[None] if own else x
+
+        return jax.tree.map(stack, program.out_shardings, results)

@@ -1,0 +1,83 @@
+"""Data parallel training of n replicas on one device, to see what n devices would compute."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxlit.errors import ArgumentError
+from jaxlit.step import Replica
+from jaxlit.strategies.base import ROWS, Program, named
+from jaxlit.strategies.replicas import PerReplica
+
+
+class Simulated(PerReplica):
+    """Compute on one device what `shard_map` computes on `replicas`.
+
+    The replicas are a vmapped dim with an axis name, so the same collectives run between them.
+
+    Args:
+        replicas: How many; None takes the Trainer's `devices`, which here may exceed what is there.
+        sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy="simulate:8", max_epochs=1, logger=False)
+    """
+
+    def __init__(self, replicas: int | None = None, *, sync_batchnorm: bool = True) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
+        if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
+            raise ArgumentError(f"Simulated(replicas=...) must be a positive int, got {replicas!r}.")
+        self.replicas = replicas
+
+    def choose_devices(self, devices: int | None) -> list[jax.Device]:
+        """Return the first device, and take the number of replicas.
+
+        Raises:
+            ArgumentError: `devices` differs from the number of replicas.
+        """
+        if self.replicas is not None and devices not in (None, self.replicas):
+            raise ArgumentError(
+                f"Trainer(strategy='simulate:{self.replicas}', devices={devices}) names two numbers of replicas. "
+                "Leave devices out."
+            )
+        self._count = self.replicas or devices or jax.device_count()
+        return jax.devices()[:1]
+
+    @property
+    def num_replicas(self) -> int:
+        """The simulated replicas."""
+        return self._count
+
+    def place(self, batch: Any, *, whole: bool) -> Any:
+        """Leave the batch as it is: it goes to the one device."""
+        return batch
+
+    def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
+        """Return the program under jit and vmap."""
+        axes = tuple([0 if self.is_own(s) else None for s in shardings] for shardings in program.in_shardings)
+        n = self.num_replicas
+
+        def call(*args: Any) -> Any:
+            *states, batch = args
+            if replica.splits:
+                batch = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]) if x.ndim else x, batch)
+            rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
+            mapped = jax.vmap(
+                partial(program.fn, replica),
+                in_axes=(*axes, rows),
+                out_axes=self.out_tree(program, replica, own=0, shared=None),
+                axis_name=self.axis,
+                axis_size=n,
+            )
+            results = mapped(*states, batch)
+            join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
+            return jax.tree.map(join, program.out_shardings, results)
+
+        return jax.jit(named(program.name, call), donate_argnums=program.donate)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return f"Simulated: {self.num_replicas} replicas on one device"

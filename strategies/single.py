@@ -1,0 +1,35 @@
+"""One device: the reference that the other strategies equal."""
+
+from typing import Any
+
+import jax
+
+from jaxlit.errors import ArgumentError
+from jaxlit.state import TrainState
+from jaxlit.strategies.base import Strategy
+
+
+class SingleDevice(Strategy):
+    """Train on the first device.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy="single", max_epochs=1, logger=False)
+    """
+
+    def choose_devices(self, devices: int | None) -> list[jax.Device]:
+        """Return the first device.
+
+        Raises:
+            ArgumentError: More than one is asked for.
+        """
+        if devices not in (None, 1):
+            raise ArgumentError(
+                f"Trainer(strategy='single', devices={devices}): 'single' uses one device. "
+                f"Use strategy='ddp' for {devices}, or devices=1."
+            )
+        return jax.devices()[:1]
+
+    def state_sharding(self, state: TrainState) -> Any:
+        """Return the one device's sharding for every leaf."""
+        return jax.tree.map(lambda _: self.replicated, state)

@@ -1,0 +1,32 @@
+"""Eight simulated devices, and tests that leave nothing behind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxlit.testing import fake_devices
+
+fake_devices(8)  # here, since no test file may use jax before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hermetic_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let W&B find no key and no setting, print nothing, and write into a temporary folder only."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        patch.setenv("NETRC", str(folder / "no_netrc"))  # the other place where W&B looks for a key
+        patch.setenv("WANDB_SILENT", "true")
+        for kind in ("DIR", "CACHE_DIR", "DATA_DIR", "CONFIG_DIR"):
+            (folder / kind).mkdir()
+            patch.setenv(f"WANDB_{kind}", str(folder / kind))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run every test in an empty folder of its own."""
+    monkeypatch.chdir(tmp_path)

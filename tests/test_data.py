@@ -1,0 +1,529 @@
+"""Loaders: which batches a training sees, and which loaders and batches are refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
+
+
+class Mean(jl.TrainModule):
+    """Looks at every leaf of a batch; `traced` tells whether a step was traced."""
+
+    traced = False
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(()))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        type(self).traced = True
+        return self.w[...] * sum(jnp.mean(x) for x in jax.tree.leaves(batch))
+
+    def validation_step(self, batch: Any) -> None:
+        type(self).traced = True
+        self.log("sum", jnp.sum(batch["id"]), reduce_fx="sum")
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any) -> Any:
+        return batch["id"]
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.0)
+
+
+@pytest.fixture
+def module() -> Mean:
+    return type("Fresh", (Mean,), {})()
+
+
+class Seen(jl.Callback):
+    """Keeps the host batches of training by epoch, and of validation by validation."""
+
+    def __init__(self) -> None:
+        self.train: list[list[Any]] = []
+        self.val: list[list[Any]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.train.append([])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.train[-1].append(batch)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.val.append([])
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.val[-1].append(batch)
+
+
+def make_trainer(**arguments: Any) -> jl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return jl.Trainer(**({"strategy": "single"} | quiet | arguments))
+
+
+def fit(module: Mean, train: Any, val: Any = None, **arguments: Any) -> Seen:
+    seen = Seen()
+    make_trainer(callbacks=[seen], **({"max_epochs": 2, "num_sanity_val_steps": 0} | arguments)).fit(module, train, val)
+    return seen
+
+
+def ids_of(batches: list[Any]) -> list[int]:
+    return [int(i) for batch in batches for i in batch["id"]]
+
+
+def batches_of(*sizes: int) -> list[dict[str, np.ndarray]]:
+    ends = np.cumsum(sizes)
+    return [{"id": np.arange(end - size, end, dtype=np.int32)} for size, end in zip(sizes, ends, strict=True)]
+
+
+# ArrayLoader -----------------------------------------------------------------------------------------
+
+
+def array_loader(rows: int = 10, batch_size: int = 4, **arguments: Any) -> jl.ArrayLoader:
+    return jl.ArrayLoader({"id": np.arange(rows, dtype=np.int32)}, batch_size, **arguments)
+
+
+def epoch_of(loader: jl.ArrayLoader, epoch: int) -> list[int]:
+    loader.set_epoch(epoch)
+    return ids_of(list(loader))
+
+
+def test_array_loader_keeps_the_order_without_shuffle() -> None:
+    assert [ids_of([batch]) for batch in array_loader()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("epoch", range(4))
+def test_array_loader_gives_every_row_once_an_epoch(epoch: int) -> None:
+    assert sorted(epoch_of(array_loader(shuffle=True), epoch)) == list(range(10))
+
+
+def test_array_loader_order_is_a_function_of_seed_and_epoch() -> None:
+    loader, other = array_loader(100, shuffle=True, seed=3), array_loader(100, shuffle=True, seed=3)
+    forward = [epoch_of(loader, epoch) for epoch in range(4)]
+    assert [epoch_of(other, epoch) for epoch in (3, 1, 2, 0)] == [forward[epoch] for epoch in (3, 1, 2, 0)]
+
+
+def test_array_loader_orders_differ_between_epochs_and_seeds() -> None:
+    orders = [epoch_of(array_loader(100, shuffle=True, seed=seed), e) for seed in range(3) for e in range(3)]
+    assert len({tuple(order) for order in orders}) == 9
+
+
+def test_array_loader_started_again_starts_at_the_first_batch() -> None:
+    loader = array_loader(shuffle=True)
+    expected = epoch_of(loader, 0)
+    next(iter(loader))
+    assert ids_of(list(loader)) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "drop", "length"),
+    [(10, 4, False, 3), (10, 4, True, 2), (8, 4, False, 2), (3, 4, True, 0)],
+)
+def test_array_loader_len_is_the_number_of_batches(rows: int, batch_size: int, drop: bool, length: int) -> None:
+    loader = array_loader(rows, batch_size, drop_remainder=drop)
+    assert len(loader) == len(list(loader)) == length
+
+
+def test_array_loader_drops_a_remainder_when_asked() -> None:
+    assert [len(batch["id"]) for batch in array_loader(drop_remainder=True, shuffle=True)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        np.arange(6),
+        (np.arange(6), np.arange(12).reshape(6, 2)),
+        [np.arange(6), np.arange(6.0)],
+        {"a": {"b": np.arange(6)}, "c": (np.arange(12).reshape(6, 2), np.arange(6) > 2)},
+    ],
+)
+def test_array_loader_keeps_the_structure_and_the_rows_together(arrays: Any) -> None:
+    loader = jl.ArrayLoader(arrays, 4, shuffle=True, seed=1)
+    batches = list(loader)
+    assert all(jax.tree.structure(batch) == jax.tree.structure(arrays) for batch in batches)
+    order = np.concatenate([jax.tree.leaves(batch)[0] for batch in batches])
+    for whole, *parts in zip(jax.tree.leaves(arrays), *map(jax.tree.leaves, batches), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts), whole[order])
+
+
+def test_array_loader_gives_copies() -> None:
+    arrays = {"id": np.arange(4)}
+    next(iter(jl.ArrayLoader(arrays, 2)))["id"][0] = 99
+    assert arrays["id"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_array_loader_continues_exactly_where_its_state_was_taken(taken: int, shuffle: bool) -> None:
+    loader, other = array_loader(shuffle=shuffle), array_loader(shuffle=shuffle)
+    loader.set_epoch(2)
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = ids_of(list(batches))
+    other.load_state_dict(state)
+    other.set_epoch(2)  # what the Trainer does
+    assert ids_of(list(other)) == expected
+
+
+def test_array_loader_after_a_continued_epoch_gives_whole_epochs() -> None:
+    loader, other = array_loader(shuffle=True), array_loader(shuffle=True)
+    next(iter(loader))
+    other.load_state_dict(loader.state_dict())
+    list(other)
+    assert epoch_of(other, 1) == epoch_of(array_loader(shuffle=True), 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: array_loader(11),
+        lambda: array_loader(10, 5),
+        lambda: array_loader(seed=1),
+        lambda: array_loader(shuffle=True),
+        lambda: array_loader(drop_remainder=True),
+        lambda: jl.ArrayLoader({"other": np.arange(10, dtype=np.int32)}, 4),
+        lambda: jl.ArrayLoader({"id": np.arange(10, dtype=np.float32)}, 4),
+    ],
+)
+def test_array_loader_refuses_the_state_of_another(other: Any) -> None:
+    with pytest.raises(DataError, match="belongs to other arrays"):
+        other().load_state_dict(array_loader().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "batch_size", "message"),
+    [
+        ({}, 4, "a pytree of arrays"),
+        ({"a": 1.0}, 4, "a must be an array with rows"),
+        ({"a": np.float32(1)}, 4, "a must be an array with rows"),
+        ({"a": {"b": "text"}}, 4, "a.b must be an array with rows"),
+        ({"a": np.ones(3), "b": np.ones(4)}, 4, r"leading sizes differ.*'a': 3.*'b': 4"),
+        (np.ones(3), 0, "batch_size.*positive int, got 0"),
+        (np.ones(3), -1, "batch_size.*positive int, got -1"),
+        (np.ones(3), 2.0, "batch_size.*positive int, got 2.0"),
+        (np.ones(3), True, "batch_size.*positive int, got True"),
+        (np.ones(3), None, "batch_size.*positive int, got None"),
+    ],
+)
+def test_array_loader_refuses(arrays: Any, batch_size: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        jl.ArrayLoader(arrays, batch_size)
+
+
+def test_fit_sets_the_epoch_of_an_array_loader(module: Mean) -> None:
+    seen = fit(module, array_loader(shuffle=True, seed=5))
+    reference = array_loader(shuffle=True, seed=5)
+    assert [ids_of(epoch) for epoch in seen.train] == [epoch_of(reference, 0), epoch_of(reference, 1)]
+
+
+def test_every_validation_sees_the_whole_array_loader(module: Mean) -> None:
+    seen = fit(module, batches_of(2), array_loader(), max_epochs=3)
+    assert [ids_of(epoch) for epoch in seen.val] == [list(range(10))] * 3
+
+
+def test_the_sanity_check_takes_nothing_from_the_validation_after_it(module: Mean) -> None:
+    seen = fit(module, batches_of(2), array_loader(), max_epochs=1, num_sanity_val_steps=1)
+    assert [ids_of(epoch) for epoch in seen.val] == [[0, 1, 2, 3], list(range(10))]
+
+
+def test_a_limit_takes_the_same_validation_batches_each_time(module: Mean) -> None:
+    seen = fit(module, batches_of(2), array_loader(), limit_val_batches=2)
+    assert [ids_of(epoch) for epoch in seen.val] == [list(range(8))] * 2
+
+
+# grain -----------------------------------------------------------------------------------------------
+
+
+def grain_rows(count: int = 12) -> grain.MapDataset:
+    return grain.MapDataset.source([{"id": np.int32(i)} for i in range(count)])
+
+
+def test_a_map_dataset_is_shuffled_anew_each_epoch_and_whole_in_each(module: Mean) -> None:
+    seen = fit(module, grain_rows().seed(0).shuffle().batch(4), max_epochs=3)
+    epochs = [ids_of(epoch) for epoch in seen.train]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_map_dataset_gives_the_epochs_of_its_own_repetition(module: Mean) -> None:
+    dataset = grain_rows().seed(0).shuffle().batch(4)
+    seen = fit(module, dataset)
+    assert ids_of(seen.train[0] + seen.train[1]) == ids_of(list(dataset.repeat(2)))
+
+
+def test_a_map_dataset_tells_its_length(module: Mean) -> None:
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(module, grain_rows(10).batch(4))
+    assert (trainer.num_training_batches, trainer.global_step) == (3, 3)
+
+
+def test_an_endless_map_dataset_ends_with_max_steps(module: Mean) -> None:
+    seen = fit(module, grain_rows().batch(4).repeat(), max_epochs=-1, max_steps=5)
+    assert ids_of(seen.train[0]) == [*range(12), *range(8)]
+
+
+def test_an_endless_dataset_without_a_limit_is_refused(module: Mean) -> None:
+    with pytest.raises(ArgumentError, match="without end"):
+        fit(module, grain_rows().batch(4).repeat())
+
+
+def test_an_iter_dataset_is_one_epoch(module: Mean) -> None:
+    seen = fit(module, grain_rows().batch(4).to_iter_dataset())
+    assert [ids_of(epoch) for epoch in seen.train] == [list(range(12))] * 2
+
+
+def test_a_grain_data_loader_is_one_epoch(module: Mean) -> None:
+    loader = grain.DataLoader(
+        data_source=[{"id": np.int32(i)} for i in range(12)],
+        sampler=grain.samplers.IndexSampler(num_records=12, shuffle=False, num_epochs=1),
+        operations=[grain.transforms.Batch(batch_size=4)],
+        worker_count=0,
+    )
+    seen = fit(module, loader)
+    assert [ids_of(epoch) for epoch in seen.train] == [list(range(12))] * 2
+
+
+def test_validation_with_a_map_dataset_sees_the_same_batches_each_time(module: Mean) -> None:
+    seen = fit(module, batches_of(2), grain_rows().seed(0).shuffle().batch(4))
+    assert ids_of(seen.val[0]) == ids_of(seen.val[1])
+
+
+# Other loaders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_list_of_batches_is_a_loader(module: Mean, strategy: str) -> None:
+    batches = batches_of(8, 16, 3)
+    seen = fit(module, batches, strategy=strategy)
+    assert [ids_of(epoch) for epoch in seen.train] == [ids_of(batches)] * 2
+
+
+def test_tuples_of_arrays_are_batches(module: Mean) -> None:
+    batches = [(np.full(2, i, np.float32), np.ones(2, np.float32)) for i in range(3)]
+    seen = fit(module, batches, max_epochs=1)
+    assert [float(x[0]) for x, _ in seen.train[0]] == [0.0, 1.0, 2.0]
+
+
+def test_a_list_of_two_loaders_is_two_validation_loaders(module: Mean) -> None:
+    seen = fit(module, batches_of(2), [array_loader(4), batches_of(3, 1)], max_epochs=1)
+    assert [ids_of([batch]) for batch in seen.val[0]] == [[0, 1, 2, 3], [0, 1, 2], [3]]
+
+
+def test_a_list_of_two_loaders_to_train_on_is_refused(module: Mean) -> None:
+    with pytest.raises(DataError, match="train_dataloaders"):
+        fit(module, [array_loader(4), array_loader(4)])
+
+
+def test_an_object_with_iter_alone_is_a_loader(module: Mean) -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            yield from batches_of(2, 2)
+
+    seen = fit(module, Loader())
+    assert [ids_of(epoch) for epoch in seen.train] == [[0, 1, 2, 3]] * 2
+
+
+def test_jax_arrays_are_taken_as_batches(module: Mean) -> None:
+    seen = fit(module, [{"id": jnp.arange(4)}], max_epochs=1)
+    assert ids_of(seen.train[0]) == [0, 1, 2, 3]
+
+
+def test_the_last_batch_is_known_without_a_length(module: Mean) -> None:
+    trainer = make_trainer(max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(module, iter(batches_of(2, 2, 2)))
+    assert trainer.global_step == 2
+
+
+def test_a_generator_trains_one_epoch(module: Mean) -> None:
+    seen = fit(module, (batch for batch in batches_of(2, 2, 2)), max_epochs=1)
+    assert ids_of(seen.train[0]) == list(range(6))
+
+
+def test_a_generator_that_is_used_up_is_refused_in_the_next_epoch(module: Mean) -> None:
+    with pytest.raises(DataError, match=r"no batch in epoch 1.*iterator"):
+        fit(module, (batch for batch in batches_of(2, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        lambda: [],
+        lambda: array_loader(3, 4, drop_remainder=True),
+        lambda: iter(()),
+        lambda: grain_rows(0).batch(2),
+    ],
+)
+def test_an_empty_training_loader_is_refused(module: Mean, empty: Any) -> None:
+    with pytest.raises(DataError, match=r"train_dataloaders.*no batch"):
+        fit(module, empty())
+
+
+class Klass:
+    """A class where an object belongs."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ("mnist", "got str 'mnist'.*jl.ArrayLoader"),
+        (np.ones((4, 2)), r"(?s)got ndarray.*Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
+        (jnp.ones((4, 2)), r"Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
+        ({"x": np.ones((4, 2))}, r"(?s)got dict.*jl.ArrayLoader"),
+        (Klass, "got the class Klass.*jl.ArrayLoader"),
+        (3, "got int 3.*jl.ArrayLoader"),
+        (None, "train_dataloaders.*jl.ArrayLoader"),
+    ],
+)
+def test_what_is_no_loader_is_refused_with_a_hint(module: Mean, loader: Any, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        fit(module, loader)
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_evaluation_refuses_what_is_no_loader(module: Mean, method: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"Trainer.{method}.*got str"):
+        getattr(make_trainer(), method)(module, "mnist")
+
+
+def test_a_validation_loader_is_refused_before_any_hook(module: Mean) -> None:
+    seen = Seen()
+    with pytest.raises(ArgumentTypeError, match=r"val_dataloaders.*got int"):
+        make_trainer(max_epochs=1, callbacks=[seen]).fit(module, batches_of(2), 3)
+    assert seen.train == []
+
+
+# First batches ---------------------------------------------------------------------------------------
+
+BAD_BATCHES = {
+    "strings": ({"id": np.arange(2), "name": np.array(["a", "b"])}, r"batch\['name'\] holds <?U?str"),
+    "objects": (
+        {"id": np.arange(2), "o": np.array([None, {}])},
+        r"batch\['o'\] holds ndarray|batch\['o'\] holds object",
+    ),
+    "a str": ({"id": np.arange(2), "split": "train"}, r"batch\['split'\] holds str"),
+    "nested": ({"id": [np.arange(2), np.array(["a", "b"])]}, r"batch\['id'\]\[1\] holds"),
+    "ragged": (
+        {"id": np.arange(3), "x": np.ones((2, 4))},
+        r"leading sizes differ.*batch\['id'\].*3.*batch\['x'\].*2",
+    ),
+    "no rows": ({"id": np.zeros((0, 3))}, r"0 rows.*batch\['id'\]"),
+    "int64 up": ({"id": np.array([1, 2**40])}, rf"batch\['id'\] is int64 and holds {2**40}.*int32"),
+    "int64 down": ({"id": np.array([1, -(2**40)])}, r"batch\['id'\] is int64.*int32"),
+    "uint64": ({"id": np.array([1, 2**33], np.uint64)}, r"batch\['id'\] is uint64.*uint32"),
+    "nothing": ({}, "no array"),
+    "none": (None, "no array"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_bad_first_batch_is_refused_by_its_leaf_before_a_step_is_traced(module: Mean, name: str) -> None:
+    batch, message = BAD_BATCHES[name]
+    with pytest.raises(DataError, match=message):
+        fit(module, [batch])
+    assert not module.traced
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_a_bad_first_validation_batch_is_refused_by_its_leaf(module: Mean, name: str) -> None:
+    batch, message = BAD_BATCHES[name]
+    with pytest.raises(DataError, match=message):
+        fit(module, batches_of(2), [batch], num_sanity_val_steps=1)
+    assert not module.traced
+
+
+def test_int64_that_fits_is_taken(module: Mean) -> None:
+    limits = np.iinfo(np.int32)
+    seen = fit(module, [{"id": np.array([limits.min, limits.max])}], max_epochs=1)
+    assert ids_of(seen.train[0]) == [limits.min, limits.max]
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int16, np.float16, np.float32, np.float64, jnp.bfloat16])
+def test_dtypes_of_numbers_are_taken(module: Mean, dtype: Any) -> None:
+    seen = fit(module, [{"id": np.ones(2, dtype)}], max_epochs=1)
+    assert seen.train[0][0]["id"].dtype == dtype
+
+
+def test_scalars_may_stand_beside_rows(module: Mean) -> None:
+    seen = fit(module, [{"id": np.arange(2), "scale": np.float32(2)}], max_epochs=1)
+    assert float(seen.train[0][0]["scale"]) == 2.0
+
+
+# Limits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "count"), [(3, 3), (9, 5), (1, 1), (0.5, 2), (1.0, 5), (0.2, 1), (0.99, 4)])
+def test_limit_train_batches_counts_or_takes_a_fraction(module: Mean, limit: float, count: int) -> None:
+    seen = fit(module, batches_of(2, 2, 2, 2, 2), limit_train_batches=limit)
+    assert [len(epoch) for epoch in seen.train] == [count] * 2
+
+
+@pytest.mark.parametrize(("limit", "count"), [(3, 3), (9, 5), (0.5, 2), (1.0, 5)])
+def test_limit_val_batches_holds_for_each_loader(module: Mean, limit: float, count: int) -> None:
+    loaders = [batches_of(2, 2, 2, 2, 2), batches_of(2, 2, 2, 2, 2)]
+    seen = fit(module, batches_of(2), loaders, limit_val_batches=limit, max_epochs=1)
+    assert [len(epoch) for epoch in seen.val] == [2 * count]
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_limit_val_batches_0_turns_validation_off(module: Mean, limit: float) -> None:
+    seen = fit(module, batches_of(2), batches_of(2), limit_val_batches=limit, num_sanity_val_steps=2)
+    assert seen.val == []
+
+
+@pytest.mark.parametrize("limit", [0, 0.0])
+def test_limit_train_batches_0_trains_nothing(module: Mean, limit: float) -> None:
+    trainer = make_trainer(max_epochs=2, limit_train_batches=limit)
+    trainer.fit(module, batches_of(2))
+    assert (trainer.global_step, module.traced) == (0, False)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(2, 2), (0.5, 2), (0.25, 1)])
+def test_limit_predict_batches_counts_or_takes_a_fraction(module: Mean, limit: float, count: int) -> None:
+    trainer = make_trainer(limit_predict_batches=limit)
+    assert ids_of([{"id": x} for x in trainer.predict(module, batches_of(2, 2, 2, 2))]) == list(range(2 * count))
+
+
+@pytest.mark.parametrize(("limit", "count"), [(2, 2), (0.5, 2), (0.25, 1)])
+def test_limit_test_batches_counts_or_takes_a_fraction(module: Mean, limit: float, count: int) -> None:
+    trainer = make_trainer(limit_test_batches=limit)
+    assert trainer.test(module, batches_of(2, 2, 2, 2)) == [{"sum": float(sum(range(2 * count)))}]
+
+
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_a_fraction_of_less_than_one_batch_is_refused(module: Mean, which: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"limit_{which}_batches=0\.01\) of 3 batches.*0\.333"):
+        fit(module, batches_of(2, 2, 2), batches_of(2, 2, 2), **{f"limit_{which}_batches": 0.01})
+
+
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_a_fraction_of_a_loader_without_length_is_refused(module: Mean, which: str) -> None:
+    loaders = {"train": batches_of(2), "val": batches_of(2)} | {which: iter(batches_of(2))}
+    with pytest.raises(ArgumentError, match=rf"limit_{which}_batches=0\.5.*{which}_dataloaders.*no length.*int"):
+        fit(module, *loaders.values(), **{f"limit_{which}_batches": 0.5})
+
+
+def test_a_count_limits_a_loader_without_length(module: Mean) -> None:
+    seen = fit(module, iter(batches_of(2, 2, 2)), limit_train_batches=2, max_epochs=1)
+    assert ids_of(seen.train[0]) == [0, 1, 2, 3]
+
+
+def test_a_limit_draws_nothing_behind_it(module: Mean) -> None:
+    def loader() -> Iterator[Any]:
+        yield from batches_of(2, 2)
+        raise AssertionError("drew a third batch")
+
+    assert len(fit(module, loader(), limit_train_batches=2, max_epochs=1).train[0]) == 2

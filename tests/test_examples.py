@@ -1,0 +1,50 @@
+"""The examples run, and reach what they promise."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_digits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def accuracy(out: str) -> float:
+    return float(re.findall(r"^validation accuracy (\S+)$", out, re.M)[0])
+
+
+@pytest.mark.parametrize("devices", ("1", "8"))
+@pytest.mark.parametrize("strategy", ("ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate", "auto"))
+def test_digits_reaches_95_percent(
+    strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accuracy(run_digits(monkeypatch, capsys, "--strategy", strategy, "--devices", devices)) >= 0.95
+
+
+@pytest.mark.smoke
+def test_digits_reaches_95_percent_on_a_single_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accuracy(run_digits(monkeypatch, capsys, "--strategy", "single")) >= 0.95
+
+
+def test_piped_output_is_one_plain_line_an_epoch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_digits(monkeypatch, capsys, "--strategy", "ddp", "--epochs", "3")
+    assert "\x1b" not in out
+    assert len(re.findall(r"^epoch \d/3  22/22 .*train/loss .*val/accuracy ", out, re.M)) == 3
+
+
+def test_single_refuses_more_than_one_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="'single' uses one device. Use strategy='ddp' for 8"):
+        run_digits(monkeypatch, capsys, "--strategy", "single", "--devices", "8")
