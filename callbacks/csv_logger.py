@@ -53,9 +53,12 @@ class CSVLogger(Callback):
 
     def _write(self, path: Path, row: dict[str, Any]) -> None:
         if path != self.path:
-            self.path, self._columns = path, ["step", "epoch"]
+            self._close()
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(",".join(self._columns) + "\n")
+            self.path, self._columns = path, _columns_of(path)
+            if not self._columns:
+                self._columns = ["step", "epoch"]
+                path.write_text(",".join(self._columns) + "\n")
         new = [name for name in row if name not in self._columns]
         if new:
             self._close()
@@ -85,3 +88,17 @@ class CSVLogger(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _columns_of(path: Path) -> list[str]:
+    """Return the columns of a file that is there, whose rows are kept; none if it is new."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        columns = next(csv.reader(file), [])
+    if columns and columns[:2] != ["step", "epoch"]:
+        raise LoggerError(
+            f"CSVLogger appends to files whose first columns are step,epoch, and {path} has {','.join(columns)}. "
+            "Pass another CSVLogger(filename=...), or move that file away."
+        )
+    return columns

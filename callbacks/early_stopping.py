@@ -76,10 +76,15 @@ class EarlyStopping(Callback):
         self.wait_count, self.stopped_epoch = 0, 0
         self.best_score = math.inf if mode == "min" else -math.inf
         self.stopping_reason: str | None = None
+        self._fitting = False
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Note whether this is a fit: `trainer.validate` is no check."""
+        self._fitting = stage == "fit"
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Check after a validation."""
-        if not self.check_on_train_epoch_end and not trainer.sanity_checking:
+        """Check after a validation of a fit."""
+        if self._fitting and not self.check_on_train_epoch_end and not trainer.sanity_checking:
             self._check(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:

@@ -94,6 +94,10 @@ class ProgressBar(Callback):
         plural = "s" * (self._epochs != 1)
         self._print(f"done {self._epochs} epoch{plural}, {trainer.global_step} steps in {seconds:.1f} s{why}")
 
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """Give the terminal back before other callbacks speak of the error."""
+        self._close()
+
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Give the terminal back, also after an error."""
         self._close()
@@ -102,14 +106,21 @@ class ProgressBar(Callback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        class QuietConsole(Console):
+            # Rich's own ends the process.
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError
+
         total = trainer.num_training_batches
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}"))
         # No thread of rich's own: it would wake up beside the training loop. Drawn from the hook.
-        self._progress = Progress(*columns, console=Console(), auto_refresh=False, transient=True)
+        self._progress = Progress(*columns, console=QuietConsole(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(
             _epoch_text(trainer), total=None if total == math.inf else total, numbers=""
         )
         self._safely(self._progress.start)
+        if not self._active:
+            self._progress = None  # half started, it cannot be stopped
 
     def _draw(self) -> None:
         if self._progress is not None:

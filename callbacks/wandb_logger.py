@@ -89,13 +89,14 @@ class WandbLogger(Callback):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.offline, self.on_error = offline, on_error
         self.init_timeout, self.finish_timeout = float(init_timeout), float(finish_timeout)
+        self._wanted_id = id
         self._id = id or secrets.token_hex(4)
         self._run: wandb.Run | None = None
         self._logging = self._failed = False
 
     @property
     def id(self) -> str:
-        """The run's id, the same for every fit of this logger."""
+        """The run's id, the same for every fit; a new one if the run had to go offline at its start."""
         return self._id
 
     @property
@@ -160,6 +161,7 @@ class WandbLogger(Callback):
         try:
             import wandb
             from wandb import Settings
+            from wandb.errors import UsageError
         except ImportError as error:
             raise WandbError(
                 "WandbLogger needs the wandb package, which is not installed. Run `pip install wandb`, or leave "
@@ -193,18 +195,22 @@ class WandbLogger(Callback):
                     settings=Settings(**settings),
                 )
 
-        why = ""
+        why, wanted = "", self._wanted_id
         try:
             run = init("offline" if self.offline else None)  # None leaves the choice to WANDB_MODE
-        except (wandb.Error, OSError) as error:
+        except Exception as error:
             if self.on_error == "raise":
                 raise
             why = f" ({_first_line(error)})"
+            # The SDK holds a failed run's id until the process ends; without a key there is no run yet.
+            if not isinstance(error, UsageError):
+                self._id = secrets.token_hex(4)
             run = init("offline")
         if run.disabled:
             say("W&B: disabled")
         elif run.offline:
-            say(f"W&B: offline{why} -> {_folder(run)}; upload: wandb sync {_folder(run)}")
+            onto = f"--id {wanted} " if wanted not in (None, self._id) else ""
+            say(f"W&B: offline{why} -> {_folder(run)}; upload: wandb sync {onto}{_folder(run)}")
         else:
             say(f"W&B: {run.url}")
         return run

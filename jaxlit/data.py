@@ -223,13 +223,14 @@ def check_batch(batch: Any, where: str) -> None:
         if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_ or "float" in x.dtype.name):
             kind = type(leaf).__name__ if x.dtype.kind == "O" else x.dtype.name
             raise DataError(
-                f"{where}: {name} holds {kind}, which no device takes. Leave it out of the batch or encode it as numbers."
+                f"{where}: {name} holds {kind}, which no device takes. "
+                "Leave it out of the batch or encode it as numbers."
             )
         if x.dtype.kind in "iu" and x.dtype.itemsize == 8 and x.size and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             info = np.iinfo(x.dtype.name.replace("64", "32"))
             if x.min() < info.min or x.max() > info.max:
                 raise DataError(
-                    f"{where}: {name} is {x.dtype} and holds {max(x.max(), -x.min())}, which would wrap around as "
+                    f"{where}: {name} is {x.dtype} and holds {max(int(x.max()), -int(x.min()))}, which would wrap around as "
                     f"{info.dtype}. Map such ids to smaller ones, or set jax_enable_x64."
                 )
         if x.ndim:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxlit.data import Source, feed
 from jaxlit.engine import Engine
-from jaxlit.errors import DataError, NonFiniteError
+from jaxlit.errors import DataError, LogError, NonFiniteError
 from jaxlit.hooks import Hooks
 from jaxlit.metrics import Results
 
@@ -63,6 +63,8 @@ class Run:
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
     sanity_check(run)
+    if run.done:  # there is nothing to train, and so no train hook
+        return
     run.hooks("on_train_start")
     while not run.done:
         train_epoch(run)
@@ -72,7 +74,7 @@ def fit(run: Run) -> None:
 def sanity_check(run: Run) -> None:
     """Validate a few batches, so that what would fail after an epoch fails now."""
     steps = run.trainer.num_sanity_val_steps
-    if not run.val or steps == 0 or run.done:
+    if not run.val or steps == 0:
         return
     loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in run.val]
     run.trainer.sanity_checking = True
@@ -110,6 +112,8 @@ def train_epoch(run: Run) -> None:
         stepping = last or filled == accumulate
         logs, loss, outputs = engine.train_step(batch) if stepping else engine.micro_step(batch)
         results.latest, position.batch_idx = logs, i + 1
+        if hooks.live is not None:
+            hooks.live.stale = True
         if stepping:
             position.global_step, filled = position.global_step + 1, 0
         for owner, hook in ends:
@@ -118,7 +122,7 @@ def train_epoch(run: Run) -> None:
         wait(logs)
         if run.pending is not None:
             publish(run)
-        if stepping and log_every and position.global_step % log_every == 0:
+        if stepping and log_every and (position.global_step % log_every == 0 or trainer.should_stop):
             run.pending = (logs, position.global_step - 1)  # read one step late, when it is ready
         if trainer.should_stop or position.global_step >= trainer.max_steps >= 0:
             break
@@ -169,9 +173,15 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
             engine.model.traced[stage].table.metrics, engine.eval_values(stage, sums), strict=True
         ):
             suffix = f"/dataloader_idx_{idx}" if len(loaders) > 1 and metric.add_dataloader_idx else ""
-            found[-1][metric.epoch_name + suffix] = value
+            name = metric.epoch_name + suffix
+            if any(name in other for other in found[:-1]):
+                raise LogError(
+                    f"self.log({name!r}, add_dataloader_idx=False) in {stage}_step gives one name to the values of "
+                    "several loaders. Leave add_dataloader_idx out."
+                )
+            found[-1][name] = value
             results.put_epoch(metric, value, suffix)
-            row |= {metric.epoch_name + suffix: value} if metric.logger else {}
+            row |= {name: value} if metric.logger else {}
     hooks(f"on_{stage}_epoch_end")
     if not run.trainer.sanity_checking:
         log_row(run, row, max(run.position.global_step - 1, 0))

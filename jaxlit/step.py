@@ -160,21 +160,20 @@ class Model:
         return loss, (new_frozen, new_state, values, weights, outputs)
 
     def _check_state(self, params: Any, new_params: Any, old: Any, new: Any) -> None:
-        for (path, before), after in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=True
-        ):
-            if before is not after:
-                raise StateError(
-                    f"{self.name}.training_step wrote to {leaf_name(path)}, which the optimizer trains. Return a loss "
-                    "instead, or leave the variable out of jl.Optimizer(wrt=...)."
-                )
-        before, after = _describe(old), _describe(new)
+        before, after = _describe((params, *old)), _describe((new_params, *new))
         for name in before.keys() | after.keys():
             if before.get(name) != after.get(name):
                 raise StateError(
                     f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
                     f"{after.get(name, 'nothing')}. State must keep its structure, shapes and dtypes: create "
                     "variables in __init__, and log values instead of sowing them."
+                )
+        written = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=True)
+        for (path, value), new_value in written:
+            if value is not new_value:
+                raise StateError(
+                    f"{self.name}.training_step wrote to {leaf_name(path)}, which the optimizer trains. Return a loss "
+                    "instead, or leave the variable out of jl.Optimizer(wrt=...)."
                 )
 
     def _note(self, stage: str, collector: Collector, traced: Traced) -> None:

@@ -174,7 +174,7 @@ class Trainer:
 
         def train_module(run: loop.Run) -> None:
             run.train, run.val = (train, train_limit), val
-            if train_limit == 0:
+            if self._limits["training"] == 0:
                 self.stop("limit_train_batches=0")
             loop.fit(run)
 
@@ -328,21 +328,29 @@ class Trainer:
                     work(run)
                     hooks("on_fit_end")
         except BaseException as error:
-            self._note_error(hooks, stage, error)
+            self._each(hooks, "on_exception", error, error)
+            self._each(hooks, "teardown", stage, error)
             raise
         else:
-            hooks("teardown", stage)
+            if (error := self._each(hooks, "teardown", stage, None)) is not None:
+                raise error
         finally:
             self._running = False
 
-    def _note_error(self, hooks: Hooks, stage: str, error: BaseException) -> None:
-        """Tell every callback of an error and tear it down; what that raises is noted, never raised."""
-        for hook, argument in (("on_exception", error), ("teardown", stage)):
-            for owner, function in hooks.bind(hook):
-                try:
-                    function(self, hooks.module, argument)
-                except Exception as second:
-                    error.add_note(f"{owner}.{hook} raised as well: {second!r}")
+    def _each(self, hooks: Hooks, hook: str, argument: Any, first: BaseException | None) -> BaseException | None:
+        """Call every hook of a name whatever the others raise, and return the first error of all.
+
+        A later error is noted on the first: it never hides it.
+        """
+        for owner, function in hooks.bind(hook):
+            try:
+                function(self, hooks.module, argument)
+            except Exception as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"{owner}.{hook} raised as well: {error!r}")
+        return first
 
     def _given(self, model: Any, verb: str) -> TrainModule | lazy:
         if model is None and self.module is None:
