@@ -60,6 +60,7 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin the epoch's bar."""
         self._batches, self._epoch_start, self._shown = 0, time.monotonic(), {}
+        self._last = self._epoch_start  # of the newest batch: validation is no part of the rate
         self._next = self._epoch_start if self._terminal and self._active else math.inf
         if self._next < math.inf:
             self._open(trainer)
@@ -68,9 +69,9 @@ class ProgressBar(Callback):
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        self._batches += 1
-        if (now := time.monotonic()) >= self._next:
-            self._next = now + self._interval
+        self._batches, self._last = self._batches + 1, time.monotonic()
+        if self._last >= self._next:
+            self._next = self._last + self._interval
             self._draw()
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
@@ -112,7 +113,8 @@ class ProgressBar(Callback):
                 raise BrokenPipeError
 
         total = trainer.num_training_batches
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}"))
+        numbers = TextColumn("{task.fields[numbers]}", markup=False)  # a metric's name may hold brackets
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), numbers)
         # No thread of rich's own: it would wake up beside the training loop. Drawn from the hook.
         self._progress = Progress(*columns, console=QuietConsole(), auto_refresh=False, transient=True)
         self._task = self._progress.add_task(
@@ -137,7 +139,7 @@ class ProgressBar(Callback):
             self._progress = None
 
     def _numbers(self) -> str:
-        rate = self._batches / max(time.monotonic() - self._epoch_start, 1e-9)
+        rate = self._batches / max(self._last - self._epoch_start, 1e-9)
         values = "".join(f"  {name} {value:.4g}" for name, value in self._shown.items())
         return f"{f'{rate / 1000:.1f}k' if rate >= 1000 else f'{rate:.3g}'} it/s{values}"
 

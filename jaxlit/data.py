@@ -226,12 +226,13 @@ def check_batch(batch: Any, where: str) -> None:
                 f"{where}: {name} holds {kind}, which no device takes. "
                 "Leave it out of the batch or encode it as numbers."
             )
-        if x.dtype.kind in "iu" and x.dtype.itemsize == 8 and x.size and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            info = np.iinfo(x.dtype.name.replace("64", "32"))
+        narrowed = jax.dtypes.canonicalize_dtype(x.dtype)
+        if x.dtype.kind in "iu" and narrowed != x.dtype and x.size:
+            info = np.iinfo(narrowed)
             if x.min() < info.min or x.max() > info.max:
                 raise DataError(
-                    f"{where}: {name} is {x.dtype} and holds {max(int(x.max()), -int(x.min()))}, which would wrap around as "
-                    f"{info.dtype}. Map such ids to smaller ones, or set jax_enable_x64."
+                    f"{where}: {name} is {x.dtype} and holds {max(int(x.max()), -int(x.min()))}, which would wrap "
+                    f"around as {info.dtype}. Map such ids to smaller ones, or set jax_enable_x64."
                 )
         if x.ndim:
             sizes[name] = x.shape[0]

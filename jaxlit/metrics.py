@@ -88,7 +88,7 @@ def _scalar(name: str, value: Any, step: str) -> jax.Array:
 
 
 def _weight(name: str, batch_size: Any) -> jax.Array:
-    if isinstance(batch_size, (int, float, np.generic)) and not batch_size > 0:
+    if isinstance(batch_size, (int, float, np.integer, np.floating)) and not float(batch_size) > 0:
         raise LogError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size must be positive.")
     if getattr(batch_size, "shape", ()) != () or isinstance(batch_size, str):
         raise LogError(f"self.log({name!r}, batch_size=...) must be a scalar, got {batch_size!r}.")
