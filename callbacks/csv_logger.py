@@ -1,5 +1,6 @@
 """Logged rows in a CSV file."""
 
+import contextlib
 import csv
 import os
 from pathlib import Path
@@ -33,6 +34,7 @@ class CSVLogger(Callback):
         self.path: Path | None = None
         self._columns: list[str] = []
         self._file: TextIO | None = None
+        self._size = 0  # bytes of whole rows
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Write one row.
@@ -46,6 +48,7 @@ class CSVLogger(Callback):
         try:
             self._write(trainer.run_dir / self.filename, row)
         except OSError as error:
+            self._drop_torn_row()
             raise LoggerError(
                 f"CSVLogger cannot write {trainer.run_dir / self.filename}: {error}. Free the disk, pass another "
                 "Trainer(default_root_dir=...), or Trainer(logger=False)."
@@ -65,20 +68,23 @@ class CSVLogger(Callback):
             self._widen(path, new)
         if self._file is None:
             self._file = path.open("a", newline="")
+            self._size = path.stat().st_size
         csv.DictWriter(self._file, self._columns, restval="", lineterminator="\n").writerow(row)
         self._file.flush()
+        self._size = self._file.tell()
 
     def _widen(self, path: Path, new: list[str]) -> None:
         """Rewrite the file with more columns; a crash leaves the old file or the new one."""
         with path.open(newline="") as old:
             rows = list(csv.DictReader(old))
-        self._columns += new
+        columns = self._columns + new
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         os.replace(temporary, path)
+        self._columns = columns
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Close the file; a later run of the same Trainer goes on with it."""
@@ -87,6 +93,16 @@ class CSVLogger(Callback):
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
+            self._file = None
+
+    def _drop_torn_row(self) -> None:
+        """Close after a failure, and leave whole rows only, so that a later fit can go on."""
+        if self._file is not None:
+            # Closing tries to write what is left once more; the caller raises the first error.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.truncate(self._file.name, self._size)
             self._file = None
 
 

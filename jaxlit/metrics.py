@@ -58,8 +58,8 @@ class Collector:
         """Take one value.
 
         Raises:
-            LogError: The value is not a scalar number, the name was logged before in this step, or the
-                call stands inside a nested trace.
+            LogError: The value is not a scalar number, the name is taken or was logged before in this step,
+                or the call stands inside a nested trace.
         """
         name, step = metric.name, f"{self.stage}_step"
         if jax.extend.core.get_opaque_trace_state() != self.trace:
@@ -69,6 +69,8 @@ class Collector:
             )
         if name in self.metrics:
             raise LogError(f"self.log({name!r}, ...) is called twice in {step}. Log each name once a step.")
+        if name in ("step", "epoch"):
+            raise LogError(f"self.log({name!r}, ...): every row has a {name!r} of its own. Log it under another name.")
         self.values[name] = _scalar(name, value, step)
         self.weights[name] = _weight(name, self.rows if batch_size is None else batch_size)
         self.metrics[name] = metric
