@@ -1,0 +1,59 @@
+"""Every example in a docstring and in the README runs."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxlit.strategies import registry
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(
+    f"{package}.{path.stem}"
+    for package, folder in (
+        ("jaxlit", "jaxlit"),
+        ("jaxlit.strategies", "strategies"),
+        ("jaxlit.callbacks", "callbacks"),
+    )
+    for path in (ROOT / folder).glob("*.py")
+    if path.stem != "__init__"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name), raise_on_error=True)
+    assert results.failed == 0
+
+
+def test_public_classes_have_an_example() -> None:
+    import jaxlit as jl
+
+    public = [x for scope in (jl, jl.strategies, jl.callbacks) for x in vars(scope).values() if isinstance(x, type)]
+    without = [x.__name__ for x in public if ">>>" not in (x.__doc__ or "")]
+    # What a strategy's author handles is shown in Strategy's example.
+    assert sorted(set(without)) == ["PerReplica", "Program"]
+
+
+@pytest.fixture(scope="module")
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_the_readmes_first_example_trains(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, object] = {}
+    exec(blocks[0], scope)
+    assert scope["trainer"].callback_metrics["val/accuracy"] >= 0.9  # type: ignore[attr-defined]
+    assert "epoch 10/10  22/22" in capsys.readouterr().out
+
+
+def test_the_readmes_first_example_is_short(blocks: list[str]) -> None:
+    lines = [line for line in blocks[0].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
+    assert len(lines) <= 25
