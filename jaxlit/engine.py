@@ -14,9 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ModuleError
+from jaxlit.model import Model
 from jaxlit.module import Optimizer, TrainModule, lazy
+from jaxlit.replica import Replica, is_row, reduce_state
 from jaxlit.state import Layout, TrainState, Window, is_key, leaf_name
-from jaxlit.step import EvalStep, Model, Replica, TrainStep, is_row, reduce_state
+from jaxlit.step import EvalStep, TrainStep
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError
+from jaxlit.replica import Replica, num_rows
 from jaxlit.state import TrainState
-from jaxlit.step import Replica, num_rows
 from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, abstract_batch
 
 

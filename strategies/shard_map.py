@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.step import Replica
+from jaxlit.replica import Replica
 from jaxlit.strategies.base import EACH, Program, named
 from jaxlit.strategies.replicas import PerReplica, row_specs
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxlit.errors import ArgumentError
-from jaxlit.step import Replica
+from jaxlit.replica import Replica
 from jaxlit.strategies.base import ROWS, Program, named
 from jaxlit.strategies.replicas import PerReplica
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlit as jl
 from jaxlit.errors import StateError
-from jaxlit.step import Replica
+from jaxlit.replica import Replica
 
 PER_REPLICA = ("shard_map", "pmap", "simulate:8")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -100,7 +100,7 @@ def test_each_replica_draws_its_own_dropout_mask(strategy: str) -> None:
 
 
 def test_replicas_draw_equal_masks_if_keys_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxlit.step._fold_keys", lambda module, replica, batch_idx: lambda: None)
+    monkeypatch.setattr("jaxlit.model._fold_keys", lambda module, replica, batch_idx: lambda: None)
     first = masks_of("shard_map")[0][0].reshape(8, 2, 64)
     assert len({replica.tobytes() for replica in first}) == 1
 
