@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 
 from jaxlit import module as _module
@@ -87,6 +86,7 @@ class Live:
             yield self
         finally:
             del _module._live[id(self.module)]
-            if not any(x.is_deleted() for x in jax.tree.leaves(self.engine.module_arrays())):
+            # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
+            if not any(x.is_deleted() for x in self.engine.leaves):
                 self.stale = True
                 self.touch()

@@ -531,3 +531,9 @@ def test_logging_leaves_the_training_as_it_is(strategy: str) -> None:
     fit(logs, batches, strategy=strategy)
     fit(silent, batches, strategy=strategy)
     assert np.asarray(logs.w[...]) == np.asarray(silent.w[...])
+
+
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_the_names_of_a_rows_own_columns_are_refused(name: str) -> None:
+    with pytest.raises(LogError, match=f"'{name}'.*of its own"):
+        fit(make_module(lambda module, batch, i: module.log(name, 1.0)), batches_of(2))

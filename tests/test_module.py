@@ -364,10 +364,12 @@ def test_counters_inside_a_step_are_traced_and_right_at_every_step(strategy: str
             traced.append(
                 isinstance(self.global_step, jax.core.Tracer) and isinstance(self.current_epoch, jax.core.Tracer)
             )
-            self.log_dict({"step": self.global_step, "at_epoch": self.current_epoch})
+            self.log_dict({"at_step": self.global_step, "at_epoch": self.current_epoch})
             return super().training_step(batch)
 
-    keep = make_callback(on_log=lambda trainer, values, step: rows.append((step, values["step"], values["at_epoch"])))
+    keep = make_callback(
+        on_log=lambda trainer, values, step: rows.append((step, values["at_step"], values["at_epoch"]))
+    )
     make_trainer(keep, strategy=strategy, max_epochs=2, log_every_n_steps=1).fit(Counts(), make_batches(2))
     assert all(traced)
     assert rows == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1)]
@@ -378,9 +380,9 @@ def test_counters_inside_a_validation_step_are_those_of_training() -> None:
 
     class Counts(Linear):
         def validation_step(self, batch: Any) -> Any:
-            self.log_dict({"step": self.global_step, "at_epoch": self.current_epoch})
+            self.log_dict({"at_step": self.global_step, "at_epoch": self.current_epoch})
 
-    keep = make_callback(on_log=lambda trainer, values, step: rows.append((values["step"], values["at_epoch"])))
+    keep = make_callback(on_log=lambda trainer, values, step: rows.append((values["at_step"], values["at_epoch"])))
     make_trainer(keep, max_epochs=2).fit(Counts(), make_batches(2), make_batches(2))
     assert rows == [(2, 0), (4, 1)]
 
