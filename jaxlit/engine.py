@@ -91,7 +91,10 @@ class Engine:
             params, frozen, model_state, counters, batch = args
             body = self.model.body("training", replica)
             batch = replica.constrain_batch(batch)
-            _, (frozen, model_state, *_) = body(replica.vary(params), frozen, model_state, batch, *counters[:3])
+            arguments = (replica.vary(params), frozen, model_state, batch, *counters[:3])
+            _, (frozen, model_state, *_, written) = body(*arguments)
+            if written:
+                self.model.check_writes(body, *arguments)
             reduce_state(replica, (frozen, model_state), self.model.traced["training"].changed)
 
         self.strategy.trace(look, (state.params, state.frozen, state.model_state, state.counters), batch)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend import core
 
 from jaxlit.errors import ModuleError, StateError
 from jaxlit.metrics import Collector, Metric, Table, collecting
@@ -51,7 +52,8 @@ class Model:
         """Return the user's step of a stage as a pure function, always the same one.
 
         It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns
-        (loss, (frozen, model_state, values, weights, outputs)).
+        (loss, (frozen, model_state, values, weights, outputs, written)), where `written` holds the trained
+        variables that came out as other values, by name.
         """
         key = (stage, replica)
         if key not in self._bodies:
@@ -85,30 +87,47 @@ class Model:
         put_back()
         new_params, new_frozen, new_state = self.split(module)
         if training:
-            self._check_state(params, new_params, (frozen, model_state), (new_frozen, new_state))
+            self._check_structure((params, frozen, model_state), (new_params, new_frozen, new_state))
         pairs = zip(jax.tree.leaves((frozen, model_state)), jax.tree.leaves((new_frozen, new_state)), strict=False)
         self._note(stage, collector, Traced(Table([]), outputs, rows, tuple(a is not b for a, b in pairs)))
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
-        return loss, (new_frozen, new_state, values, weights, outputs)
+        pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=False)
+        written = {leaf_name(path): new for (path, old), new in pairs if new is not old} if training else {}
+        return loss, (new_frozen, new_state, values, weights, outputs, written)
 
-    def _check_state(self, params: Any, new_params: Any, old: Any, new: Any) -> None:
-        before, after = _describe((params, *old)), _describe((new_params, *new))
+    def check_writes(self, body: Callable[..., Any], *args: Any) -> None:
+        """Refuse a training step that writes to what the optimizer trains.
+
+        nnx.scan and its like hand every variable back as a new value, so a new value alone is no write:
+        it must have been computed.
+
+        Args:
+            body: The training body.
+            *args: Its arguments, abstract.
+
+        Raises:
+            StateError: Naming the variable.
+        """
+        jaxpr, (_, (*_, written)) = jax.make_jaxpr(body, return_shape=True)(*args)
+        # The dict comes last among the outputs, its leaves in the order of its keys.
+        for name, var in zip(sorted(written), jaxpr.jaxpr.outvars[-len(written) :], strict=True):
+            if _is_computed(jaxpr.jaxpr, var):
+                raise StateError(
+                    f"{self.name}.training_step wrote to {name}, which the optimizer trains. Return a loss instead, or "
+                    "leave the variable out of jl.Optimizer(wrt=...)."
+                )
+
+    def _check_structure(self, old: Any, new: Any) -> None:
+        before, after = _describe(old), _describe(new)
         for name in before.keys() | after.keys():
             if before.get(name) != after.get(name):
                 raise StateError(
                     f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
                     f"{after.get(name, 'nothing')}. State must keep its structure, shapes and dtypes: create "
                     "variables in __init__, and log values instead of sowing them."
-                )
-        written = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=True)
-        for (path, value), new_value in written:
-            if value is not new_value:
-                raise StateError(
-                    f"{self.name}.training_step wrote to {leaf_name(path)}, which the optimizer trains. Return a loss "
-                    "instead, or leave the variable out of jl.Optimizer(wrt=...)."
                 )
 
     def _note(self, stage: str, collector: Collector, traced: Traced) -> None:
@@ -126,6 +145,19 @@ class Model:
             )
         traced.table = Table(metrics) if known is None else known.table
         self.traced[stage] = traced
+
+
+def _is_computed(jaxpr: Any, var: Any) -> bool:
+    """Tell whether a value of a program is computed in it, and not just an input handed through."""
+    made_by = next((eqn for eqn in jaxpr.eqns if any(var is out for out in eqn.outvars)), None)
+    if made_by is None:
+        return False
+    place = next(i for i, out in enumerate(made_by.outvars) if out is var)
+    inner = [x for value in made_by.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    inner = [getattr(x, "jaxpr", x) for x in inner if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
+    # scan, remat, cond and jit run programs whose outputs are theirs, one by one.
+    inner = [x for x in inner if len(x.outvars) == len(made_by.outvars)]
+    return not inner or any(_is_computed(x, x.outvars[place]) for x in inner)
 
 
 def _describe(tree: Any) -> dict[str, str]:

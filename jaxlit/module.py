@@ -247,6 +247,8 @@ def optimizer_of(module: TrainModule) -> Optimizer:
             "optax.adamw(1e-3) say."
         )
     made = module.configure_optimizers()
+    if isinstance(made, optax.MultiSteps):  # a transform in all but its type
+        made = made.gradient_transformation()
     if isinstance(made, optax.GradientTransformation):  # a NamedTuple, so this comes before the tuple
         return Optimizer(made)
     if isinstance(made, Optimizer) and isinstance(made.tx, optax.GradientTransformation):

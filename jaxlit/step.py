@@ -85,7 +85,7 @@ class TrainStep:
         (loss, aux), grads = jax.value_and_grad(body, has_aux=True)(
             replica.vary(state.params), state.frozen, state.model_state, batch, state.step, state.epoch, state.batch_idx
         )
-        frozen, model_state, values, weights, outputs = aux
+        frozen, model_state, values, weights, outputs, _ = aux
         frozen, model_state = reduce_state(replica, (frozen, model_state), self.model.traced["training"].changed)
         state = replace(state, frozen=frozen, model_state=model_state)
         outputs = reduce_outputs(replica, outputs, num_rows(batch))
@@ -198,7 +198,7 @@ class EvalStep:
         batch = replica.constrain_batch(batch)
         table, batch_idx = sums
         body = self.model.body(self.stage, replica)
-        _, (_, _, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
+        _, (_, _, values, weights, outputs, _) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
         metrics = self.model.traced[self.stage].table
         table = metrics.combine(table, metrics.entry(values, weights, replica.share))
         return [table, batch_idx + 1], reduce_outputs(replica, outputs, num_rows(batch))

@@ -983,3 +983,56 @@ def test_a_refused_module_is_left_as_it_was() -> None:
     before = params_of(module)
     refused(ModuleError, "got NoneType", module)
     assert_bit_equal(params_of(module), before)
+
+
+class Scanned(jl.TrainModule):
+    """Layers made by vmap, run by scan and remat: every parameter comes back as a new value."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(4, 4, rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def run(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+            return nnx.remat(lambda layer, x: nnx.tanh(layer(x)))(layer, x)
+
+        return jnp.mean(run(self.layers, batch) ** 2)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map", "pmap", "simulate:8"])
+def test_scanned_and_rematerialised_layers_train_like_a_loop_over_them(strategy: str) -> None:
+    batch = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    module = Scanned(rngs=nnx.Rngs(0))
+
+    def loss(kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        x = batch
+        for i in range(3):
+            x = jnp.tanh(x @ kernel[i] + bias[i])
+        return jnp.mean(x**2)
+
+    kernel, bias = module.layers.kernel[...], module.layers.bias[...]
+    for _ in range(2):
+        steps = jax.grad(loss, (0, 1))(kernel, bias)
+        kernel, bias = kernel - 0.5 * steps[0], bias - 0.5 * steps[1]
+    make_trainer(strategy=strategy).fit(module, [batch, batch])
+    np.testing.assert_allclose(module.layers.kernel[...], kernel, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module.layers.bias[...], bias, rtol=1e-5, atol=1e-6)
+
+
+def test_optax_multi_steps_is_taken_as_the_transform_that_it_wraps() -> None:
+    class Every2(Scanned):
+        def configure_optimizers(self) -> Any:
+            return optax.MultiSteps(optax.sgd(0.5), 2)
+
+    module = Every2(rngs=nnx.Rngs(0))
+    before = np.array(module.layers.kernel[...])
+    make_trainer(strategy="single").fit(module, [np.ones((8, 4), np.float32)])
+    np.testing.assert_array_equal(module.layers.kernel[...], before)
