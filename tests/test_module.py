@@ -100,7 +100,7 @@ class HandLoop:
 
 @functools.cache
 def net_by_hand() -> Net:
-    """Return a `Net` of seed 0, trained on the batches by hand; not to be changed."""
+    """Return a `Net` of `nnx.Rngs(0)`, trained on the batches by hand; not to be changed."""
     return HandLoop(Net(rngs=nnx.Rngs(0)))(*make_batches()).module
 
 
