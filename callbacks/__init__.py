@@ -5,4 +5,5 @@ from jaxlit.callbacks.csv_logger import CSVLogger as CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from jaxlit.callbacks.model_summary import ModelSummary as ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar as ProgressBar
+from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau as ReduceLROnPlateau
 from jaxlit.callbacks.wandb_logger import WandbLogger as WandbLogger

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxlit import metrics
+
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
     from jaxlit.trainer import Trainer
@@ -11,47 +13,61 @@ if TYPE_CHECKING:
 class Callback:
     """What a user adds to training: override the hooks that are needed.
 
-    A callback's hook comes before the module's hook of the same name. Only hooks that are
-    overridden are called, so an empty hook costs nothing. The order:
+    A callback's hook comes before the module's hook of the same name, a DataModule's before both. Only
+    hooks that are overridden are called, so an empty hook costs nothing. The order, in which `log`
+    calls `on_log` if there is a row:
 
     ```
-    setup(stage="fit")
-    on_fit_start
-    if num_sanity_val_steps:
-        on_sanity_check_start
-        validate
-        on_sanity_check_end
-    on_train_start
-    for epoch in range(max_epochs):
-        on_train_epoch_start
-        for batch_idx, batch in enumerate(train_dataloader):
-            on_train_batch_start      # -1 skips the rest of the epoch
-            training_step             # compiled: gradients, optimizer, metrics
-            on_train_batch_end
-            on_log                    # every log_every_n_steps optimizer steps, one step late
-            if last batch of the epoch and validation is due:
-                validate
-                on_log                # validation metrics
-        on_train_epoch_end            # callbacks, module, then callbacks with `runs_last`
-        on_log                        # epoch metrics
-    on_train_end
-    on_fit_end
-    teardown(stage="fit")
+    def fit():
+        configure_callbacks()                      # of the module: callbacks behind the Trainer's own
+        prepare_data()                             # of the DataModule and the module
+        setup("fit")
+        train_dataloader(), val_dataloader()       # of the DataModule or the module
+        configure_optimizers()
+        on_fit_start()
+        if num_sanity_val_steps:
+            on_sanity_check_start()
+            validate(num_sanity_val_steps)
+            on_sanity_check_end()
+        on_train_start()
+        for epoch in range(max_epochs):            # or until max_steps, max_time or trainer.stop(reason)
+            train_epoch()
+        on_train_end()
+        on_fit_end()
+        teardown("fit")                            # after an error too, behind on_exception
 
-    validate:
-        on_validation_start
-        on_validation_epoch_start
-        for dataloader_idx, loader in enumerate(val_dataloaders):
-            for batch_idx, batch in enumerate(loader):
-                on_validation_batch_start
-                validation_step       # compiled
-                on_validation_batch_end
-        on_validation_epoch_end
-        on_validation_end
+    def train_epoch():
+        on_train_epoch_start()
+        row = None
+        for batch_idx, batch in enumerate(train_batches):
+            if on_train_batch_start(batch, batch_idx) == -1:
+                break                              # the rest of the epoch is skipped
+            training_step(batch, batch_idx)        # compiled: gradients, optimizer, metrics
+            on_train_batch_end(outputs, batch, batch_idx)
+            log(row)                               # the one before, whose values are ready by now
+            row = row_of_step()                    # every log_every_n_steps optimizer steps
+            if validation_is_due():                # val_check_interval, check_val_every_n_epoch
+                row = log(row)
+                validate()
+        log(row)
+        on_train_epoch_end()                       # callbacks with runs_last come behind the module
+        log(row_of_epoch())
+
+    def validate(num_batches=None):
+        on_validation_start()
+        on_validation_epoch_start()
+        for dataloader_idx, batches in enumerate(val_batches):
+            for batch_idx, batch in enumerate(batches[:num_batches]):
+                on_validation_batch_start(batch, batch_idx, dataloader_idx)
+                validation_step(batch, batch_idx)  # compiled
+                on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
+        on_validation_epoch_end()
+        log(row_of_validation())
+        on_validation_end()
     ```
 
-    `trainer.test` and `trainer.predict` call the hooks of `validate` with `test` or `predict` in
-    place of `validation`, between `setup` and `teardown`.
+    `trainer.validate`, `test` and `predict` call `prepare_data`, `setup`, the loader hook, then what is in
+    `validate` above with `test` or `predict` in place of `validation`, and `teardown`.
 
     `batch` is the host batch as the loader gave it; `outputs` holds device arrays: reading one waits
     for the step. The `module` in a hook is the object given to `fit`; touching it brings its arrays up
@@ -69,6 +85,18 @@ class Callback:
 
     runs_last: bool = False
     """Whether `on_train_epoch_end` comes after the module's own, so that it sees what the module logged."""
+
+    in_fast_dev_run: bool = True
+    """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a value from a hook; the other arguments, and where it may be called, are those of `TrainModule.log`."""
+        metrics.log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Log several values from a hook, a mapping or an `nnx.MultiMetric`."""
+        for name, value in metrics.named_values(dictionary).items():
+            self.log(name, value, *args, **kwargs)
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Run first; `stage` is "fit", "validate", "test" or "predict"."""

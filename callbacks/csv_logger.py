@@ -27,6 +27,8 @@ class CSVLogger(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.CSVLogger("rows.csv")])
     """
 
+    in_fast_dev_run = False
+
     def __init__(self, filename: str = "metrics.csv") -> None:
         if not isinstance(filename, str) or not filename or Path(filename).name != filename:
             raise ArgumentError(f"CSVLogger(filename=...) takes a file name without folders, got {filename!r}.")

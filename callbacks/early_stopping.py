@@ -4,7 +4,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
+from jaxlit.callbacks.monitor import Monitor, is_blocked
+from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
@@ -25,7 +26,8 @@ class EarlyStopping(Callback):
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop as soon as the metric is better than this.
         divergence_threshold: Stop as soon as it is worse than this.
-        check_on_train_epoch_end: Check at the end of each epoch, not of each validation.
+        check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None, as in Lightning:
+            at the end of each epoch if each validates at its end.
         strict: A missing metric is an error.
 
     Attributes:
@@ -40,6 +42,7 @@ class EarlyStopping(Callback):
     """
 
     runs_last = True
+    in_fast_dev_run = False
 
     def __init__(
         self,
@@ -51,13 +54,13 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
-        check_on_train_epoch_end: bool = False,
+        check_on_train_epoch_end: bool | None = None,
         strict: bool = True,
     ) -> None:
-        if not isinstance(monitor, str) or not monitor:
-            raise ArgumentError(f"EarlyStopping(monitor=...) takes the name of a logged metric, got {monitor!r}.")
-        if mode not in ("min", "max"):
-            raise ArgumentError(f"EarlyStopping(mode=...) takes 'min' or 'max', got {mode!r}.")
+        if not isinstance(strict, bool) or not isinstance(check_finite, bool):
+            name, value = ("strict", strict) if not isinstance(strict, bool) else ("check_finite", check_finite)
+            raise ArgumentError(f"EarlyStopping({name}=...) takes True or False, got {value!r}.")
+        self._monitor = Monitor("EarlyStopping", monitor, mode, check_on_train_epoch_end, strict)
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ArgumentError(f"EarlyStopping(patience=...) takes an int of at least 0, got {patience!r}.")
         if not _is_number(min_delta) or not min_delta >= 0:
@@ -65,57 +68,51 @@ class EarlyStopping(Callback):
         for name, value in (("stopping", stopping_threshold), ("divergence", divergence_threshold)):
             if value is not None and not _is_number(value):
                 raise ArgumentError(f"EarlyStopping({name}_threshold=...) takes a number or None, got {value!r}.")
-        flags = {"check_finite": check_finite, "check_on_train_epoch_end": check_on_train_epoch_end, "strict": strict}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise ArgumentError(f"EarlyStopping({name}=...) takes True or False, got {value!r}.")
         self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
         self.check_finite, self.strict = check_finite, strict
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
-        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._reset()
+
+    def _reset(self) -> None:
         self.wait_count, self.stopped_epoch = 0, 0
-        self.best_score = math.inf if mode == "min" else -math.inf
+        self.best_score = self._monitor.worst
         self.stopping_reason: str | None = None
-        self._fitting = False
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Note whether this is a fit: `trainer.validate` is no check."""
-        self._fitting = stage == "fit"
+        """Find out when to check; each fit counts from zero."""
+        self._monitor.begin(trainer, stage)
+        if stage == "fit":
+            self._reset()
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after a validation of a fit."""
-        if self._fitting and not self.check_on_train_epoch_end and not trainer.sanity_checking:
-            self._check(trainer)
+        self._check(trainer, self._monitor.after_validation(trainer))
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after an epoch."""
-        if self.check_on_train_epoch_end:
-            self._check(trainer)
+        self._check(trainer, self._monitor.after_epoch(trainer))
 
-    def _check(self, trainer: "Trainer") -> None:
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            if self.strict:
-                raise LoggerError(
-                    f"EarlyStopping(monitor={self.monitor!r}): no such metric was logged."
-                    f"{did_you_mean(self.monitor, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
-                )
+    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Tell if there was nothing to check."""
+        self._monitor.warn_if_unseen(trainer)
+
+    def _check(self, trainer: "Trainer", value: float | None) -> None:
+        if value is None:
             return
-        reason = self._judge(float(metrics[self.monitor]), blocked=_blocked(trainer))
-        if reason:
+        if reason := self._judge(value, blocked=is_blocked(trainer)):
             self.stopping_reason, self.stopped_epoch = reason, trainer.current_epoch
             trainer.stop(reason)
 
     def _judge(self, value: float, blocked: bool) -> str | None:
         """Take a new value, and return why to stop."""
-        sign = 1 if self.mode == "min" else -1
+        is_better = self._monitor.is_better
         if self.check_finite and not math.isfinite(value):
             return f"{self.monitor} = {value} is not finite; the best was {self.best_score:.4g}"
-        if self.stopping_threshold is not None and sign * value < sign * self.stopping_threshold:
+        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold):
             return f"{self.monitor} = {value:.4g} reached the threshold {self.stopping_threshold}"
-        if self.divergence_threshold is not None and sign * value > sign * self.divergence_threshold:
+        if self.divergence_threshold is not None and is_better(self.divergence_threshold, value):
             return f"{self.monitor} = {value:.4g} passed the divergence threshold {self.divergence_threshold}"
-        if sign * value < sign * self.best_score - self.min_delta:
+        if is_better(value, self.best_score, self.min_delta):
             self.best_score, self.wait_count = value, 0
             return None
         if blocked:
@@ -133,19 +130,15 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             # An infinity is no JSON value.
-            "best_score": self.best_score if math.isfinite(self.best_score) else None,
+            "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
+            "stopping_reason": self.stopping_reason,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the counts and the best value."""
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
-        if state_dict["best_score"] is not None:
-            self.best_score = state_dict["best_score"]
+        self.best_score, self.stopping_reason = float(state_dict["best_score"]), state_dict["stopping_reason"]
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _blocked(trainer: "Trainer") -> bool:
-    return (getattr(trainer, "min_epochs", None) or 0) > trainer.current_epoch + 1

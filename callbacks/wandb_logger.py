@@ -59,6 +59,8 @@ class WandbLogger(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
 
+    in_fast_dev_run = False
+
     def __init__(
         self,
         project: str | None = None,

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -52,6 +52,8 @@ class ArrayLoader:
             sizes[leaf_name(path)] = x.shape[0]
         if len(set(sizes.values())) > 1:
             raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ArgumentError(f"ArrayLoader(seed=...) must be an int of at least 0, got {seed!r}.")
         if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise ArgumentError(f"ArrayLoader(batch_size=...) must be a positive int, got {batch_size!r}.")
         self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
@@ -76,6 +78,10 @@ class ArrayLoader:
             self._next = k + 1
             # A copy also without shuffling: a device may alias the batch, and the arrays are the caller's.
             yield jax.tree.map(lambda x, i=index: np.array(x[i]), self.arrays)
+
+    def unshuffled(self) -> "ArrayLoader":
+        """Return a loader of the same rows in their own order."""
+        return ArrayLoader(self.arrays, self.batch_size, drop_remainder=self.drop_remainder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the iteration stands: epoch, next batch, and a fingerprint of the data's shape."""
@@ -115,7 +121,14 @@ class Source:
 
     def __init__(self, loader: Any, argument: str) -> None:
         self.loader, self.argument = loader, argument
+        self.pinned = False  # every epoch is epoch 0
+        self.keep: int | None = None  # batches of the first epoch to take again in each
+        self._kept: list[Any] | None = None
+        self.check_all = False  # check every batch, not the first alone
+        self.prepare: Callable[[Any], Any] | None = None  # the user's own last word on a host batch
+        self.gave = False  # whether it gave a batch before
         self._convert: bool | None = None
+        self._kind: dict[str, str] = {}  # of the first batch: the dtype and a row's shape by name
         if isinstance(loader, (str, bytes, dict, type)) or hasattr(loader, "shape") or not _iterable(loader):
             hint = (
                 "Wrap arrays as jl.ArrayLoader(arrays, batch_size)."
@@ -123,6 +136,12 @@ class Source:
                 else ("Pass a jl.ArrayLoader, a grain dataset of batches, or another iterable of batches.")
             )
             raise ArgumentTypeError(f"{argument} is no loader: got {_kind(loader)}. {hint}")
+        if isinstance(loader, (list, tuple)) and _are_columns(loader):
+            kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in loader)
+            raise ArgumentTypeError(
+                f"{argument} is no loader: got a {type(loader).__name__} of arrays that are no batches of one kind, "
+                f"{kinds}. Wrap arrays as jl.ArrayLoader((x, y), batch_size)."
+            )
         self._grain = _grain_kind(loader)
         if self._grain:
             _mark_flags_parsed()
@@ -132,9 +151,17 @@ class Source:
         """Batches an epoch, None if unknown or without end."""
         try:
             length = len(self.loader)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return None
         return None if length >= sys.maxsize // 2 else length  # grain's repeat() without end
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader says that it never ends, as grain's repeat() does."""
+        try:
+            return len(self.loader) > 2**60
+        except (TypeError, NotImplementedError):
+            return False
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return one epoch of host batches.
@@ -142,19 +169,41 @@ class Source:
         Raises:
             DataError: The loader is an iterator that was used up.
         """
+        if self._kept is not None:
+            return iter(self._kept)
+        epoch = 0 if self.pinned else epoch
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
         iterable = self.loader
         if self._grain == "MapDataset" and (length := self.length) is not None:
             # A dataset iterated twice keeps its order; its repetitions are shuffled anew.
             iterable = self.loader.repeat(epoch + 1)[epoch * length : (epoch + 1) * length].to_iter_dataset()
+        if self.keep is not None:
+            self._kept = list(map(self._host, itertools.islice(iterable, self.keep)))
+            return iter(self._kept)
         return map(self._host, iter(iterable))
 
     def _host(self, batch: Any) -> Any:
-        if self._convert is None:
+        if self.prepare is not None:
+            batch = self.prepare(batch)
+        if self._convert is None or self.check_all:
             check_batch(batch, self.argument)
+            self._check_kind(batch)
+            self.gave = True
             self._convert = not all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
         return jax.tree.map(np.asarray, batch) if self._convert else batch
+
+    def _check_kind(self, batch: Any) -> None:
+        """Refuse a batch of another structure than the first."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        kind = {leaf_name(path): f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for path, x in leaves}
+        self._kind = self._kind or kind
+        for name in self._kind.keys() | kind.keys():
+            if self._kind.get(name) != kind.get(name):
+                raise DataError(
+                    f"{self.argument}: a batch holds {kind.get(name, 'nothing')} at {name or 'its top'}, the first one "
+                    f"{self._kind.get(name, 'nothing')} (dtype and shape of a row). Give batches of one kind."
+                )
 
 
 _END = object()
@@ -176,7 +225,8 @@ def sources(loaders: Any, argument: str) -> list[Source]:
     """Return a loader, or each of a list of loaders, as sources."""
     if loaders is None:
         return []
-    if isinstance(loaders, (list, tuple)) and loaders and all(_is_loader(x) for x in loaders):
+    several = isinstance(loaders, (list, tuple)) and loaders
+    if several and (all(map(_is_loader, loaders)) or any(map(_is_surely_loader, loaders))):
         return [Source(x, f"{argument}[{i}]") for i, x in enumerate(loaders)]
     return [Source(loaders, argument)]
 
@@ -236,6 +286,8 @@ def check_batch(batch: Any, where: str) -> None:
                 )
         if x.ndim:
             sizes[name] = x.shape[0]
+    if not sizes:
+        raise DataError(f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows.")
     if len(set(sizes.values())) > 1:
         raise DataError(f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch.")
     if 0 in sizes.values():
@@ -251,9 +303,20 @@ def _iterable(x: Any) -> bool:
     return isinstance(x, Iterable) or (hasattr(x, "__getitem__") and hasattr(x, "__len__"))
 
 
+def _are_columns(arrays: Any) -> bool:
+    # Batches differ in their rows alone; a tuple of arrays is (x, y).
+    if not arrays or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in arrays):
+        return False
+    return isinstance(arrays, tuple) or len({(x.shape[1:], x.dtype) for x in arrays}) > 1
+
+
+def _is_surely_loader(x: Any) -> bool:
+    return _is_loader(x) and not isinstance(x, list)
+
+
 def _is_loader(x: Any) -> bool:
     # A list of batches is a loader itself; a list of loaders is several. Batches are pytrees of arrays.
-    if isinstance(x, (dict, tuple, str, bytes)) or hasattr(x, "shape") or not _iterable(x):
+    if isinstance(x, (Mapping, tuple, str, bytes)) or hasattr(x, "shape") or not _iterable(x):
         return False
     return not isinstance(x, list) or not x or not hasattr(x[0], "shape")
 

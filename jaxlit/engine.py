@@ -1,5 +1,6 @@
 """One module under one strategy: its state on the devices, and its compiled steps."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,18 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.errors import ModuleError
+from jaxlit.creation import check_trainable, init_state
+from jaxlit.inspection import inspect_step
+from jaxlit.metrics import collecting
 from jaxlit.model import Model
-from jaxlit.module import Optimizer, TrainModule, lazy
-from jaxlit.replica import Replica, is_row, reduce_state
-from jaxlit.state import Layout, TrainState, Window, is_key, leaf_name
+from jaxlit.module import STEPS, Optimizer, TrainModule, share_hparams, takes_loader
+from jaxlit.precision import Precision, cast
+from jaxlit.replica import Replica, is_row, num_rows, reduce_outputs, reduce_state
+from jaxlit.state import Layout, TrainState, is_key, leaf_name
 from jaxlit.step import EvalStep, TrainStep
-from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
+from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy, with_rows
+
+_FLOAT32 = Precision()
 
 
 class Engine:
@@ -31,6 +37,9 @@ class Engine:
         optimizer: What `configure_optimizers` returned; None to evaluate only.
         accumulate: Batches an optimizer step.
         nan_policy: "raise", "skip" or "ignore".
+        precision: The dtypes.
+        clip: What is done to the gradients before the optimizer; None for nothing.
+        debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
     """
 
@@ -42,17 +51,20 @@ class Engine:
         *,
         accumulate: int = 1,
         nan_policy: str = "raise",
+        precision: Precision = _FLOAT32,
+        clip: optax.GradientTransformation | None = None,
+        debug: bool = False,
         own: bool = False,
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
-        self.strategy, self.nan_policy = strategy, nan_policy
-        self.tx = optimizer.tx if optimizer else optax.identity()
-        self.model = Model(nnx.graphdef(module), wrt, type(module).__name__)
-        self._programs: dict[str, Callable[..., Any]] = {}
+        self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
+        self.tx, self._clip, self._debug = optimizer.tx if optimizer else optax.identity(), clip, debug
+        self.model = Model(nnx.graphdef(module), wrt, module, precision)
+        self._programs: dict[Any, Callable[..., Any]] = {}
         variables = self.model.split(module)
         if optimizer:
-            _check_trainable(variables[0], type(module).__name__)
-        init = partial(_init_state, self.tx, strategy.window_replicas if accumulate > 1 else 0)
+            check_trainable(self.tx, variables[0], type(module).__name__)
+        init = partial(init_state, self.tx, strategy.window_replicas if accumulate > 1 else 0, precision)
         abstract = jax.eval_shape(init, *variables)
         self.layout = Layout(abstract)
         self.shardings: list[NamedSharding] = jax.tree.leaves(self._state_sharding(abstract))
@@ -66,6 +78,7 @@ class Engine:
         self._eval_at: list[int] = jax.tree.leaves(part)
         self._eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
         self._variable_at: list[int] = []
+        self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._next_epoch = jax.jit(
             lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=strategy.replicated
         )
@@ -83,31 +96,32 @@ class Engine:
 
     def prepare_training(self, batch: Any) -> None:
         """Trace the training step on the first batch and build its programs; later calls do nothing."""
-        if "training" in self.model.traced:
+        if "train_step" in self._programs:
             return
-        at, state = self._at, self._abstract()
+        at = self._at
 
         def look(replica: Replica, *args: Any) -> None:
             params, frozen, model_state, counters, batch = args
             body = self.model.body("training", replica)
             batch = replica.constrain_batch(batch)
             arguments = (replica.vary(params), frozen, model_state, batch, *counters[:3])
-            _, (frozen, model_state, *_, written) = body(*arguments)
-            if written:
-                self.model.check_writes(body, *arguments)
-            reduce_state(replica, (frozen, model_state), self.model.traced["training"].changed)
+            _, (frozen, model_state, _, _, outputs, _) = body(*arguments)
+            inspect_step(self.model, replica, *arguments, twice=self._debug)
+            noted = self.model.noted("training")
+            reduce_state(replica, (frozen, model_state), noted.changed)
+            reduce_outputs(replica, outputs, noted.rows_of, "training_step")
 
-        self.strategy.trace(look, (state.params, state.frozen, state.model_state, state.counters), batch)
-        step = TrainStep(self.model, self.tx, self.layout, self.nan_policy)
-        self._set(at.sums, self.model.traced["training"].table.empty())
+        self._trace("training", None, look, batch)
+        step = TrainStep(self.model, self.tx, self.layout, self.nan_policy, self._clip)
+        self._set(at.sums, self.model.table("training").empty_sums())
         out = self._outputs("training")
         loss = None if at.window is None else EACH
         programs = {"train_step": (step.update, SHARED)}
         if at.window is not None:
-            self._set(at.window.metrics, self._stacked(self.model.traced["training"].table.empty()))
+            self._set(at.window.metrics, self._stacked(self.model.table("training").empty()))
             programs["micro_step"] = (step.micro, EACH)
         for name, (fn, logs) in programs.items():
-            self._programs[name] = self.strategy.compile(
+            self._programs[name] = self._compile(
                 Program(name, fn, (self.shardings,), (self.shardings, logs, loss, out), donate=(0,))
             )
         self.train_step = partial(self._train, self._programs["train_step"])
@@ -118,61 +132,121 @@ class Engine:
         self.leaves, logs, loss, outputs = program(self.leaves, batch)
         return logs, loss, outputs
 
+    def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
+        """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
+        leaves, logs, _, _ = self._programs["train_step"](leaves, batch)
+        return leaves, logs
+
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         at: Any = self._at.counters
         self.leaves[at] = self._next_epoch(self.leaves[at], np.int32(epoch))
-        if "training" in self.model.traced:
-            self._set(self._at.sums, self.model.traced["training"].table.empty())
+        if "train_step" in self._programs:
+            self._set(self._at.sums, self.model.table("training").empty_sums())
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""
         if (window := self._at.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 self._set(i, np.zeros(self.leaves[i].shape, self.leaves[i].dtype))
-            self._set(window.metrics, self._stacked(self.model.traced["training"].table.empty()))
+            self._set(window.metrics, self._stacked(self.model.table("training").empty()))
 
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
-        return self.model.traced["training"].table.read(np.asarray(self.leaves[self._at.sums]))
+        return self.model.table("training").read(np.asarray(self.leaves[self._at.sums]))
 
     def bad_step(self) -> int:
         """Return the last step with a non-finite loss or gradient, or -1; waits for the device."""
         return int(np.asarray(self.leaves[self._at.counters])[3])  # type: ignore[call-overload]
 
+    def count_from(self, step: int, epoch: int) -> None:
+        """Set what the module's `global_step` and `current_epoch` are in the steps."""
+        self._set(self._at.counters, np.array([step, epoch, 0, -1], np.int32))
+
     # Evaluation -------------------------------------------------------------------------------------
 
-    def prepare_eval(self, stage: str, batch: Any) -> None:
+    def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
         """Trace the stage's step on its first batch and build its program; later calls do nothing."""
-        if stage in self._programs:
+        if (stage, loader) in self._programs:
             return
-        state = self._abstract()
 
         def look(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
             batch = replica.constrain_batch(batch)
-            self.model.body(stage, replica)(params, frozen, model_state, batch, *counters[:3])
+            body = self.model.body(stage, replica, loader)
+            _, (_, _, _, _, outputs, _) = body(params, frozen, model_state, batch, *counters[:3])
+            reduce_outputs(replica, outputs, self.model.noted(stage, loader).rows_of, STEPS[stage])
 
-        self.strategy.trace(look, (state.params, state.frozen, state.model_state, state.counters), batch)
-        step = EvalStep(self.model, stage, self._eval_layout)
+        self._trace(stage, loader, look, batch)
+        step = EvalStep(self.model, stage, loader, self._eval_layout)
         sums = [self._own, self.strategy.replicated]
+        entry = EACH if self.model.table(stage, loader).has_steps else None
         name = {"validation": "eval_step"}.get(stage, f"{stage}_step")
         shardings = [self.shardings[i] for i in self._eval_at]
-        self._programs[stage] = self.strategy.compile(
-            Program(name, step.run, (shardings, sums), (sums, self._outputs(stage)), donate=(1,))
+        self._programs[stage, loader] = self._compile(
+            Program(name, step.run, (shardings, sums), (sums, entry, self._outputs(stage, loader)), donate=(1,))
         )
 
-    def eval_sums(self, stage: str) -> list[jax.Array]:
+    def takes_loader(self, stage: str) -> bool:
+        """Tell whether the stage's step asks which loader a batch is from, and so is traced once for each."""
+        return takes_loader(self.module, stage)
+
+    def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        table = self._stacked(self.model.traced[stage].table.empty())
+        table = self._stacked(self.model.table(stage, loader).empty_sums())
         return [jax.device_put(table, self._own), jax.device_put(np.int32(0), self.strategy.replicated)]
 
-    def eval_step(self, stage: str, sums: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Any]:
-        """Add a placed batch to the metrics; returns them and the step's outputs."""
-        return self._programs[stage]([self.leaves[i] for i in self._eval_at], sums, batch)
+    def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
+        """Add a placed batch to the metrics.
 
-    def eval_values(self, stage: str, sums: list[jax.Array]) -> list[float]:
+        Returns:
+            The metrics so far, those of the batch alone, and the step's outputs.
+        """
+        return self._programs[stage, loader]([self.leaves[i] for i in self._eval_at], sums, batch)
+
+    def eval_values(self, stage: str, table: jax.Array, loader: int | None = None) -> list[float]:
         """Return the value of each of the stage's metrics; waits for the device."""
-        return self.model.traced[stage].table.read(np.asarray(sums[0]))
+        return self.model.table(stage, loader).read(np.asarray(table))
+
+    def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Run `fn(module, *inputs)` compiled, with the module's newest arrays, in evaluation mode."""
+        if fn not in self._applied:
+
+            def applied(leaves: list[Any], inputs: Any) -> Any:
+                _, params, frozen, model_state = self._eval_layout.unflatten(leaves)
+                module: Any = self.model.merge(params, frozen, model_state)
+                module.eval()
+                share_hparams(module, self.module)
+                with collecting(None):  # a hook that calls this may log, the function may not
+                    return fn(module, *cast(inputs, self.model.precision.compute))
+
+            self._applied[fn] = jax.jit(applied)
+        return self._applied[fn]([self.leaves[i] for i in self._eval_at], self.strategy.place_inputs(inputs))
+
+    # The optimizer's hyperparameters ----------------------------------------------------------------
+
+    def hyperparams(self) -> dict[str, int]:
+        """Return where each hyperparameter of `optax.inject_hyperparams` stands in the flat state.
+
+        One that several transforms have is named with their labels, `learning_rate/head` say.
+        """
+        is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
+        found: list[tuple[str, str, int]] = []  # (name, label, place)
+        for path, node in jax.tree_util.tree_leaves_with_path(self._at.opt_state, is_leaf=is_injected):
+            if is_injected(node):
+                scheduled = getattr(node, "hyperparams_states", {})
+                keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+                label = "/".join(keys) or str(len(found))
+                found += [(name, label, at) for name, at in node.hyperparams.items() if name not in scheduled]
+        names = [name for name, _, _ in found]
+        return {name if names.count(name) == 1 else f"{name}/{label}": at for name, label, at in found}
+
+    def read_hyperparam(self, index: int) -> float:
+        """Return a hyperparameter; waits for the device."""
+        return float(np.asarray(self.leaves[index]))
+
+    def write_hyperparam(self, index: int, value: float) -> None:
+        """Set a hyperparameter from the next step on."""
+        self._set(index, np.asarray(value, self.leaves[index].dtype))
 
     # The user's module ------------------------------------------------------------------------------
 
@@ -207,7 +281,8 @@ class Engine:
         if (window := shardings.window) is not None:
             window = replace(window, rows=self._own, metrics=self._own)
         whole = self.strategy.replicated
-        return replace(shardings, counters=whole, sums=whole, window=window)
+        scale = None if abstract.loss_scale is None else whole
+        return replace(shardings, counters=whole, sums=whole, window=window, loss_scale=scale)
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -228,97 +303,49 @@ class Engine:
         n = self.strategy.window_replicas
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
-    def _outputs(self, stage: str) -> Any:
-        traced = self.model.traced[stage]
-        return jax.tree.map(lambda x: ROWS if is_row(x, traced.rows) else SHARED, traced.outputs)
+    def _trace(self, stage: str, loader: int | None, look: Callable[..., None], batch: Any) -> None:
+        """Run `look` on abstract values, as the stage's step will run."""
+        state, strategy = self._abstract(), self.strategy
+        states = (state.params, state.frozen, state.model_state, state.counters)
+        if strategy.replica.splits:
+            note = partial(self._note_rows, stage, loader)
+            strategy.trace(note, states, batch)
+            if any(self.model.noted(stage, loader).rows_of):
+                # An output may have as many entries as the batch has rows by chance: not with a row more.
+                with contextlib.suppress(Exception):  # the step may take this very number only
+                    strategy.trace(note, states, with_rows(batch, num_rows(batch) + strategy.num_replicas))
+        strategy.trace(look, states, batch)
+
+    def _note_rows(self, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
+        """Note which outputs have one row for each row of the batch."""
+        params, frozen, model_state, counters, batch = args
+        params = replica.vary(params) if stage == "training" else params
+        body = self.model.body(stage, replica, loader)
+        _, (_, _, _, _, outputs, _) = body(params, frozen, model_state, batch, *counters[:3])
+        noted = self.model.noted(stage, loader)
+        found = [is_row(x, num_rows(batch)) for x in jax.tree.leaves(outputs)]
+        noted.rows_of = tuple(a and b for a, b in zip(noted.rows_of, found, strict=True))
+
+    def _compile(self, program: Program) -> Callable[..., Any]:
+        run = self.strategy.compile(replace(program, donate=()) if self._debug else program)
+        return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
+
+    def _outputs(self, stage: str, loader: int | None = None) -> Any:
+        traced = self.model.noted(stage, loader)
+        treedef = jax.tree.structure(traced.outputs)
+        return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
+
+
+def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """Do by hand what jit does beside compiling: take numpy arrays, and put results where they should lie."""
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
+        pairs = zip(run(*args), program.out_shardings, strict=True)
+        return tuple(jax.device_put(x, to) if isinstance(to, list) else x for x, to in pairs)
+
+    return call
 
 
 def _never(*_: Any) -> Any:
     raise AssertionError("a micro step needs accumulate_grad_batches > 1")
-
-
-def _init_state(
-    tx: optax.GradientTransformation, window_replicas: int | None, params: Any, frozen: Any, model_state: Any
-) -> TrainState:
-    """Build the state of step 0; metrics have no columns until the step was traced.
-
-    Args:
-        tx: The optimizer.
-        window_replicas: Size of the accumulation window's leading dim, None if it has none, 0 for no window.
-        params: Trained variables.
-        frozen: Other parameters.
-        model_state: Other state.
-    """
-    window = None
-    if window_replicas != 0:
-        lead = () if window_replicas is None else (window_replicas,)
-        window = Window(
-            jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params),
-            jnp.zeros(lead, jnp.float32),
-            jnp.zeros((*lead, 2, 0), jnp.float32),
-        )
-    state = TrainState(
-        counters=jnp.array([0, 0, 0, -1], jnp.int32),
-        params=params,
-        frozen=frozen,
-        model_state=model_state,
-        opt_state=tx.init(params),
-        window=window,
-        loss_scale=None,
-        sums=jnp.zeros((2, 0), jnp.float32),
-    )
-    # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
-    # neither two leaves of a donated state nor the state and its caller may share a buffer.
-    return jax.tree.map(jnp.copy, state)
-
-
-def _check_trainable(params: Any, name: str) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not leaves:
-        raise ModuleError(f"{name} has no variable to train. Give it an nnx.Param, or widen jl.Optimizer(wrt=...).")
-    for path, x in leaves:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ModuleError(
-                f"{name}: {leaf_name(path)} is {x.dtype}, and only floating parameters can be trained. "
-                "Make it an nnx.Variable, or leave it out of jl.Optimizer(wrt=...)."
-            )
-
-
-def check_variables(module: TrainModule) -> None:
-    """Refuse a module whose Variables do not hold one array each.
-
-    Raises:
-        ModuleError: One of them holds something else.
-    """
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            where = leaf_name(path)
-            raise ModuleError(
-                f"{type(module).__name__}: {where} holds {type(value).__name__}, not an array. "
-                "Make one nnx.Variable for each array."
-            )
-
-
-def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
-    """Build a lazy module straight into the shards of the strategy."""
-    build = model.builder(seed)
-    graphs: list[Any] = []
-
-    def init() -> Any:
-        graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
-        graphs.append(graphdef)
-        return nnx.as_pure(params), nnx.as_pure(rest)
-
-    params, rest = jax.eval_shape(init)
-    blank = _init_state_like(params, rest)
-    shardings = strategy.state_sharding(blank)
-    arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    return model.note(nnx.merge(graphs[0], *arrays))
-
-
-def _init_state_like(params: Any, model_state: Any) -> TrainState:
-    """Return the abstract state of a model with no optimizer, to ask a strategy for its shardings."""
-    empty = nnx.State({})
-    state = jax.eval_shape(partial(_init_state, optax.identity(), 0), params, empty, model_state)
-    return replace(state, opt_state=())

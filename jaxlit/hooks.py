@@ -1,48 +1,138 @@
 """Which hooks are called, and what follows each call."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxlit.callbacks.base import Callback
+from jaxlit.datamodule import DataModule
+from jaxlit.errors import ModuleError
+from jaxlit.metrics import collecting
 
 if TYPE_CHECKING:
     from jaxlit.live import Live
     from jaxlit.module import TrainModule
+    from jaxlit.results import HostLog
     from jaxlit.trainer import Trainer
+
+# Lightning's hooks that have no place in a compiled step, and what does their work here.
+_IN_STEP = "The step is compiled whole"
+_GONE = {
+    **dict.fromkeys(
+        ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step", "backward"),
+        f"{_IN_STEP}: transform gradients in configure_optimizers, with optax.chain.",
+    ),
+    **dict.fromkeys(
+        ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+        f"{_IN_STEP}: put schedules and masks into configure_optimizers, with optax.",
+    ),
+    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=...) or optax.clip in configure_optimizers.",
+    "configure_model": "Build large models in shards with jl.lazy(cls, ...).",
+    "transfer_batch_to_device": "The strategy places batches; override its shard_batch.",
+    "on_after_batch_transfer": f"{_IN_STEP}: do it in training_step, or in on_before_batch_transfer as numpy.",
+    **dict.fromkeys(
+        (f"on_{stage}_model_{what}" for stage in ("validation", "test", "predict") for what in ("eval", "train")),
+        "jaxlit calls eval() and train() itself; switch a part of the module inside its step.",
+    ),
+    "on_validation_model_zero_grad": f"{_IN_STEP}: there are no gradients between steps.",
+    "training_epoch_end": "Use on_train_epoch_end.",
+    "validation_epoch_end": "Use on_validation_epoch_end.",
+    "test_epoch_end": "Use on_test_epoch_end.",
+    **dict.fromkeys(
+        ("training_step_end", "validation_step_end", "test_step_end"), "Do it at the end of the step itself."
+    ),
+}
+
+
+class Hook:
+    """Every hook of one name; calling it calls them in order.
+
+    Args:
+        hooks: The hooks that it belongs to.
+        name: The name.
+        functions: (owner's name, function) of each; functions take the trainer and the module first.
+    """
+
+    def __init__(self, hooks: "Hooks", name: str, functions: list[tuple[str, Callable[..., Any]]]) -> None:
+        self.hooks, self.name, self.functions = hooks, name, functions
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    def __call__(self, *args: Any) -> bool:
+        """Call every hook of this name; returns whether one of them returned -1."""
+        hooks, skip = self.hooks, False
+        if not self.functions:
+            return skip
+        hooks.log.hook = self.name
+        if hooks.log.named:
+            hooks.log.named = set()
+        with collecting(hooks.log):
+            for owner, function in self.functions:
+                result = function(hooks.trainer, hooks.module, *args)
+                skip |= isinstance(result, (int, np.integer)) and result == -1
+                hooks.settle(owner, self.name)
+        return skip
 
 
 class Hooks:
-    """The hooks of the callbacks and the module that are overridden; nothing else is called.
+    """The hooks of the DataModule, the callbacks and the module that are overridden; nothing else is called.
 
     Args:
         trainer: The trainer.
         module: The module, whose hooks come after the callbacks'.
         callbacks: The callbacks, in order.
+        log: What `self.log` fills in hooks.
+        datamodule: The DataModule, whose hooks come first.
     """
 
-    def __init__(self, trainer: "Trainer", module: "TrainModule", callbacks: Sequence[Callback]) -> None:
-        self.trainer, self.module, self.callbacks = trainer, module, callbacks
+    def __init__(
+        self,
+        trainer: "Trainer",
+        module: "TrainModule",
+        callbacks: Sequence[Callback],
+        log: "HostLog",
+        datamodule: DataModule | None,
+    ) -> None:
+        self.trainer, self.module, self.callbacks, self.log, self.datamodule = (
+            trainer,
+            module,
+            callbacks,
+            log,
+            datamodule,
+        )
         self.live: Live | None = None  # set while a fit owns the state
-        self._bound: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        self._bound: dict[str, Hook] = {}
+        for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
+            _refuse_gone(owner)
+        for name in vars(Callback):
+            if name.startswith("on_") or name in ("setup", "teardown"):
+                self._find(name)  # a wrong signature is refused now, not in the middle of training
 
-    def bind(self, hook: str) -> list[tuple[str, Callable[..., Any]]]:
-        """Return (owner, function) of each hook of this name; functions take the trainer and the module first."""
-        if hook not in self._bound:
-            # The sort is stable: callbacks that run last keep their order behind the module.
-            late = hook == "on_train_epoch_end"
-            owners = [c for c in self.callbacks if _overrides(c, hook)]
-            found = [(c.runs_last and late, type(c).__name__, _of_callback(c, hook)) for c in owners]
-            if callable(getattr(type(self.module), hook, None)):
-                own = getattr(self.module, hook)
-                found.append((False, type(self.module).__name__, lambda trainer, module, *args: own(*args)))
-            self._bound[hook] = [(owner, function) for _, owner, function in sorted(found, key=lambda x: x[0])]
-        return self._bound[hook]
+    def bind(self, name: str) -> Hook:
+        """Return every hook of this name."""
+        if name not in self._bound:
+            self._bound[name] = Hook(self, name, self._find(name))
+        return self._bound[name]
 
-    def __call__(self, hook: str, *args: Any) -> None:
+    def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
+        # The sort is stable: callbacks that run last keep their order behind the module.
+        late = name == "on_train_epoch_end"
+        owners = [c for c in self.callbacks if _overrides(c, name)]
+        found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
+        if callable(getattr(type(self.module), name, None)):
+            found.append((False, type(self.module).__name__, _without_trainer(self.module, name)))
+        data = self.datamodule
+        # Loader hooks and the like are called by whoever needs what they return.
+        if name in ("prepare_data", "setup", "teardown", "on_exception") and data is not None:
+            found.insert(0, (False, type(data).__name__, _without_trainer(data, name)))
+        return [(owner, function) for _, owner, function in sorted(found, key=lambda x: x[0])]
+
+    def __call__(self, name: str, *args: Any) -> None:
         """Call every hook of this name."""
-        for owner, function in self.bind(hook):
-            function(self.trainer, self.module, *args)
-            self.settle(owner, hook)
+        self.bind(name)(*args)
 
     def settle(self, owner: str, hook: str) -> None:
         """Take over, or refuse, what a hook wrote to the module."""
@@ -50,11 +140,62 @@ class Hooks:
             self.live.settle(owner, hook, adopt="_batch_" not in hook and hook != "on_log")
 
 
+def _refuse_gone(owner: Any) -> None:
+    for name, remedy in _GONE.items():
+        if callable(getattr(type(owner), name, None)):
+            raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
+    if getattr(owner, "automatic_optimization", True) is False:
+        raise ModuleError(
+            f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Write your own "
+            "loop with jl.compile_step, or an optax transform."
+        )
+
+
 def _overrides(callback: Callback, hook: str) -> bool:
+    if not hasattr(Callback, hook):  # prepare_data belongs to modules and DataModules
+        return False
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
 def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
-    method = getattr(callback, hook)
+    method = _fitting(callback, hook, _arguments(hook))
     # on_log takes no module: it is about numbers.
     return method if hook != "on_log" else lambda trainer, module, *args: method(trainer, *args)
+
+
+def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:
+    method = _fitting(owner, hook, [name for name in _arguments(hook) if name not in ("trainer", "module")])
+    return lambda trainer, module, *args: method(*args)
+
+
+def _arguments(hook: str) -> list[str]:
+    """Return the names of what a callback's hook is called with."""
+    return list(inspect.signature(getattr(Callback, hook)).parameters)[1:] if hasattr(Callback, hook) else []
+
+
+def _fitting(owner: Any, hook: str, arguments: list[str]) -> Callable[..., Any]:
+    """Return a hook that can be called with these arguments; it may leave out `dataloader_idx`, as in Lightning.
+
+    Raises:
+        ModuleError: It takes others.
+    """
+    method = getattr(owner, hook)
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # a builtin may have none
+        return method
+    if _takes(signature, arguments):
+        return method
+    if arguments[-1:] == ["dataloader_idx"] and _takes(signature, arguments[:-1]):
+        return lambda *args: method(*args[:-1])
+    raise ModuleError(
+        f"{type(owner).__name__}.{hook}{signature} is called with ({', '.join(arguments)}). Give it these arguments."
+    )
+
+
+def _takes(signature: inspect.Signature, arguments: list[str]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True

@@ -1,6 +1,6 @@
 """The user's module while the engine holds the newest arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxlit import module as _module
 from jaxlit.errors import StateError
+from jaxlit.side_effects import MODES
 
 if TYPE_CHECKING:
     from jaxlit.engine import Engine
@@ -19,24 +20,47 @@ class Live:
     Args:
         module: The caller's module.
         engine: The engine that trains it.
+        hook: Returns the name of the hook that runs.
+        put_back: Leave the module the arrays that it came with, except those that a hook has written to.
     """
 
-    def __init__(self, module: "_module.TrainModule", engine: "Engine") -> None:
-        self.module, self.engine = module, engine
+    def __init__(
+        self, module: "_module.TrainModule", engine: "Engine", hook: Callable[[], str], *, put_back: bool = False
+    ) -> None:
+        self.module, self.engine, self.hook = module, engine, hook
         self.stale, self.touched = True, False
         self._variables = engine.variables(module)  # [(name, Variable)], in the order of its leaves
         self._graphdef = nnx.graphdef(module)
         self._given: list[Any] = []
+        self._came_with = [variable.get_value() for _, variable in self._variables] if put_back else []
+        self._first = engine.module_arrays() if put_back else []
 
     def touch(self) -> None:
         """Bring the module's arrays up to date."""
+        self.touched = True  # also when nothing is new: whoever reads may write
         if not self.stale:
             return
-        # First, so that set_value does not come back here.
-        self.stale, self.touched = False, True
+        self.stale = False  # first, so that set_value does not come back here
         self._given = self.engine.module_arrays()
-        for (_, variable), array in zip(self._variables, self._given, strict=True):
-            variable.set_value(array)
+        try:
+            for (_, variable), array in zip(self._variables, self._given, strict=True):
+                variable.set_value(array)
+        except BaseException:  # nnx refuses to write inside a trace
+            self.stale = True
+            raise
+
+    def refuse_attribute(self, name: str) -> None:
+        """Refuse to set an attribute of the module in a batch hook; other hooks are looked at when they end.
+
+        Raises:
+            StateError: Naming the attribute and the hook.
+        """
+        if name in MODES or "_batch_" not in (hook := self.hook()):
+            return
+        raise StateError(
+            f"{type(self.module).__name__}.{name} was set in {hook}. The compiled steps cannot follow: hold it in an "
+            "nnx.Variable that an epoch hook writes to, pass it in the batch, or keep notes in a callback."
+        )
 
     def settle(self, owner: str, hook: str, adopt: bool) -> None:
         """Take over what a hook wrote to the module's Variables, or refuse it.
@@ -81,12 +105,21 @@ class Live:
     @contextmanager
     def registered(self) -> Iterator["Live"]:
         """Keep the module in sync inside the block, and leave it the newest arrays."""
+        outer = _module._live.get(id(self.module))  # of a run whose hook started this one
         _module._live[id(self.module)] = self
         try:
             yield self
         finally:
-            del _module._live[id(self.module)]
+            if outer is None:
+                del _module._live[id(self.module)]
+            else:
+                _module._live[id(self.module)] = outer
             # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
             if not any(x.is_deleted() for x in self.engine.leaves):
                 self.stale = True
                 self.touch()
+            for (_, variable), mine, first, last in zip(
+                self._variables, self._came_with, self._first, self._given, strict=False
+            ):
+                if first is last:
+                    variable.set_value(mine)

@@ -4,66 +4,25 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxlit.data import Source, feed
-from jaxlit.engine import Engine
 from jaxlit.errors import DataError, LogError, NonFiniteError
-from jaxlit.hooks import Hooks
-from jaxlit.metrics import Results
-
-if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
-    from jaxlit.trainer import Trainer
+from jaxlit.results import Total
+from jaxlit.run import Bound, Outputs, Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
 
 
-@dataclass
-class Position:
-    """Where training stands: what a checkpoint holds of the loop."""
-
-    epoch: int = 0  # epochs finished
-    batch_idx: int = 0  # batches of this epoch done
-    global_step: int = 0  # optimizer steps taken
-
-
-@dataclass
-class Run:
-    """One fit, validate, test or predict: what its loops share."""
-
-    trainer: "Trainer"
-    module: "TrainModule"
-    engine: Engine
-    hooks: Hooks
-    results: Results
-    position: Position
-    max_in_flight: int
-    train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
-    val: Sequence[tuple[Source, int | None]] = ()
-    pending: tuple[jax.Array, int] | None = None  # a row not yet read, and its step
-    noted_bad_step: int = field(default=-1)
-
-    @property
-    def done(self) -> bool:
-        """Whether training is over."""
-        trainer, position = self.trainer, self.position
-        return (
-            trainer.should_stop
-            or (trainer.max_epochs is not None and position.epoch >= trainer.max_epochs)
-            or position.global_step >= trainer.max_steps >= 0
-        )
-
-
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
+    run.start_clocks()
     sanity_check(run)
-    if run.done:  # there is nothing to train, and so no train hook
+    if run.done or not run.trains:  # and so no train hook
         return
     run.hooks("on_train_start")
     while not run.done:
@@ -80,7 +39,8 @@ def sanity_check(run: Run) -> None:
     run.trainer.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
-        evaluate(run, "validation", loaders)
+        if run.validates:
+            evaluate(run, "validation", loaders)
         run.hooks("on_sanity_check_end")
     finally:
         run.trainer.sanity_checking = False
@@ -89,100 +49,156 @@ def sanity_check(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, validate where it is due, and log the epoch's metrics."""
+    reload(run)
     assert run.train is not None
-    trainer, engine, position, results = run.trainer, run.engine, run.position, run.results
+    trainer, engine, position, results, hooks = run.trainer, run.engine, run.position, run.results, run.hooks
     source, limit = run.train
-    hooks, starts, ends = run.hooks, run.hooks.bind("on_train_batch_start"), run.hooks.bind("on_train_batch_end")
+    starts, ends = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
     accumulate, log_every = trainer.accumulate_grad_batches, trainer.log_every_n_steps
-    wait = Bound(run.max_in_flight)
+    wait = Bound(run.trainer.max_in_flight)
 
     engine.begin_epoch(position.epoch)
+    first_step = position.global_step
     hooks("on_train_epoch_start")
-    last = skipped = False
+    last, skipped = False, run.done  # the hook may have asked to stop
     filled = 0  # batches in the accumulation window
-    for batch, host_batch, last in feed(source, position.epoch, limit, engine.place):
+    for batch, host_batch, last in () if skipped else feed(source, position.epoch, limit, engine.place):
         i = position.batch_idx
-        if starts and _skips(run, starts, host_batch, i):
+        hooks.log.batch = host_batch
+        if starts and starts(host_batch, i):
             skipped = True
             break
         if i == 0:
             engine.prepare_training(host_batch)
-            results.show_steps(engine.model.traced["training"].table)
+            results.show_steps(engine.model.table("training"))
         filled += 1
         stepping = last or filled == accumulate
         logs, loss, outputs = engine.train_step(batch) if stepping else engine.micro_step(batch)
-        results.latest, position.batch_idx = logs, i + 1
+        results.latest = logs
+        position.batch_idx, position.total_batch_idx = i + 1, position.total_batch_idx + 1
         if hooks.live is not None:
             hooks.live.stale = True
         if stepping:
             position.global_step, filled = position.global_step + 1, 0
-        for owner, hook in ends:
-            hook(trainer, run.module, Outputs(logs, loss, outputs), host_batch, i)
-            hooks.settle(owner, "on_train_batch_end")
+        if ends:
+            ends(Outputs(logs, loss, outputs), host_batch, i)
         wait(logs)
         if run.pending is not None:
             publish(run)
-        if stepping and log_every and (position.global_step % log_every == 0 or trainer.should_stop):
-            run.pending = (logs, position.global_step - 1)  # read one step late, when it is ready
-        if trainer.should_stop or position.global_step >= trainer.max_steps >= 0:
+        run.check_time()
+        if stepping:
+            window = hooks.log.take_window() if hooks.log.window else {}
+            if log_every and (position.global_step % log_every == 0 or trainer.should_stop):
+                run.pending = (logs, window, position.global_step - 1)  # read one step late, when it is ready
+        if run.every_check:
+            check_finite(run)
+        if run.validation_due(last):
+            publish(run)
+            check_finite(run)
+            evaluate(run, "validation", run.val)
+            run.restart_interval()
+        if run.done:
             break
     if not position.batch_idx and not skipped:
-        raise DataError(_empty(source, position.epoch))
-    if filled:
+        empty = f"{source.argument} gave no batch. Check that it is not empty and that its batch size fits its length."
+        raise DataError(_used_up(source) if source.gave else empty)
+    if last and not skipped and source.length is not None and limit is not None and position.batch_idx < limit:
+        _warn_short(run, source, limit)
+    end_epoch(run, stepped=position.global_step > first_step, unfinished=filled > 0)
+
+
+def end_epoch(run: Run, *, stepped: bool, unfinished: bool) -> None:
+    """Run the end hooks of an epoch and log its metrics.
+
+    Args:
+        run: The run.
+        stepped: Whether the epoch took an optimizer step: without one it has no metrics.
+        unfinished: Whether it left an accumulation window half full, which is dropped.
+    """
+    engine, position, results, log = run.engine, run.position, run.results, run.hooks.log
+    if unfinished:
         engine.clear_window()
+        log.take_window()
     publish(run)
     check_finite(run)
-    if (last or trainer.should_stop) and not skipped and _validation_due(run):
-        evaluate(run, "validation", run.val)
-    end_epoch(run)
-
-
-def end_epoch(run: Run) -> None:
-    """Run the end hooks of an epoch and log its metrics."""
-    engine, position, results = run.engine, run.position, run.results
-    row: dict[str, float] = {}
-    if position.batch_idx:
-        metrics = engine.model.traced["training"].table.metrics
+    row: dict[str, Any] = {}
+    if stepped:
+        metrics = engine.model.table("training").metrics
         values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
         for metric, value in zip(metrics, values, strict=True):
             if metric.on_epoch:
                 results.put_epoch(metric, value)
                 row |= {metric.epoch_name: value} if metric.logger else {}
+    log.show_epoch()
     run.hooks("on_train_epoch_end")
-    log_row(run, row, position.global_step - 1)
+    log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
     position.epoch, position.batch_idx = position.epoch + 1, 0
+    run.check_time()  # an epoch whose batches were all skipped has not looked
+
+
+def reload(run: Run) -> None:
+    """Open the loaders at the first epoch, and again where `reload_dataloaders_every_n_epochs` says so."""
+    trainer, every = run.trainer, run.trainer.reload_dataloaders_every_n_epochs
+    if not every or not run.position.epoch or run.position.epoch % every:
+        return
+    if run.loaders.from_hook("training"):
+        ((source, limit),) = run.loaders.open("training", required=True)
+        run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
+    if run.val and run.loaders.from_hook("validation"):
+        run.val = run.loaders.open("validation", required=True)
+    run.note_lengths()
 
 
 def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]]) -> list[dict[str, float]]:
     """Run the validation or test step over loaders.
 
     Returns:
-        The metrics of each loader.
+        The metrics of each loader; none if the run was interrupted.
     """
-    engine, hooks, results = run.engine, run.hooks, run.results
+    engine, hooks, results, log = run.engine, run.hooks, run.results, run.hooks.log
     hooks(f"on_{stage}_start")
     hooks(f"on_{stage}_epoch_start")
     found: list[dict[str, float]] = []
-    row: dict[str, float] = {}
+    row: dict[str, Any] = {}
+
+    def put(metric: Any, value: Any, suffix: str) -> None:
+        name = metric.epoch_name + suffix
+        if any(name in other for other in found):
+            raise LogError(
+                f"self.log({metric.name!r}, ...) in {stage} gives {name!r} to two values, of two loaders or of a step "
+                "and a hook. Rename one of them, or leave add_dataloader_idx=False out."
+            )
+        found[-1][name] = value
+        results.put_epoch(metric, value, suffix)
+        row.update({name: value} if metric.logger else {})
+
     for idx, (source, limit) in enumerate(loaders):
+        several = len(loaders) > 1
+        log.loader = idx if several else None
+        asked = idx if engine.takes_loader(stage) else None
         sums, _ = run_loader(run, stage, idx, source, limit, keep=False)
+        if run.trainer.interrupted:
+            return []
         found.append({})
-        if sums is None:
-            continue  # an empty loader has no metrics
-        for metric, value in zip(
-            engine.model.traced[stage].table.metrics, engine.eval_values(stage, sums), strict=True
-        ):
-            suffix = f"/dataloader_idx_{idx}" if len(loaders) > 1 and metric.add_dataloader_idx else ""
-            name = metric.epoch_name + suffix
-            if any(name in other for other in found[:-1]):
-                raise LogError(
-                    f"self.log({name!r}, add_dataloader_idx=False) in {stage}_step gives one name to the values of "
-                    "several loaders. Leave add_dataloader_idx out."
-                )
-            found[-1][name] = value
-            results.put_epoch(metric, value, suffix)
-            row |= {name: value} if metric.logger else {}
+        suffixes = {True: f"/dataloader_idx_{idx}" if several else "", False: ""}
+        if sums is not None:  # an empty loader has no metrics
+            values = engine.eval_values(stage, sums[0], asked)
+            for metric, value in zip(engine.model.table(stage, asked).metrics, values, strict=True):
+                if metric.on_epoch:
+                    put(metric, value, suffixes[metric.add_dataloader_idx])
+        for total in log.take_evaluation(idx):
+            put(total.metric, float(total), suffixes[total.metric.add_dataloader_idx])
+    log.loader = None
     hooks(f"on_{stage}_epoch_end")
+    for total in log.take_evaluation(None):
+        for metrics in found:
+            if total.metric.epoch_name in metrics:
+                raise LogError(
+                    f"self.log({total.metric.name!r}, ...) in {total.hook}: a {stage} step or batch hook logs this "
+                    "name. Use another."
+                )
+            metrics[total.metric.epoch_name] = float(total)
+        row |= {total.metric.epoch_name: float(total)} if total.metric.logger else {}
     if not run.trainer.sanity_checking:
         log_row(run, row, max(run.position.global_step - 1, 0))
     hooks(f"on_{stage}_end")
@@ -213,75 +229,51 @@ def run_loader(
     Returns:
         The metrics' sums, None if the loader was empty, and with `keep` each batch's outputs as numpy.
     """
-    trainer, module, engine, hooks = run.trainer, run.module, run.engine, run.hooks
+    engine, hooks, results = run.engine, run.hooks, run.results
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
-    wait = Bound(run.max_in_flight)
+    loader = idx if engine.takes_loader(stage) else None
+    suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
+    wait = Bound(run.trainer.max_in_flight)
     sums, kept, waiting = None, [], None
     for i, (batch, host_batch, _) in enumerate(feed(source, 0, limit, engine.place)):
         if sums is None:
-            engine.prepare_eval(stage, host_batch)
-            sums = engine.eval_sums(stage)
-        for owner, hook in starts:
-            hook(trainer, module, host_batch, i, idx)
-            hooks.settle(owner, f"on_{stage}_batch_start")
-        sums, outputs = engine.eval_step(stage, sums, batch)
-        for owner, hook in ends:
-            hook(trainer, module, outputs, host_batch, i, idx)
-            hooks.settle(owner, f"on_{stage}_batch_end")
+            engine.prepare_eval(stage, host_batch, loader)
+            sums = engine.eval_sums(stage, loader)
+        hooks.log.batch = host_batch
+        starts(host_batch, i, idx)
+        sums, table, outputs = engine.eval_step(stage, sums, batch, loader)
+        if table is not None:
+            results.show_evaluation(engine.model.table(stage, loader), table, suffix)
+        ends(outputs, host_batch, i, idx)
         if keep:
             kept += [_to_host(waiting)] if waiting is not None else []  # one batch late, when it is ready
             waiting = outputs
         # The next step overwrites the sums: a full wait now and then takes the place of an older token.
         wait.drain(sums[1])
+        if run.trainer.interrupted:
+            break
+    if sums is None and source.gave:
+        raise DataError(_used_up(source))
     return sums, kept + ([_to_host(waiting)] if waiting is not None else [])
-
-
-class Bound:
-    """Keeps the steps in flight bounded by one wait a period: a wait each step costs more than a step's Python.
-
-    Args:
-        limit: The most steps in flight.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._period = max(1, limit // 2)
-        self._count, self._token, self._each = 0, None, limit == 1
-
-    def __call__(self, token: jax.Array) -> None:
-        """Note a step by one of its results, and wait for the one a period ago."""
-        self._count += 1
-        if self._count == self._period:
-            self._count = 0
-            if self._each:
-                token.block_until_ready()
-            elif self._token is not None:
-                self._token.block_until_ready()
-            self._token = token
-
-    def drain(self, token: jax.Array) -> None:
-        """Note a step, and once a period wait for it."""
-        self._count += 1
-        if self._count == self._period:
-            self._count = 0
-            token.block_until_ready()
 
 
 def publish(run: Run) -> None:
     """Read the pending row and log it."""
     if run.pending is None:
         return
-    (logs, step), run.pending = run.pending, None
+    (logs, window, step), run.pending = run.pending, None
     values = run.results.steps(logs)
-    metrics = run.engine.model.traced["training"].table.metrics
-    log_row(run, {m.step_name: v for m, v in zip(metrics, values, strict=True) if m.on_step and m.logger}, step)
+    names = run.engine.model.table("training").row_names
+    row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
+    log_row(run, row | dict(window), step)
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
 
 
-def log_row(run: Run, row: dict[str, float], step: int) -> None:
+def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
     """Give a row to `on_log`, unless it is empty."""
     if row:
-        run.hooks("on_log", {**row, "epoch": run.position.epoch}, step)
+        run.hooks("on_log", {**{k: float(v) for k, v in row.items()}, "epoch": run.position.epoch}, step)
 
 
 def check_finite(run: Run) -> None:
@@ -304,41 +296,14 @@ def check_finite(run: Run) -> None:
     )
 
 
-class Outputs(Mapping[str, Any]):
-    """The `outputs` of a training step, device arrays; the loss is computed when it is asked for.
-
-    Args:
-        logs: The table of metrics, whose column 0 is the loss.
-        loss: The batch's own loss, of each replica, if the table is that of a window.
-        outputs: What else the step returned.
-    """
-
-    def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
-        self._logs, self._loss, self._outputs = logs, loss, outputs
-
-    def __getitem__(self, name: str) -> Any:
-        if name != "loss":
-            return self._outputs[name]
-        return self._logs[0, 0] / self._logs[1, 0] if self._loss is None else self._loss.mean()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", *self._outputs))
-
-    def __len__(self) -> int:
-        return 1 + len(self._outputs)
-
-
-def _skips(run: Run, starts: list[tuple[str, Callable[..., Any]]], batch: Any, batch_idx: int) -> bool:
-    skip = False
-    for owner, hook in starts:
-        skip |= hook(run.trainer, run.module, batch, batch_idx) == -1
-        run.hooks.settle(owner, "on_train_batch_start")
-    return skip
-
-
-def _validation_due(run: Run) -> bool:
-    every = run.trainer.check_val_every_n_epoch
-    return bool(run.val) and (run.position.epoch + 1) % every == 0
+def _warn_short(run: Run, source: Source, limit: int) -> None:
+    if run.position.epoch == 0:
+        _logger.warning(
+            "%s gave %d batches where its length promises %d. The last one ended the epoch.",
+            source.argument,
+            run.position.batch_idx,
+            limit,
+        )
 
 
 def _smaller(limit: int | None, other: int | None) -> int | None:
@@ -349,10 +314,8 @@ def _to_host(outputs: Any) -> Any:
     return jax.tree.map(np.asarray, outputs)
 
 
-def _empty(source: Source, epoch: int) -> str:
-    if epoch:
-        return (
-            f"{source.argument} gave no batch in epoch {epoch}: it is an iterator that the first epoch used up. "
-            "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
-        )
-    return f"{source.argument} gave no batch. Check that it is not empty and that its batch size fits its length."
+def _used_up(source: Source) -> str:
+    return (
+        f"{source.argument} gave no batch when it was opened again: it is an iterator that the first time used up. "
+        "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
+    )

@@ -1,7 +1,7 @@
-"""What `self.log` collects while a step is traced, how it adds up on device, and where it is read."""
+"""What `self.log` collects, from the step that is traced or the hook that runs."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +10,30 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jaxlit.errors import LogError, did_you_mean
+from jaxlit.errors import LogError
 
 REDUCTIONS = ("mean", "sum", "min", "max")
+
+# Where `self.log` may be called: what on_step and on_epoch are there when left out. A hook with no step of
+# its own has only epoch values.
+_STEPWISE, _EPOCHWISE, _EPOCH_ONLY = (True, False), (False, True), (None, True)
+HOOKS: dict[str, tuple[bool | None, bool]] = {
+    "training_step": _STEPWISE,
+    "on_train_batch_start": _STEPWISE,
+    "on_train_batch_end": _STEPWISE,
+    "on_train_start": _EPOCH_ONLY,
+    "on_train_epoch_start": _EPOCH_ONLY,
+    "on_train_epoch_end": _EPOCH_ONLY,
+    **{f"{stage}_step": _EPOCHWISE for stage in ("validation", "test")},
+    **{f"on_{stage}_batch_{end}": _EPOCHWISE for stage in ("validation", "test") for end in ("start", "end")},
+    **{
+        f"on_{stage}_{when}": _EPOCH_ONLY
+        for stage in ("validation", "test")
+        for when in ("start", "epoch_start", "epoch_end")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,73 @@ class Metric:
         """The name of the value of an epoch."""
         return f"{self.name}_epoch" if self.on_step else self.name
 
+    @property
+    def names(self) -> set[str]:
+        """Every name under which its values show."""
+        return {self.name, *([self.step_name] * self.on_step), *([self.epoch_name] * self.on_epoch)}
+
+
+def metric_of(
+    where: str,
+    name: Any,
+    *,
+    prog_bar: bool = False,
+    logger: bool = True,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: Any = "mean",
+    add_dataloader_idx: bool = True,
+) -> Metric:
+    """Return how a name is logged from a step or hook, with Lightning's defaults there.
+
+    Args:
+        where: The step or hook.
+        name: The metric's name.
+        prog_bar: See `TrainModule.log`, like the others.
+        logger: Send it to loggers.
+        on_step: Log the step's value.
+        on_epoch: Log the epoch's value.
+        reduce_fx: How an epoch adds up.
+        add_dataloader_idx: Whether several loaders get names of their own.
+
+    Raises:
+        LogError: Nothing can be logged there, or not so.
+    """
+    if not isinstance(name, str) or not name:
+        raise LogError(f"self.log(name, value) in {where} takes a str as name, got {name!r}.")
+    if where not in HOOKS:
+        raise LogError(
+            f"self.log({name!r}, ...) is called in {where}, where nothing can be logged. Log in a training, validation "
+            "or test step, in a batch hook or at the start or end of an epoch."
+        )
+    if name in ("step", "epoch"):
+        raise LogError(f"self.log({name!r}, ...): every row has a {name!r} of its own. Log it under another name.")
+    if "/dataloader_idx_" in name:
+        raise LogError(f"self.log({name!r}, ...): '/dataloader_idx_<i>' is added by jaxlit. Log it without.")
+    if reduce_fx not in REDUCTIONS:
+        raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {reduce_fx!r}.")
+    for argument, value in (("prog_bar", prog_bar), ("logger", logger), ("add_dataloader_idx", add_dataloader_idx)):
+        if not isinstance(value, bool):
+            raise LogError(f"self.log({name!r}, {argument}=...) must be True or False, got {value!r}.")
+    for argument, value in (("on_step", on_step), ("on_epoch", on_epoch)):
+        if value is not None and not isinstance(value, bool):
+            raise LogError(f"self.log({name!r}, {argument}=...) must be True, False or None, got {value!r}.")
+    step_default, epoch_default = HOOKS[where]
+    if on_step and step_default is None:
+        raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
+    metric = Metric(
+        name,
+        prog_bar=prog_bar,
+        logger=logger,
+        on_step=bool(step_default) if on_step is None else on_step,
+        on_epoch=epoch_default if on_epoch is None else on_epoch,
+        reduce_fx=reduce_fx,
+        add_dataloader_idx=add_dataloader_idx,
+    )
+    if not metric.on_step and not metric.on_epoch:
+        raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
+    return metric
+
 
 @dataclass
 class Collector:
@@ -47,12 +134,19 @@ class Collector:
     rows: int  # rows in the batch of this trace, the default weight
     step: jax.Array  # () int32, traced
     epoch: jax.Array  # () int32, traced
+    # The module's own nnx metrics as they came, by the id of their variables.
+    held: dict[int, jax.Array] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
     values: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
     # A value made inside scan, vmap, grad or another jit may not leave it: only the trace in which
     # the step itself runs may log.
     trace: Any = field(default_factory=jax.extend.core.get_opaque_trace_state)
+
+    @property
+    def hook(self) -> str:
+        """The step that is traced."""
+        return f"{self.stage}_step"
 
     def add(self, metric: Metric, value: Any, batch_size: Any) -> None:
         """Take one value.
@@ -61,7 +155,7 @@ class Collector:
             LogError: The value is not a scalar number, the name is taken or was logged before in this step,
                 or the call stands inside a nested trace.
         """
-        name, step = metric.name, f"{self.stage}_step"
+        name, step = metric.name, self.hook
         if jax.extend.core.get_opaque_trace_state() != self.trace:
             raise LogError(
                 f"self.log({name!r}, ...) stands inside a function that jax transforms (scan, vmap, grad, remat, "
@@ -69,45 +163,96 @@ class Collector:
             )
         if name in self.metrics:
             raise LogError(f"self.log({name!r}, ...) is called twice in {step}. Log each name once a step.")
-        if name in ("step", "epoch"):
-            raise LogError(f"self.log({name!r}, ...): every row has a {name!r} of its own. Log it under another name.")
-        self.values[name] = _scalar(name, value, step)
-        self.weights[name] = _weight(name, self.rows if batch_size is None else batch_size)
+        for other in self.metrics.values():
+            if clash := metric.names & other.names:
+                raise LogError(
+                    f"self.log({name!r}, ...) and self.log({other.name!r}, ...) in {step} both make {clash.pop()!r}. "
+                    "Rename one of them."
+                )
+        if isinstance(value, nnx.metrics.Metric):
+            self.values[name], self.weights[name] = self._take(metric, value, batch_size)
+        else:
+            check_scalar(name, value, step)
+            check_weight(name, batch_size)
+            self.values[name] = jnp.asarray(value, jnp.float32)
+            self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, jnp.float32)
         self.metrics[name] = metric
 
+    def _take(self, metric: Metric, value: Any, batch_size: Any) -> tuple[jax.Array, jax.Array]:
+        """Return what an nnx metric gathered in this step: its mean and its count, which add up exactly."""
+        check_average(metric, value, batch_size, self.hook)
+        parts = []
+        for variable in (value.total, value.count):
+            now = variable.get_value()
+            # One that the module holds is left as it came, so that each step adds its own share.
+            if (before := self.held.get(id(variable))) is not None:
+                variable.set_value(before)
+                now = now - before
+            parts.append(jnp.asarray(now, jnp.float32))
+        total, count = parts
+        return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0), count
 
-def _scalar(name: str, value: Any, step: str) -> jax.Array:
+
+def check_scalar(name: str, value: Any, where: str) -> None:
+    """Refuse a value that is no scalar real number.
+
+    Raises:
+        LogError: Saying what it is.
+    """
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None and not isinstance(value, (bool, int, float)):
-        raise LogError(f"self.log({name!r}, value) in {step} takes a scalar number, got {type(value).__name__}.")
+        raise LogError(f"self.log({name!r}, value) in {where} takes a scalar number, got {type(value).__name__}.")
     if shape:
-        raise LogError(f"self.log({name!r}, value) in {step} takes a scalar, got shape {shape}. Log value.mean().")
+        raise LogError(f"self.log({name!r}, value) in {where} takes a scalar, got shape {shape}. Log value.mean().")
     if dtype is not None and not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-        raise LogError(f"self.log({name!r}, value) in {step} takes a number, got dtype {dtype}.")
+        raise LogError(f"self.log({name!r}, value) in {where} takes a number, got dtype {dtype}.")
     if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
-        raise LogError(f"self.log({name!r}, value) in {step} takes a real number, got {dtype}. Log abs(value).")
-    return jnp.asarray(value, jnp.float32)
+        raise LogError(f"self.log({name!r}, value) in {where} takes a real number, got {dtype}. Log abs(value).")
 
 
-def _weight(name: str, batch_size: Any) -> jax.Array:
+def check_weight(name: str, batch_size: Any) -> None:
+    """Refuse a weight that is no positive scalar.
+
+    Raises:
+        LogError: Saying what it is.
+    """
     if isinstance(batch_size, (int, float, np.integer, np.floating)) and not float(batch_size) > 0:
         raise LogError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size must be positive.")
-    if getattr(batch_size, "shape", ()) != () or isinstance(batch_size, str):
+    if getattr(batch_size, "shape", ()) != () or isinstance(batch_size, (str, list, tuple, dict)):
         raise LogError(f"self.log({name!r}, batch_size=...) must be a scalar, got {batch_size!r}.")
-    return jnp.asarray(batch_size, jnp.float32)
 
 
-_active: ContextVar[Collector | None] = ContextVar("jaxlit_collector", default=None)
+def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:
+    """Return an nnx metric that adds up over batches and replicas; others are refused.
+
+    Raises:
+        LogError: Saying which do.
+    """
+    name, kind = metric.name, type(value)
+    if not isinstance(value, nnx.metrics.Average) or kind.compute is not nnx.metrics.Average.compute:
+        raise LogError(
+            f"self.log({name!r}, {kind.__name__}()) in {where}: only nnx.metrics.Average and its kin, Accuracy say, "
+            "add up over batches and replicas. Log the parts as Averages; for an nnx.MultiMetric use self.log_dict."
+        )
+    if metric.reduce_fx != "mean" or batch_size is not None:
+        raise LogError(
+            f"self.log({name!r}, {kind.__name__}()): a metric has its own weights. Leave batch_size and reduce_fx out."
+        )
+    return value
+
+
+_active: ContextVar[Any] = ContextVar("jaxlit_collector", default=None)
 
 
 def active_collector() -> Collector | None:
     """Return the collector of the step that is being traced, if any."""
-    return _active.get()
+    found = _active.get()
+    return found if isinstance(found, Collector) else None
 
 
 @contextlib.contextmanager
-def collecting(collector: Collector) -> Iterator[Collector]:
-    """Make `collector` the one that `self.log` fills."""
+def collecting(collector: Any) -> Iterator[Any]:
+    """Make `collector`, of a traced step or of the hooks, the one that `self.log` fills."""
     token = _active.set(collector)
     try:
         yield collector
@@ -115,134 +260,49 @@ def collecting(collector: Collector) -> Iterator[Collector]:
         _active.reset(token)
 
 
-class Table:
-    """Adds up metrics on device, all of them in one float32 array of shape (2, num_metrics).
+def log(
+    name: str,
+    value: Any,
+    prog_bar: bool = False,
+    logger: bool | None = True,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: str = "mean",
+    batch_size: Any = None,
+    add_dataloader_idx: bool = True,
+) -> None:
+    """Log a value from the step or hook that runs; the arguments are those of `TrainModule.log`.
 
-    Row 0 holds totals (the weighted sum of a mean, the sum, the minimum or the maximum so far), row 1
-    the sum of weights.
-
-    Args:
-        metrics: The metrics, one a column.
+    Raises:
+        LogError: The call or the value is not one that can be logged.
     """
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self.metrics = tuple(metrics)
-        kinds = [m.reduce_fx for m in metrics]
-        self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
-        self._extreme = self._min | self._max
-
-    def empty(self) -> np.ndarray:
-        """Return the table of no batch."""
-        table = np.zeros((2, len(self.metrics)), np.float32)
-        table[0, self._min], table[0, self._max] = np.inf, -np.inf
-        return table
-
-    def entry(self, values: Sequence[jax.Array], weights: Sequence[jax.Array], share: float = 1.0) -> jax.Array:
-        """Return the table of one batch.
-
-        Args:
-            values: One () float32 a metric.
-            weights: One () float32 a metric.
-            share: The part of this batch that counts; 1/n where n replicas see the same rows.
-        """
-        if not self.metrics:
-            return jnp.zeros((2, 0), jnp.float32)
-        value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
-        total = jnp.where(self._mean, value * weight * share, jnp.where(self._extreme, value, value * share))
-        return jnp.stack([total, weight * share])
-
-    def combine(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the table of the batches of both."""
-        if not self._extreme.any():
-            return a + b
-        total = jnp.where(self._min, jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0]))
-        return jnp.stack([jnp.where(self._extreme, total, a[0] + b[0]), a[1] + b[1]])
-
-    def reduce(self, table: jax.Array, psum: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
-        """Return the table of all replicas, given the sum of their tables."""
-        if not self._extreme.any():
-            return psum(table)
-        low, high = jax.lax.pmin(table[0], axis), jax.lax.pmax(table[0], axis)
-        # An infinity among the extremes must not meet another in the sum.
-        summed = psum(jnp.where(np.stack([self._extreme, np.zeros_like(self._extreme)]), 0.0, table))
-        return summed.at[0].set(jnp.where(self._min, low, jnp.where(self._max, high, summed[0])))
-
-    def read(self, table: np.ndarray) -> list[float]:
-        """Return one float a metric; a leading dim of replicas is reduced first."""
-        if table.ndim == 3:
-            total = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), 0))
-            table = np.stack([np.where(self._extreme, total, table[:, 0].sum(0)), table[:, 1].sum(0)])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return [float(x) for x in np.where(self._mean, table[0] / table[1], table[0])]
+    collector = _active.get()
+    if collector is None:
+        raise LogError(
+            f"self.log({name!r}, ...) is called outside of the steps and hooks that a Trainer runs. Call it in one of "
+            "them, training_step say."
+        )
+    metric = metric_of(
+        collector.hook,
+        name,
+        prog_bar=prog_bar,
+        logger=logger is None or logger,
+        on_step=on_step,
+        on_epoch=on_epoch,
+        reduce_fx=reduce_fx,
+        add_dataloader_idx=add_dataloader_idx,
+    )
+    collector.add(metric, value, batch_size)
 
 
-class MetricView(Mapping[str, float]):
-    """A read-only mapping of metrics; a value comes from the device when its key is read."""
+def named_values(dictionary: Any) -> dict[str, Any]:
+    """Return what `log_dict` logs: a mapping, or the parts of an nnx.MultiMetric.
 
-    def __init__(self, names: Callable[[], Sequence[str]], read: Callable[[str], float]) -> None:
-        self._names, self._read = names, read
-
-    def __getitem__(self, name: str) -> float:
-        names = self._names()
-        if name not in names:
-            raise KeyError(f"No metric {name!r} was logged.{did_you_mean(name, names)} Logged: {sorted(names)}.")
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __len__(self) -> int:
-        return len(self._names())
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-class Results:
-    """The metrics of a run as callbacks see them.
-
-    `latest` is the newest training step's table, still on device: storing it is all that a step pays.
+    Raises:
+        LogError: It is neither.
     """
-
-    def __init__(self) -> None:
-        self.latest: jax.Array | None = None
-        self._table = Table([])
-        self._read_of: tuple[Any, list[float]] = (None, [])
-        self._slots: dict[str, tuple[Metric, float | int, bool]] = {}  # an int is a column of `latest`
-        self.callback_metrics = MetricView(lambda: list(self._slots), self._value)
-        self.logged_metrics = MetricView(lambda: self._shown(lambda m: m.logger), self._value)
-        self.progress_bar_metrics = MetricView(lambda: self._shown(lambda m: m.prog_bar), self._value)
-
-    def show_steps(self, table: Table) -> None:
-        """From now on show the values of `latest`, whose columns are those of `table`."""
-        self._table = table
-        for column, metric in enumerate(table.metrics):
-            if column and metric.on_step:  # column 0 is the loss, which is no logged metric
-                self._slots[metric.step_name] = (metric, column, False)
-                if metric.on_epoch:
-                    self._slots[metric.name] = (metric, column, True)
-
-    def put_epoch(self, metric: Metric, value: float, suffix: str = "") -> None:
-        """Show the value of an epoch."""
-        self._slots[metric.epoch_name + suffix] = (metric, float(value), False)
-        if metric.on_step:
-            self._slots[metric.name + suffix] = (metric, float(value), True)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.latest, self._read_of = None, (None, [])
-        self._slots.clear()
-
-    def steps(self, logs: Any) -> list[float]:
-        """Return the values of a step's table, read once."""
-        if self._read_of[0] is not logs:
-            # The columns behind the table's own are flags of the engine.
-            self._read_of = (logs, self._table.read(np.asarray(logs)[..., : len(self._table.metrics)]))
-        return self._read_of[1]
-
-    def _shown(self, where: Callable[[Metric], bool]) -> list[str]:
-        return [name for name, (metric, _, bare) in self._slots.items() if where(metric) and not bare]
-
-    def _value(self, name: str) -> float:
-        _, value, _ = self._slots[name]
-        return value if isinstance(value, float) else self.steps(self.latest)[value]
+    if isinstance(dictionary, nnx.MultiMetric):
+        return {name: getattr(dictionary, name) for name in dictionary._metric_names}
+    if not isinstance(dictionary, Mapping):
+        raise LogError(f"self.log_dict(dictionary) takes names and values, got {type(dictionary).__name__}.")
+    return dict(dictionary)

@@ -3,25 +3,45 @@
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import optax
 from flax import nnx
 
-from jaxlit.errors import ArgumentError, LogError, ModuleError
-from jaxlit.metrics import REDUCTIONS, Metric, active_collector
+from jaxlit import metrics
+from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.metrics import active_collector
 
 if TYPE_CHECKING:
     from jaxlit.live import Live
     from jaxlit.trainer import Trainer
 
+_T = TypeVar("_T")
+
+
+class _SideTable(Generic[_T]):
+    """Values by module, forgotten with it; by identity, as a dataclass module has no hash."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, _T] = {}
+
+    def __setitem__(self, module: "TrainModule", value: _T) -> None:
+        if id(module) not in self._values:
+            weakref.finalize(module, self._values.pop, id(module), None)
+        self._values[id(module)] = value
+
+    def get(self, module: "TrainModule", default: Any = None) -> Any:
+        """Return the module's value."""
+        return self._values.get(id(module), default)
+
+
 # What belongs to a module but not to its graph: an attribute would change the graphdef, and with it
 # every compiled step.
-_hparams: "weakref.WeakKeyDictionary[TrainModule, dict[str, Any]]" = weakref.WeakKeyDictionary()
-_trainers: "weakref.WeakKeyDictionary[TrainModule, weakref.ref[Trainer]]" = weakref.WeakKeyDictionary()
+_hparams: "_SideTable[dict[str, Any]]" = _SideTable()
+_trainers: "_SideTable[weakref.ref[Trainer]]" = _SideTable()
 _live: "dict[int, Live]" = {}  # by id of the module; empty outside fit
 
 
@@ -43,6 +63,16 @@ class Optimizer:
     tx: optax.GradientTransformation
     wrt: Any = nnx.Param
     lr_schedule: optax.Schedule | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no filter."""
+        try:
+            nnx.filterlib.to_predicate(self.wrt)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"jl.Optimizer(wrt=...) takes an nnx filter, got {self.wrt!r}. Pass nnx.Param or "
+                "nnx.PathContains('head'), say."
+            ) from None
 
 
 class TrainModule(nnx.Module):
@@ -79,6 +109,12 @@ class TrainModule(nnx.Module):
             live.touch()
         return super().__getattribute__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the compiled steps read from the module is frozen: an attribute set during a run would be ignored.
+        if _live and (live := _live.get(id(self))) is not None:
+            live.refuse_attribute(name)
+        super().__setattr__(name, value)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch: a scalar, or a dict with "loss" and other outputs.
 
@@ -111,66 +147,41 @@ class TrainModule(nnx.Module):
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str = "mean",
         batch_size: Any = None,
         add_dataloader_idx: bool = True,
     ) -> None:
-        """Log a scalar inside a step.
+        """Log a scalar from a step or a hook.
 
-        The call runs while the step is traced, once; afterwards the value is one column of a small array
-        that the step returns.
+        In a step the call runs while the step is traced, once; afterwards the value is one column of a
+        small array that the step returns. In a hook the value is kept as it is and read when it is needed.
 
         Args:
             name: The metric's name, `train/loss` say.
-            value: () number.
+            value: () number; in a step also an `nnx.metrics.Average` or `Accuracy` that was updated there, of
+                which the step's own share is logged: exact over batches of any size and over replicas.
             prog_bar: Show it in the progress bar.
-            logger: Send it to `on_log`, and so to the loggers.
-            on_step: Log the value of every `log_every_n_steps`-th step. Default: in `training_step`.
-            on_epoch: Log the value of the epoch. Default: in validation and test.
-            reduce_fx: How an epoch adds up: "mean" (weighted by `batch_size`), "sum", "min" or "max".
+            logger: Send it to `on_log`, and so to the loggers; None, Lightning's default, is True.
+            on_step: Log the value of every `log_every_n_steps`-th step. Default: in `training_step` and training
+                batch hooks. In validation and test it shows in `trainer.logged_metrics` and makes no row.
+            on_epoch: Log the value of the epoch. Default: everywhere else. With both, the names end in `_step` and
+                `_epoch`.
+            reduce_fx: How an epoch adds up: "mean" (weighted by `batch_size`), "sum", "min" or "max". Where a step sees
+                one replica's rows, a sum adds up what each replica logs.
             batch_size: The weight of this batch, an int or a () array. Default: its rows.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_<i>` to the name.
 
         Raises:
             LogError: The call or the value is not one that can be logged.
         """
-        collector = active_collector()
-        if not isinstance(name, str):
-            raise LogError(f"self.log(name, value) takes a str as name, got {name!r}.")
-        if collector is None:
-            raise LogError(
-                f"self.log({name!r}, ...) is called outside of training_step, validation_step and test_step. "
-                "Call it in one of them while a Trainer runs it."
-            )
-        if collector.stage == "predict":
-            raise LogError(f"self.log({name!r}, ...) is called in predict_step, which logs nothing. Return the value.")
-        if reduce_fx not in REDUCTIONS:
-            raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {reduce_fx!r}.")
-        training = collector.stage == "training"
-        if on_step and not training:
-            raise LogError(
-                f"self.log({name!r}, on_step=True) in {collector.stage}_step: only training steps have rows of "
-                "their own. Leave on_step out to log the mean over the loader."
-            )
-        metric = Metric(
-            name,
-            prog_bar=bool(prog_bar),
-            logger=bool(logger),
-            on_step=training if on_step is None else bool(on_step),
-            on_epoch=not training if on_epoch is None else bool(on_epoch),
-            reduce_fx=reduce_fx,
-            add_dataloader_idx=bool(add_dataloader_idx),
-        )
-        if not metric.on_step and not metric.on_epoch:
-            raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
-        collector.add(metric, value, batch_size)
+        metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log several scalars at once; the other arguments are those of `log`."""
-        for name, value in dictionary.items():
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Log several values at once, a mapping or an `nnx.MultiMetric`; the other arguments are those of `log`."""
+        for name, value in metrics.named_values(dictionary).items():
             self.log(name, value, *args, **kwargs)
 
     @property
@@ -208,15 +219,31 @@ def is_overridden(module: TrainModule, method: str) -> bool:
     return getattr(type(module), method) is not getattr(TrainModule, method)
 
 
-def attach(module: TrainModule, trainer: "Trainer") -> None:
-    """Make `module.trainer` the trainer."""
+def attach(module: TrainModule, trainer: "Trainer") -> "Trainer | None":
+    """Make `module.trainer` the trainer, and return the one that it was."""
+    outer = _trainers.get(module)
     _trainers[module] = weakref.ref(trainer)
+    return outer() if outer else None
+
+
+def share_hparams(copy: TrainModule, module: TrainModule) -> None:
+    """Give a copy the module's hyperparameters."""
+    if (hparams := _hparams.get(module)) is not None:
+        _hparams[copy] = hparams
+
+
+def share_side_tables(copy: TrainModule, module: TrainModule) -> None:
+    """Give the copy that a step sees the module's hyperparameters and Trainer."""
+    share_hparams(copy, module)
+    if (trainer := _trainers.get(module)) is not None:
+        _trainers[copy] = trainer
 
 
 def set_hparams(module: TrainModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep those of a constructor's arguments that are JSON values."""
     try:
-        bound = inspect.signature(type(module).__init__).bind(module, *args, **kwargs)
+        # In part: jl.lazy leaves out rngs.
+        bound = inspect.signature(type(module).__init__).bind_partial(module, *args, **kwargs)
     except TypeError:
         return  # the constructor itself will say what is wrong
     bound.apply_defaults()
@@ -229,96 +256,80 @@ def set_hparams(module: TrainModule, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         return False
     return True
 
 
-def optimizer_of(module: TrainModule) -> Optimizer:
+def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> Optimizer:
     """Return what `configure_optimizers` returned, as an `Optimizer`.
+
+    Args:
+        module: The module.
+        cls: The class whose method is asked, its own if left out.
 
     Raises:
         ModuleError: It is missing or returned something else.
     """
-    if not is_overridden(module, "configure_optimizers"):
+    cls = cls or type(module)
+    if cls.configure_optimizers is TrainModule.configure_optimizers:
         raise ModuleError(
-            f"fit needs {type(module).__name__}.configure_optimizers. Return an optax transform from it, "
-            "optax.adamw(1e-3) say."
+            f"fit needs {cls.__name__}.configure_optimizers. Return an optax transform from it, optax.adamw(1e-3) say."
         )
-    made = module.configure_optimizers()
+    made = cls.configure_optimizers(module)
     if isinstance(made, optax.MultiSteps):  # a transform in all but its type
         made = made.gradient_transformation()
     if isinstance(made, optax.GradientTransformation):  # a NamedTuple, so this comes before the tuple
         return Optimizer(made)
     if isinstance(made, Optimizer) and isinstance(made.tx, optax.GradientTransformation):
         return made
-    where = f"{type(module).__name__}.configure_optimizers"
+    where = f"{cls.__name__}.configure_optimizers"
     if isinstance(made, (list, tuple)):
-        raise ModuleError(f"{where} returned {len(made)} optimizers; return one, joined by optax.multi_transform.")
+        kind = "optimizers" if all(isinstance(x, optax.GradientTransformation) for x in made) else "things"
+        raise ModuleError(
+            f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform. A schedule goes into "
+            "it: optax.adamw(schedule)."
+        )
     raise ModuleError(
         f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {made!r}. "
         "Return optax.adamw(1e-3), say."
     )
 
 
-def call_step(module: TrainModule, stage: str) -> Callable[[Any, jax.Array], Any]:
+def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Callable[[Any, jax.Array], Any]:
     """Return the stage's step as a function of (batch, batch_idx), whichever of them it takes.
 
+    Args:
+        module: The module.
+        stage: "training", "validation", "test" or "predict".
+        loader: The `dataloader_idx` for a step that takes one.
+
     Raises:
-        ModuleError: The step is missing, or takes neither `(batch)` nor `(batch, batch_idx)`.
+        ModuleError: The step is missing, or has another signature.
     """
     name = STEPS[stage]
     if not is_overridden(module, name):
         raise ModuleError(f"{type(module).__name__} has no {name}. Define {name}(self, batch).")
     step = getattr(module, name)
     signature = inspect.signature(step)
-    for count in (2, 1):
+    extra = {"dataloader_idx": loader or 0} if takes_loader(module, stage) else {}
+    second = [*signature.parameters.values()][1:2]
+    # A second argument with a default is the index only if it is called so.
+    wants = bool(second) and (second[0].default is inspect.Parameter.empty or second[0].name == "batch_idx")
+    for count in (2, 1) if wants or not second else (1,):
         try:
-            signature.bind(*[None] * count)
+            signature.bind(*[None] * count, **extra)
         except TypeError:
             continue
-        return (lambda batch, _: step(batch)) if count == 1 else step
-    raise ModuleError(f"{type(module).__name__}.{name}{signature} must take (self, batch) or (self, batch, batch_idx).")
+        return lambda batch, batch_idx: step(*(batch, batch_idx)[:count], **extra)
+    also = "" if stage == "training" else ", with dataloader_idx=0 behind them for several loaders"
+    raise ModuleError(
+        f"{type(module).__name__}.{name}{signature} must take (self, batch) or (self, batch, batch_idx){also}."
+    )
 
 
-class lazy:
-    """A module that is built inside the strategy, straight into its shards.
-
-    Parameters larger than a device never exist whole on one. `rngs` left out is
-    `nnx.Rngs(trainer.seed)`; an int or an `nnx.Rngs` is copied. The weights equal those of
-    `cls(*args, **kwargs)` to rounding. The built module is `trainer.module`.
-
-    Args:
-        cls: A subclass of `TrainModule`.
-        *args: Positional arguments of its constructor.
-        **kwargs: Keyword arguments of its constructor.
-
-    Example:
-        >>> import jaxlit as jl
-        >>> class Model(jl.TrainModule):
-        ...     def __init__(self, width, *, rngs): ...
-        >>> model = jl.lazy(Model, width=256)
-    """
-
-    def __init__(self, cls: type[TrainModule], *args: Any, **kwargs: Any) -> None:
-        if not (isinstance(cls, type) and issubclass(cls, TrainModule)):
-            raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {cls!r}.")
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def builder(self, seed: int) -> Callable[[], TrainModule]:
-        """Return a function that builds the module, fit to be traced."""
-        kwargs = dict(self.kwargs)
-        takes_rngs = "rngs" in inspect.signature(self.cls.__init__).parameters
-        rngs = kwargs.pop("rngs", seed if takes_rngs else None)
-        if rngs is None:
-            return lambda: self.cls(*self.args, **kwargs)
-        graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
-        state = nnx.as_pure(state)
-        # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
-        return lambda: self.cls(*self.args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
-
-    def note(self, module: TrainModule) -> TrainModule:
-        """Keep the constructor's arguments as the hyperparameters of the built module."""
-        set_hparams(module, self.args, self.kwargs)
-        return module
+def takes_loader(module: TrainModule, stage: str) -> bool:
+    """Tell whether the stage's step asks which loader a batch is from."""
+    parameters = inspect.signature(getattr(module, STEPS[stage])).parameters
+    return stage != "training" and "dataloader_idx" in parameters

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxlit.errors import StateError
+from jaxlit.errors import ModuleError, StateError
 from jaxlit.state import leaf_name
 
 
@@ -97,15 +97,36 @@ def reduce_state(replica: Replica, state: Any, changed: tuple[bool, ...]) -> Any
     return treedef.unflatten([reduce(path, x, w) for (path, x), w in zip(leaves, changed, strict=True)])
 
 
-def reduce_outputs(replica: Replica, outputs: Any, rows: int) -> Any:
-    """Average what is no row of the batch, so that each replica returns its rows and shared values."""
+def reduce_outputs(replica: Replica, outputs: Any, rows_of: tuple[bool, ...], step: str) -> Any:
+    """Average what is no row of the batch, so that each replica returns its rows and shared values.
 
-    def reduce(x: jax.Array) -> jax.Array:
-        if is_row(x, rows) or not jnp.issubdtype(x.dtype, jnp.floating):
+    Args:
+        replica: What the body sees.
+        outputs: What the step returned.
+        rows_of: Which of its leaves have one row for each row of the batch.
+        step: The step's name, for messages.
+
+    Raises:
+        ModuleError: A leaf differs between replicas and cannot be averaged.
+    """
+    if not replica.splits:
+        return outputs
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(outputs)
+
+    def reduce(path: tuple[Any, ...], x: jax.Array, rows: bool) -> jax.Array:
+        if rows or not replica.varies(x):
             return x
-        return replica.pmean(x)
+        if jnp.issubdtype(x.dtype, jnp.floating) and step != "predict_step":
+            return jax.lax.pmean(x, str(replica.axis))
+        if replica.varying_types:
+            raise ModuleError(
+                f"{step} returned {leaf_name(path) or 'an array'}, {x.dtype}{list(x.shape)}, which is another on each "
+                "replica and has no row for each row of the batch. Return rows, log it with self.log, or use "
+                "strategy='ddp', whose steps see the whole batch."
+            )
+        return x
 
-    return jax.tree.map(reduce, outputs)
+    return treedef.unflatten([reduce(path, x, rows) for (path, x), rows in zip(leaves, rows_of, strict=True)])
 
 
 def is_row(x: Any, rows: int) -> bool:
@@ -115,4 +136,4 @@ def is_row(x: Any, rows: int) -> bool:
 
 def num_rows(batch: Any) -> int:
     """Return the leading size of a batch's arrays; 1 if it holds scalars only."""
-    return next((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), 1)
+    return next((x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "ndim", 0)), 1)

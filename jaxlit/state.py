@@ -33,8 +33,8 @@ class TrainState:
     model_state: nnx.State  # batch statistics, rng keys and counts, caches, custom variables
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
-    loss_scale: jax.Array | None  # () float32 with dynamic loss scaling, else None
-    sums: jax.Array  # (2, num_metrics) float32, metrics of the epoch so far
+    loss_scale: jax.Array | None  # (2,) float32, see jaxlit.precision; None without loss scaling
+    sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
 
     # The counters share an array: each array more in the state costs a step one or two microseconds.
     @property

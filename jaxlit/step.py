@@ -5,16 +5,19 @@ between the two is in `jaxlit.replica.Replica`; the bodies are the same.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlit.metrics import Table
+from jaxlit.errors import ModuleError
 from jaxlit.model import Model
+from jaxlit.module import STEPS
 from jaxlit.replica import Replica, num_rows, reduce_outputs, reduce_state
 from jaxlit.state import Layout, TrainState, Window, is_key
+from jaxlit.table import Table
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class TrainStep:
         tx: The optimizer.
         layout: How the flat state is laid out.
         nan_policy: "raise", "skip" or "ignore".
+        clip: What is done to the gradients of an optimizer step first; it must be without state.
     """
 
     model: Model
     tx: optax.GradientTransformation
     layout: Layout
     nan_policy: str
+    clip: optax.GradientTransformation | None = None
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -73,7 +78,7 @@ class TrainStep:
     @property
     def table(self) -> Table:
         """The training metrics."""
-        return self.model.traced["training"].table
+        return self.model.table("training")
 
     def _gradient(
         self, replica: Replica, state: TrainState, batch: Any, share: float
@@ -82,13 +87,24 @@ class TrainStep:
         batch = replica.constrain_batch(batch)
         body = self.model.body("training", replica)
         # The marking is outside the gradient: its transpose inside would be the sum that it prevents.
-        (loss, aux), grads = jax.value_and_grad(body, has_aux=True)(
-            replica.vary(state.params), state.frozen, state.model_state, batch, state.step, state.epoch, state.batch_idx
-        )
+        params = replica.vary(state.params)
+        rest = (state.frozen, state.model_state, batch, state.step, state.epoch, state.batch_idx)
+        if (scale := state.loss_scale) is None:
+            (loss, aux), grads = jax.value_and_grad(body, has_aux=True)(params, *rest)
+        else:
+
+            def scaled(params: Any) -> tuple[jax.Array, Any]:
+                loss, aux = body(params, *rest)
+                return loss * scale[0], (loss, aux)
+
+            (_, (loss, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+            grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
         frozen, model_state, values, weights, outputs, _ = aux
-        frozen, model_state = reduce_state(replica, (frozen, model_state), self.model.traced["training"].changed)
+        changed = self.model.noted("training").changed
+        frozen, model_state = _unless((state.frozen, state.model_state), (frozen, model_state), changed)
+        frozen, model_state = reduce_state(replica, (frozen, model_state), changed)
         state = replace(state, frozen=frozen, model_state=model_state)
-        outputs = reduce_outputs(replica, outputs, num_rows(batch))
+        outputs = reduce_outputs(replica, outputs, self.model.noted("training").rows_of, "training_step")
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
         return state, grads, self.table.entry(values, weights, share), loss, outputs
 
@@ -103,7 +119,9 @@ class TrainStep:
         frozen, model_state = new.frozen, new.model_state
         if self.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
-            frozen, model_state = jax.tree.map(_keep_finite, (old.frozen, old.model_state), (frozen, model_state))
+            sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
+            keep = partial(_keep_finite, sticky)
+            frozen, model_state = jax.tree.map(keep, (old.frozen, old.model_state), (frozen, model_state))
         return replace(new, frozen=frozen, model_state=model_state, window=window), loss, outputs
 
     def _empty_window(self, window: Window) -> Window:
@@ -115,19 +133,39 @@ class TrainStep:
 
     def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> TrainState:
         def update() -> tuple[Any, ...]:
-            tx = optax.with_extra_args_support(self.tx)
-            updates, opt_state = tx.update(grads, old.opt_state, old.params, value=loss, grad=grads)
+            tx, clipped = optax.with_extra_args_support(self.tx), grads
+            if self.clip is not None:
+                clipped, _ = self.clip.update(grads, self.clip.init(old.params))
+            try:
+                updates, opt_state = tx.update(clipped, old.opt_state, old.params, value=loss, grad=clipped)
+            except TypeError as error:
+                if "argument" not in str(error):
+                    error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
+                    raise
+                raise ModuleError(
+                    f"{self.model.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
+                    f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
+                    "say, needs a loop of your own."
+                ) from error
             params = optax.apply_updates(old.params, updates)
             opt_state = jax.tree.map(_like, old.opt_state, opt_state)
             return params, opt_state, new.frozen, new.model_state
 
-        loss, sums = table[0, 0] / table[1, 0], self.table.combine(old.sums, table)
-        if self.nan_policy == "ignore":
+        loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
+        checks = self.nan_policy != "ignore"
+        if not checks and old.loss_scale is None:
             params, opt_state, _, _ = update()
             return replace(new, params=params, opt_state=opt_state, sums=sums).advance(steps=1)
-        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
+        # Leaf by leaf: the norm of finite gradients may overflow.
+        finite_grads = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        overflow = jnp.zeros((), bool)
+        if (scale := old.loss_scale) is not None:
+            # What is not finite without any scaling is no overflow of it.
+            overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
+            new = replace(new, loss_scale=self.model.precision.next_scale(scale, overflow))
+        bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
         sticky = self.nan_policy == "raise"
-        ok = finite & (old.bad_step < 0) if sticky else finite
+        ok = ~bad & ~overflow & (old.bad_step < 0 if sticky else True)
 
         def keep() -> tuple[Any, ...]:
             frozen, model_state = jax.tree.map(
@@ -137,9 +175,9 @@ class TrainStep:
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         params, opt_state, frozen, model_state = jax.lax.cond(ok, update, keep)
-        mark = ~finite & ((old.bad_step < 0) | (not sticky))
+        mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, frozen=frozen, model_state=model_state)
-        new = replace(new, sums=jnp.where(ok, sums, old.sums))
+        new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step))
 
     def _logs(self, table: jax.Array, state: TrainState) -> jax.Array:
@@ -150,14 +188,21 @@ class TrainStep:
         return jnp.concatenate([table, jnp.stack([bad, bad])[:, None]], axis=1)
 
 
+def _unless(old: Any, new: Any, changed: tuple[bool, ...]) -> Any:
+    """Return `new` where a step changed it, else `old`."""
+    treedef = jax.tree.structure(new)
+    triples = zip(jax.tree.leaves(old), jax.tree.leaves(new), changed, strict=True)
+    return treedef.unflatten([b if written else a for a, b, written in triples])
+
+
 def _keep_counters(old: jax.Array, new: jax.Array) -> jax.Array:
     return old if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
-def _keep_finite(old: jax.Array, new: jax.Array) -> jax.Array:
+def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     if old is new or not jnp.issubdtype(new.dtype, jnp.floating):
         return new
-    return jnp.where(jnp.isfinite(new).all(), new, old)
+    return jnp.where(jnp.isfinite(new).all() & ~stopped, new, old)
 
 
 def _like(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -172,33 +217,37 @@ class EvalStep:
     Args:
         model: The model.
         stage: "validation", "test" or "predict".
+        loader: The `dataloader_idx` of a step that takes one, else None.
         layout: How (counters, params, frozen, model_state) is laid out flat.
     """
 
     model: Model
     stage: str
+    loader: int | None
     layout: Layout
 
     def run(
         self, replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
-    ) -> tuple[list[jax.Array], Any]:
+    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
         """Add one batch to the metrics; the state is only read.
 
         Args:
             replica: What this body sees.
             leaves: The flat state.
-            sums: The table so far, (2, num_metrics) float32 of this replica, and () int32 batches seen.
+            sums: The metrics so far, (4, num_metrics) float32 of this replica, and () int32 batches seen.
             batch: The batch.
 
         Returns:
-            The new `sums`, and what the step returned.
+            The new `sums`, the batch's own table if a metric shows its steps, and what the step returned.
         """
         counters, params, frozen, model_state = self.layout.unflatten(leaves)
         step, epoch = counters[0], counters[1]
         batch = replica.constrain_batch(batch)
         table, batch_idx = sums
-        body = self.model.body(self.stage, replica)
+        body = self.model.body(self.stage, replica, self.loader)
         _, (_, _, values, weights, outputs, _) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
-        metrics = self.model.traced[self.stage].table
-        table = metrics.combine(table, metrics.entry(values, weights, replica.share))
-        return [table, batch_idx + 1], reduce_outputs(replica, outputs, num_rows(batch))
+        metrics = self.model.table(self.stage, self.loader)
+        entry = metrics.entry(values, weights, replica.share)
+        rows_of = self.model.noted(self.stage, self.loader).rows_of
+        outputs = reduce_outputs(replica, outputs, rows_of, STEPS[self.stage])
+        return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

@@ -145,11 +145,14 @@ def train(
     from jaxlit.trainer import Trainer
 
     module = model_fn()
-    own = optimizer_of(module)
-    # The class, not the object: an attribute would become part of the module's graph.
-    chained = Optimizer(optax.chain(keep_first_grads(), tx or own.tx), own.wrt)
     cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": lambda self: chained})
+
+    def configure_optimizers(self: Any) -> Optimizer:
+        own = optimizer_of(self, cls)
+        return Optimizer(optax.chain(keep_first_grads(), tx or own.tx), own.wrt)
+
+    # The class, not the object: an attribute would become part of the module's graph.
+    module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": configure_optimizers})
     training = Training(f"{strategy} on {devices}")
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(

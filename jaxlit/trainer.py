@@ -1,24 +1,35 @@
 """The Trainer: arguments become objects, and the loops run."""
 
+import datetime
 import inspect
+import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxlit import arguments as check
-from jaxlit import loop
+from jaxlit import loop, settings
 from jaxlit.callbacks.base import Callback
-from jaxlit.data import Source, limit_of, sources
-from jaxlit.engine import Engine, build_lazy, check_variables
+from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.creation import build_lazy, check_variables, lazy
+from jaxlit.datamodule import DataModule, Loaders
+from jaxlit.defaults import all_callbacks
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.hooks import Hooks
-from jaxlit.live import Live
-from jaxlit.metrics import MetricView, Results
-from jaxlit.module import STEPS, TrainModule, attach, call_step, is_overridden, lazy, optimizer_of
+from jaxlit.metrics import active_collector
+from jaxlit.module import STEPS, TrainModule, call_step, is_overridden
+from jaxlit.precision import PRECISIONS
+from jaxlit.results import Hyperparams, MetricView
+from jaxlit.run import Run
+from jaxlit.session import Session
+from jaxlit.settings import batch_limits, loop_settings
+from jaxlit.signals import interruptible
 from jaxlit.state import TrainState
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
@@ -27,24 +38,41 @@ from jaxlit.strategies.registry import resolve_strategy
 class Trainer:
     """Trains a `TrainModule` under a strategy.
 
-    Names, meanings and defaults are Lightning's unless said. `fit` wants `max_epochs` or `max_steps`.
+    Names, meanings and defaults are Lightning's unless said. `fit` wants a limit: `max_epochs`, `max_steps`,
+    `max_time` or `fast_dev_run`.
 
     Args:
         strategy: A name ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8", "auto" or a
             registered one) or a `Strategy`.
         devices: How many devices, or "auto" for all; `single` uses one.
+        precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
+            loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are
+            bfloat16 as well.
         max_epochs: Epochs to train; None or -1 for no limit.
+        min_epochs: Epochs before which `stop` does not end training.
         max_steps: Optimizer steps to train, -1 for no limit.
+        min_steps: Optimizer steps before which `stop` does not end training, nor before the end of the first epoch
+            unless `min_epochs` is given.
+        max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
         logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks).
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.
         limit_predict_batches: The same for `predict`.
+        overfit_batches: Train on these few batches, the same in every epoch, and validate on as many: an int counts,
+            a float is a fraction, 0.0 is off. An ArrayLoader is taken without its shuffling.
+        fast_dev_run: Run this many batches (True: one) of everything once, without loggers and early stopping.
         num_sanity_val_steps: Validation batches of each loader before training, -1 for all.
-        check_val_every_n_epoch: Epochs between validations.
+        val_check_interval: Training batches between validations as an int, or as a fraction of an epoch; or a
+            duration like `max_time`.
+        check_val_every_n_epoch: Epochs between those that validate; None counts the batches of `val_check_interval`
+            across epochs.
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
+        gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
+        gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
         log_every_n_steps: Optimizer steps between logged rows, 0 for none.
+        reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
         enable_checkpointing: Must be False: nothing writes checkpoints.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
         enable_model_summary: Add a ModelSummary unless the callbacks hold one.
@@ -53,6 +81,8 @@ class Trainer:
         nan_policy: What a non-finite loss or gradient does: "raise" (the parameters stay those before it),
             "skip" (no update for that step) or "ignore" (nothing is checked).
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
+        debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
+            array, and warn of a step that draws from numpy or a clock. Slow; `jax.disable_jit` works as well.
 
     Raises:
         ArgumentError: A value is out of its set, or does not fit another.
@@ -63,23 +93,45 @@ class Trainer:
         >>> trainer = jl.Trainer(strategy="ddp", max_epochs=3, logger=False)
     """
 
+    max_epochs: int | None
+    min_epochs: int
+    max_steps: int
+    min_steps: int
+    max_time: float | None  # seconds
+    num_sanity_val_steps: int
+    val_check_interval: int | float | datetime.timedelta
+    check_val_every_n_epoch: int | None
+    accumulate_grad_batches: int
+    log_every_n_steps: int
+    reload_dataloaders_every_n_epochs: int
+
     def __init__(
         self,
         *,
         strategy: str | Strategy = "auto",
         devices: int | str = "auto",
+        precision: str = "32-true",
         max_epochs: int | None = None,
+        min_epochs: int | None = None,
         max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | datetime.timedelta | dict[str, int] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         logger: bool | Callback | Sequence[Callback] = True,
         limit_train_batches: int | float = 1.0,
         limit_val_batches: int | float = 1.0,
         limit_test_batches: int | float = 1.0,
         limit_predict_batches: int | float = 1.0,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: bool | int = False,
         num_sanity_val_steps: int = 2,
-        check_val_every_n_epoch: int = 1,
+        val_check_interval: int | float | str | datetime.timedelta | dict[str, int] = 1.0,
+        check_val_every_n_epoch: int | None = 1,
         accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
         log_every_n_steps: int = 50,
+        reload_dataloaders_every_n_epochs: int = 0,
         enable_checkpointing: bool = False,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
@@ -87,123 +139,137 @@ class Trainer:
         seed: int = 0,
         nan_policy: str = "raise",
         max_in_flight: int | str = "auto",
+        debug: bool = False,
         **unknown: Any,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
         for name in unknown:
             known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
-            raise ArgumentTypeError(f"Trainer has no argument {name!r}.{did_you_mean(name, known)} Known: {known}.")
-        self.max_epochs = None if max_epochs in (None, -1) else check.integer("max_epochs", max_epochs, low=0)
-        self.max_steps = check.integer("max_steps", max_steps, low=-1)
-        self.num_sanity_val_steps = check.integer("num_sanity_val_steps", num_sanity_val_steps, low=-1)
-        self.check_val_every_n_epoch = check.integer("check_val_every_n_epoch", check_val_every_n_epoch, low=1)
-        self.accumulate_grad_batches = check.integer("accumulate_grad_batches", accumulate_grad_batches, low=1)
-        self.log_every_n_steps = check.integer("log_every_n_steps", log_every_n_steps, low=0)
+            raise ArgumentTypeError(
+                f"Trainer has no argument {name!r}.{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
+            )
+        vars(self).update(loop_settings(given))
+        self._limits, self.overfit_batches = batch_limits(given)
+        self.fast_dev_run, once = settings.fast_dev_run(fast_dev_run)
+        if self.fast_dev_run:
+            self._limits = dict.fromkeys(self._limits, self.fast_dev_run)
+            vars(self).update(once)
         self.seed = check.integer("seed", seed, low=0)
         self.nan_policy = check.one_of("nan_policy", nan_policy, ("raise", "skip", "ignore"))
-        self._limits = {
-            "training": check.limit("limit_train_batches", limit_train_batches),
-            "validation": check.limit("limit_val_batches", limit_val_batches),
-            "test": check.limit("limit_test_batches", limit_test_batches),
-            "predict": check.limit("limit_predict_batches", limit_predict_batches),
-        }
+        self.precision = check.one_of("precision", precision, PRECISIONS)
+        clip = settings.clipping(gradient_clip_val, gradient_clip_algorithm)
+        self.debug = check.boolean("debug", debug)
         check.boolean("enable_checkpointing", enable_checkpointing)
         if enable_checkpointing:
             raise ArgumentError("Trainer(enable_checkpointing=True): checkpoints are not there yet. Leave it out.")
-        if max_in_flight != "auto":
-            check.integer("max_in_flight", max_in_flight, low=1)
-        self._max_in_flight = max_in_flight
         self._devices = None if devices == "auto" else check.integer("devices", devices, low=1)
         self.strategy = resolve_strategy(strategy, self._devices)
         # Before anything is trained, so that a wrong count is refused here.
         self.strategy.setup(self.strategy.choose_devices(self._devices))
+        in_flight = 32 if self.strategy.mesh.size == 1 else 4  # unbounded, several CPU devices would end the process
+        if max_in_flight != "auto":
+            in_flight = check.integer("max_in_flight", max_in_flight, low=1)
+        self.max_in_flight = 1 if debug else in_flight
         if default_root_dir is not None and not isinstance(default_root_dir, (str, Path)):
             raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {default_root_dir!r}.")
         self._root = None if default_root_dir is None else Path(default_root_dir)
         self._run_dir: Path | None = self._root
         self._owns_root = False
-        self.callbacks = check.callbacks("callbacks", callbacks) + self._loggers(logger, callbacks)
-        self._add_defaults(enable_progress_bar, enable_model_summary)
+        found, self._extra_loggers = all_callbacks(callbacks, logger, enable_progress_bar, enable_model_summary)
+        if self.fast_dev_run:
+            found = [c for c in found if c.in_fast_dev_run and c not in self._extra_loggers]
+        self.callbacks = found
         self.config = {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in given.items()}
         self.config |= {"callbacks": [type(c).__name__ for c in self.callbacks], "logger": bool(self.loggers)}
 
         self.should_stop, self.stop_reason = False, None
-        self.sanity_checking = False
+        self.interrupted = self.sanity_checking = False
         self.module: TrainModule | None = None
-        self._position, self._results = loop.Position(), Results()
-        self._engine: Engine | None = None
-        self._running = False
         self.num_training_batches: int | float = 0
         self.num_val_batches: list[int | float] = []
+        self._built_from: lazy | None = None  # what `module` was built from
+        self._session = Session(self, clip)
 
     # What runs --------------------------------------------------------------------------------------
 
-    def fit(self, model: TrainModule | lazy, train_dataloaders: Any = None, val_dataloaders: Any = None) -> None:
-        """Train a module; afterwards it holds the trained weights.
+    def fit(
+        self,
+        model: TrainModule | lazy,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+    ) -> None:
+        """Train a module; afterwards it holds the trained weights. A second call starts again at epoch 0.
+
+        Ctrl-C ends training after the step that runs, with `trainer.interrupted` set; a second one raises
+        KeyboardInterrupt.
 
         Args:
             model: The module, or `jl.lazy(...)`; then the built module is `trainer.module`.
             train_dataloaders: A `jl.ArrayLoader`, a grain dataset of batches or another re-iterable of pytrees of
-                numpy arrays; a batch holds global rows.
+                numpy arrays; a batch holds global rows. Left out, the module's own `train_dataloader` hook is asked.
             val_dataloaders: The same for validation, or a list of several.
+            datamodule: A `jl.DataModule` in place of loaders.
 
         Raises:
             JaxlitError: An argument, the module or the data cannot be used.
         """
-        if self.max_epochs is None and self.max_steps < 0:
-            raise ArgumentError("Trainer.fit has no limit. Pass Trainer(max_epochs=...) or Trainer(max_steps=...).")
-        self._claim_root()
-        train = Source(train_dataloaders, "Trainer.fit(train_dataloaders=...)")
-        train_limit = limit_of(self._limits["training"], train, "limit_train_batches")
-        if train_limit is None and train.length is None and self.max_steps < 0 and _is_endless(train):
+        if self.max_epochs is None and self.max_steps < 0 and self.max_time is None:
             raise ArgumentError(
-                "Trainer.fit(train_dataloaders=...) got a loader without end and no limit. Pass "
-                "Trainer(max_steps=...) or Trainer(limit_train_batches=...)."
+                "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or "
+                "Trainer(max_time=...)."
             )
-        module, own = self._build(model, "training")
-        val = self._limited(val_dataloaders, "val_dataloaders", "validation", "fit")
-        if val and val_dataloaders is not None and not is_overridden(module, "validation_step"):
+        module, own = self._build(model, "fit", "training")
+        self._claim_root(refuse=True)
+        given = {
+            "training": (train_dataloaders, "train_dataloaders"),
+            "validation": (val_dataloaders, "val_dataloaders"),
+        }
+        if val_dataloaders is not None and not is_overridden(module, "validation_step"):
             raise ModuleError(
                 f"{type(module).__name__} has no validation_step, and Trainer.fit got val_dataloaders. "
                 "Define validation_step(self, batch), or leave val_dataloaders out."
             )
-        self.should_stop, self.stop_reason = False, None
-        self._position = loop.Position()
-        self.num_training_batches = _count(train, train_limit)
-        self.num_val_batches = [_count(*pair) for pair in val]
+        pinned = bool(self.overfit_batches)
+        loaders = Loaders("fit", given, datamodule, module, self._limits, pinned=pinned, check_all=self.debug)
+        with interruptible(self):
+            self._session.run(module, "fit", loaders, loop.fit, own=own)
 
-        def train_module(run: loop.Run) -> None:
-            run.train, run.val = (train, train_limit), val
-            if self._limits["training"] == 0:
-                self.stop("limit_train_batches=0")
-            loop.fit(run)
-
-        self._run(module, "fit", train_module, own=own)
-
-    def validate(self, model: TrainModule | lazy | None = None, dataloaders: Any = None) -> list[dict[str, float]]:
+    def validate(
+        self, model: TrainModule | lazy | None = None, dataloaders: Any = None, datamodule: DataModule | None = None
+    ) -> list[dict[str, float]]:
         """Run the validation step over loaders.
 
         Args:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
+            datamodule: A `jl.DataModule` in place of loaders.
 
         Returns:
             The metrics of each loader.
         """
-        return self._evaluate(model, dataloaders, "validate", "validation")
+        return self._evaluate(model, dataloaders, datamodule, "validate", "validation")
 
-    def test(self, model: TrainModule | lazy | None = None, dataloaders: Any = None) -> list[dict[str, float]]:
+    def test(
+        self, model: TrainModule | lazy | None = None, dataloaders: Any = None, datamodule: DataModule | None = None
+    ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
-        return self._evaluate(model, dataloaders, "test", "test")
+        return self._evaluate(model, dataloaders, datamodule, "test", "test")
 
     def predict(
-        self, model: TrainModule | lazy | None = None, dataloaders: Any = None, *, return_predictions: bool = True
+        self,
+        model: TrainModule | lazy | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        return_predictions: bool = True,
     ) -> list[Any] | None:
         """Run the predict step over loaders.
 
         Args:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
+            datamodule: A `jl.DataModule` in place of loaders.
             return_predictions: Whether to keep and return what the step returns.
 
         Returns:
@@ -211,51 +277,102 @@ class Trainer:
             several loaders a list of such lists. None without `return_predictions`.
         """
         check.boolean("return_predictions", return_predictions)
-        module, own = self._build(self._given(model, "predict"), "predict")
-        loaders = self._limited(dataloaders, "dataloaders", "predict", "predict", required=True)
-        found: list[list[Any]] = []
-        self._run(module, "predict", lambda run: found.extend(loop.predict(run, loaders, return_predictions)), own=own)
+        work = partial(loop.predict, keep=return_predictions)
+        found = self._evaluate(model, dataloaders, datamodule, "predict", "predict", work)
         if not return_predictions:
             return None
-        return found if len(found) > 1 else found[0]
+        return found if len(found) != 1 else found[0]
+
+    def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights; from a callback, say.
+
+        The module is a copy in evaluation mode, in the precision of a step; what `fn` writes to it is dropped.
+        It is compiled once for each function, so pass the same function again, not a new lambda.
+
+        Args:
+            fn: A function of a module and arrays to a pytree of arrays.
+            *inputs: Pytrees of arrays, split over the devices along their first dim where it divides.
+
+        Returns:
+            What `fn` returned, as device arrays.
+
+        Raises:
+            ArgumentError: Nothing has run yet.
+
+        Example:
+            >>> import jax, jaxlit as jl
+            >>> def mean_output(module, x):
+            ...     return module(x).mean()
+            >>> class Watch(jl.Callback):
+            ...     def __init__(self, x):
+            ...         self.x = x
+            ...     def on_train_epoch_end(self, trainer, module):
+            ...         print(float(trainer.apply(mean_output, self.x)))
+        """
+        if not callable(fn):
+            raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
+        engine = self._session.active or self._session.engine
+        if engine is None:
+            raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
+        return engine.apply(fn, *inputs)
 
     def stop(self, reason: str) -> None:
-        """End training after the current step, validating once if validation was due this epoch."""
+        """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
         self.should_stop, self.stop_reason = True, self.stop_reason or reason
 
     # What callbacks read ----------------------------------------------------------------------------
 
     @property
-    def current_epoch(self) -> int:
-        """The epoch, from 0; after `fit` the number of epochs."""
-        return self._position.epoch
+    def current_epoch(self) -> Any:
+        """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
+        collector = active_collector()  # a step is traced once: a plain number would stay what it was then
+        return self._session.position.epoch if collector is None else collector.epoch
 
     @property
-    def global_step(self) -> int:
-        """Optimizer steps taken."""
-        return self._position.global_step
+    def global_step(self) -> Any:
+        """Optimizer steps taken; traced inside a step."""
+        collector = active_collector()
+        return self._session.position.global_step if collector is None else collector.step
 
     @property
     def callback_metrics(self) -> MetricView:
         """Every logged metric; reading a key fetches it from the device."""
-        return self._results.callback_metrics
+        return self._session.results.callback_metrics
 
     @property
     def logged_metrics(self) -> MetricView:
         """The metrics that go to loggers."""
-        return self._results.logged_metrics
+        return self._session.results.logged_metrics
 
     @property
     def progress_bar_metrics(self) -> MetricView:
         """The metrics logged with `prog_bar=True`."""
-        return self._results.progress_bar_metrics
+        return self._session.results.progress_bar_metrics
 
     @property
     def state(self) -> TrainState:
         """The training state as global arrays; the next step overwrites them, so copy what you keep."""
-        if self._engine is None:
+        if self._session.engine is None:
             raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-        return self.strategy.canonical(self._engine.state)
+        return self.strategy.canonical(self._session.engine.state)
+
+    @property
+    def hyperparams(self) -> Hyperparams:
+        """The optimizer's hyperparameters of `optax.inject_hyperparams`; setting one holds from the next step on.
+
+        `trainer.hyperparams["learning_rate"] *= 0.5` in a hook, for one; reading waits for the device.
+        """
+        if self._session.engine is None:
+            raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
+        return Hyperparams(self._session.engine)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
+        if self.num_training_batches == math.inf or self.max_epochs is None:
+            return math.inf if self.max_steps < 0 else self.max_steps
+        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * max(self.max_epochs, 1)
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
     @property
     def run_dir(self) -> Path:
@@ -272,15 +389,11 @@ class Trainer:
     @property
     def loggers(self) -> list[Callback]:
         """The callbacks that log rows to somewhere."""
-        from jaxlit.callbacks import CSVLogger, WandbLogger
-
         return [c for c in self.callbacks if isinstance(c, (CSVLogger, WandbLogger)) or c in self._extra_loggers]
 
     @property
     def early_stopping_callback(self) -> Callback | None:
         """The first EarlyStopping."""
-        from jaxlit.callbacks import EarlyStopping
-
         return next((c for c in self.callbacks if isinstance(c, EarlyStopping)), None)
 
     @property
@@ -290,75 +403,33 @@ class Trainer:
 
     # Helpers ----------------------------------------------------------------------------------------
 
-    def _evaluate(self, model: Any, dataloaders: Any, verb: str, stage: str) -> list[dict[str, float]]:
-        module, own = self._build(self._given(model, verb), stage)
-        loaders = self._limited(dataloaders, "dataloaders", stage, verb, required=True)
-        found: list[dict[str, float]] = []
-        self._run(module, verb, lambda run: found.extend(loop.evaluate(run, stage, loaders)), own=own)
+    def _evaluate(
+        self, model: Any, dataloaders: Any, datamodule: Any, verb: str, stage: str, work: Any = None
+    ) -> list[Any]:
+        module, own = self._build(self._given(model, verb), verb, stage)
+        self._claim_root(refuse=False)
+        given = {stage: (dataloaders, "dataloaders")}
+        loaders = Loaders(verb, given, datamodule, module, self._limits, check_all=self.debug)
+        found: list[Any] = []
+
+        def run_loops(run: Run) -> None:
+            opened = loaders.open(stage, required=True)
+            found.extend(work(run, opened) if work else loop.evaluate(run, stage, opened))
+
+        self._session.run(module, verb, loaders, run_loops, own=own)
         return found
-
-    def _run(self, module: TrainModule, stage: str, work: Any, *, own: bool) -> None:
-        """Set everything up, do the work, and tear everything down, also after an error."""
-        if self._running:
-            raise ArgumentError(f"Trainer.{stage} is called from a hook of a run. Use a second Trainer for it.")
-        self._running, self.module = True, module
-        attach(module, self)
-        hooks = Hooks(self, module, self.callbacks)
-        if stage == "fit":
-            self._results.clear()
-        try:
-            hooks("setup", stage)
-            optimizer = optimizer_of(module) if stage == "fit" else None
-            engine = Engine(
-                module,
-                self.strategy,
-                optimizer,
-                accumulate=self.accumulate_grad_batches if stage == "fit" else 1,
-                nan_policy=self.nan_policy,
-                own=own,
-            )
-            run = loop.Run(self, module, engine, hooks, self._results, self._position, self._bound())
-            if stage != "fit":
-                work(run)
-            else:
-                self._engine = engine
-                hooks.live = Live(module, engine)
-                with hooks.live.registered():
-                    hooks("on_fit_start")
-                    work(run)
-                    hooks("on_fit_end")
-        except BaseException as error:
-            self._each(hooks, "on_exception", error, error)
-            self._each(hooks, "teardown", stage, error)
-            raise
-        else:
-            if (error := self._each(hooks, "teardown", stage, None)) is not None:
-                raise error
-        finally:
-            self._running = False
-
-    def _each(self, hooks: Hooks, hook: str, argument: Any, first: BaseException | None) -> BaseException | None:
-        """Call every hook of a name whatever the others raise, and return the first error of all.
-
-        A later error is noted on the first: it never hides it.
-        """
-        for owner, function in hooks.bind(hook):
-            try:
-                function(self, hooks.module, argument)
-            except Exception as error:
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"{owner}.{hook} raised as well: {error!r}")
-        return first
 
     def _given(self, model: Any, verb: str) -> TrainModule | lazy:
         if model is None and self.module is None:
             raise ArgumentError(f"Trainer.{verb}(model, ...) has no model. Pass one, or call fit first.")
         return self.module if model is None else model  # type: ignore[return-value]
 
-    def _build(self, model: Any, stage: str) -> tuple[TrainModule, bool]:
+    def _build(self, model: Any, verb: str, stage: str) -> tuple[TrainModule, bool]:
         """Return the module, and whether its arrays are the Trainer's to overwrite."""
+        if self._session.running:
+            raise ArgumentError(
+                f"Trainer.{verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
+            )
         if not isinstance(model, (TrainModule, lazy)):
             kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
             hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
@@ -366,72 +437,28 @@ class Trainer:
         cls = model.cls if isinstance(model, lazy) else type(model)
         if getattr(cls, STEPS[stage]) is getattr(TrainModule, STEPS[stage]):
             raise ModuleError(f"{cls.__name__} has no {STEPS[stage]}. Define {STEPS[stage]}(self, batch).")
+        # Another Trainer with the same strategy object may have set it up for other devices.
+        self.strategy.setup(self.strategy.choose_devices(self._devices))
         if isinstance(model, lazy):
+            if stage != "training" and model is self._built_from and self.module is not None:
+                return self.module, False  # the one that fit has trained
+            self._built_from = model
             return build_lazy(model, self.strategy, self.seed), True
         call_step(model, stage)
         check_variables(model)
         return model, False
 
-    def _limited(
-        self, loaders: Any, argument: str, stage: str, verb: str, required: bool = False
-    ) -> list[tuple[Source, int | None]]:
-        if loaders is None and required:
-            raise ArgumentError(f"Trainer.{verb}(model, dataloaders) needs a loader. Pass one.")
-        found = sources(loaders, f"Trainer.{verb}({argument}=...)")
-        name = {"validation": "val"}.get(stage, stage)
-        limits = [limit_of(self._limits[stage], source, f"limit_{name}_batches") for source in found]
-        return [(s, n) for s, n in zip(found, limits, strict=True) if n != 0 or s.length == 0]
-
-    def _bound(self) -> int:
-        if isinstance(self._max_in_flight, int):
-            return self._max_in_flight
-        return 32 if self.strategy.mesh.size == 1 else 4
-
-    def _claim_root(self) -> None:
-        """Refuse a folder that holds another Trainer's run."""
+    def _claim_root(self, *, refuse: bool) -> None:
+        """Make the folder this Trainer's, or refuse one that holds another Trainer's run."""
         if self._root is None or self._owns_root:
             return
-        for name in ("metrics.csv", "checkpoints"):
+        files = [c.filename for c in self.callbacks if isinstance(c, CSVLogger)]
+        for name in ("metrics.csv", "checkpoints", *files):
             if (self._root / name).exists():
+                if not refuse:
+                    return
                 raise ArgumentError(
                     f"Trainer(default_root_dir={str(self._root)!r}) holds {name} of another run. "
                     "Pass another folder, or move that run away."
                 )
         self._owns_root = True
-
-    def _loggers(self, logger: Any, callbacks: Any) -> list[Callback]:
-        self._extra_loggers: list[Callback] = []
-        if isinstance(logger, bool):
-            from jaxlit.callbacks import CSVLogger
-
-            has = any(isinstance(c, CSVLogger) for c in check.callbacks("callbacks", callbacks))
-            return [CSVLogger()] if logger and not has else []
-        self._extra_loggers = check.callbacks("logger", logger)
-        return self._extra_loggers
-
-    def _add_defaults(self, progress_bar: bool, summary: bool) -> None:
-        from jaxlit.callbacks import ModelSummary, ProgressBar
-
-        for kind, name, enabled in (
-            # The bar's header comes before the summary's table.
-            (ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar)),
-            (ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary)),
-        ):
-            present = any(isinstance(c, kind) for c in self.callbacks)
-            if present and not enabled:
-                raise ArgumentError(
-                    f"Trainer({name}=False) with a {kind.__name__} among the callbacks. Leave one of them out."
-                )
-            if enabled and not present:
-                self.callbacks.append(kind())
-
-
-def _count(source: Source, limit: int | None) -> int | float:
-    return float("inf") if limit is None else limit
-
-
-def _is_endless(source: Source) -> bool:
-    try:
-        return len(source.loader) > 2**60  # grain's repeat() without end
-    except TypeError:
-        return False

@@ -69,9 +69,15 @@ class Strategy(ABC):
 
     mesh: jax.sharding.Mesh
 
+    given_mesh: jax.sharding.Mesh | None = None
+    """A mesh of the user's own; None builds one over the devices."""
+
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh over `devices`; called once a fit, before anything else."""
-        self.mesh = jax.sharding.Mesh(np.asarray(devices), (self.axis,), axis_types=(AxisType.Auto,))
+        if self.given_mesh is None:
+            self.mesh = jax.sharding.Mesh(np.asarray(devices), (self.axis,), axis_types=(AxisType.Auto,))
+        else:
+            self.mesh = self.given_mesh
 
     def choose_devices(self, devices: int | None) -> list[jax.Device]:
         """Return the devices to use.
@@ -82,6 +88,13 @@ class Strategy(ABC):
         Raises:
             ArgumentError: There are fewer.
         """
+        if (mesh := self.given_mesh) is not None:
+            if devices not in (None, mesh.size):
+                raise ArgumentError(
+                    f"Trainer(devices={devices}) with a mesh of {mesh.size} devices. Leave devices out: the mesh says "
+                    "which to use."
+                )
+            return list(mesh.devices.flat)
         present = jax.devices()
         if devices is None:
             return present
@@ -139,9 +152,16 @@ class Strategy(ABC):
         """
         if inputs and not donate:
             # Arrays that the caller holds may be committed to other devices.
-            inputs = jax.tree.map(lambda x: jax.device_put(x, self.replicated), inputs)
+            inputs = jax.tree.map(self._here, inputs)
         donated = tuple(range(len(inputs))) if donate else ()
-        return jax.jit(init, out_shardings=shardings, donate_argnums=donated)(*inputs)
+        made = jax.jit(init, out_shardings=shardings, donate_argnums=donated)(*inputs)
+        # Without jit nothing follows out_shardings.
+        return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
+
+    def _here(self, x: Any) -> jax.Array:
+        # What lies on these devices already stays as it is split: whole on each, it might not fit.
+        here = isinstance(x, jax.Array) and x.sharding.device_set == set(self.mesh.devices.flat)
+        return x if here else jax.device_put(x, self.replicated)
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch: rows split over the devices where they divide, otherwise whole on each.
@@ -154,6 +174,18 @@ class Strategy(ABC):
         rows = NamedSharding(self.mesh, P(self.axis)) if split else self.replicated
         shardings = jax.tree.map(lambda x: rows if x.ndim else self.replicated, batch)
         return jax.make_array_from_process_local_data(shardings, batch)
+
+    def place_inputs(self, inputs: Any) -> Any:
+        """Place the inputs of `Trainer.apply`: each split over the devices where its rows divide."""
+        if self.mesh.size == 1:
+            return inputs
+
+        def place(x: Any) -> jax.Array:
+            x = x if isinstance(x, jax.Array) else np.asarray(x)
+            split = x.ndim and x.shape[0] % self.mesh.shape[self.axis] == 0
+            return jax.device_put(x, NamedSharding(self.mesh, P(self.axis)) if split else self.replicated)
+
+        return jax.tree.map(place, inputs)
 
     def _constrain_batch(self, batch: Any) -> Any:
         if self.mesh.size == 1:
@@ -191,9 +223,41 @@ class Strategy(ABC):
         return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
 
 
+def own_mesh(strategy: Strategy, mesh: Any) -> None:
+    """Make a strategy use a mesh of the user's own, whose batch axis it takes over.
+
+    Args:
+        strategy: The strategy.
+        mesh: The mesh, or None. Its axes become automatic: XLA places what no rule places.
+
+    Raises:
+        ArgumentError: It is no mesh, or it does not tell which axis splits the batch.
+    """
+    if mesh is None:
+        return
+    name = type(strategy).__name__
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentError(f"{name}(mesh=...) takes a jax.sharding.Mesh, got {mesh!r}. Make one by jax.make_mesh.")
+    if strategy.axis not in mesh.axis_names:
+        if len(mesh.axis_names) > 1:
+            raise ArgumentError(
+                f"{name}(mesh=...) splits the batch over an axis named {strategy.axis!r}, got axes {mesh.axis_names}. "
+                "Rename one of them."
+            )
+        (strategy.axis,) = map(str, mesh.axis_names)
+    automatic = (AxisType.Auto,) * len(mesh.axis_names)
+    strategy.given_mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
+
+
 def abstract_batch(batch: Any) -> Any:
     """Return the shapes and dtypes that a batch has inside a step, where 64-bit numbers are 32."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """Return the shapes and dtypes of a batch of another number of rows."""
+    resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x  # noqa: E731
+    return jax.tree.map(resized, abstract_batch(batch))
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxlit.state import TrainState
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import Strategy, own_mesh
 
 
 class DDP(Strategy):
@@ -14,10 +14,22 @@ class DDP(Strategy):
     The step sees the global batch, so the numbers are those of `single`, also for losses and
     BatchNorm, which couple rows. XLA averages the gradients.
 
+    Args:
+        mesh: A mesh of your own: the batch is split over its axis `data`, or over its only axis, and the state
+            is whole on every device.
+
+    Raises:
+        ArgumentError: It is no mesh, or has several axes and none named `data`.
+
     Example:
-        >>> import jaxlit as jl
+        >>> import jax, jaxlit as jl
         >>> trainer = jl.Trainer(strategy="ddp", max_epochs=1, logger=False)
+        >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        >>> trainer = jl.Trainer(strategy=jl.strategies.DDP(mesh=mesh), max_epochs=1, logger=False)
     """
+
+    def __init__(self, *, mesh: jax.sharding.Mesh | None = None) -> None:
+        own_mesh(self, mesh)
 
     def state_sharding(self, state: TrainState) -> Any:
         """Return the replicated sharding for every leaf."""

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError
 from jaxlit.state import TrainState
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import Strategy, own_mesh
 
 
 class FSDP(Strategy):
@@ -25,6 +25,10 @@ class FSDP(Strategy):
     Args:
         stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too.
         min_size: The most elements of an array that stays whole.
+        mesh: A mesh of your own: batch and state are split over its axis `fsdp`, or over its only axis.
+
+    Raises:
+        ArgumentError: A value is out of its set, or the mesh has several axes and none named `fsdp`.
 
     Example:
         >>> import jaxlit as jl
@@ -33,16 +37,17 @@ class FSDP(Strategy):
 
     axis = "fsdp"
 
-    def __init__(self, *, stage: int = 3, min_size: int = 1024) -> None:
+    def __init__(self, *, stage: int = 3, min_size: int = 1024, mesh: jax.sharding.Mesh | None = None) -> None:
         if stage not in (1, 2, 3):
             raise ArgumentError(f"FSDP(stage=...) must be 1, 2 or 3, got {stage!r}.")
         if not isinstance(min_size, int) or min_size < 0:
             raise ArgumentError(f"FSDP(min_size=...) must be an int of at least 0, got {min_size!r}.")
         self.stage, self.min_size = stage, min_size
+        own_mesh(self, mesh)
 
     def spec(self, shape: tuple[int, ...]) -> P:
         """Return how an array of this shape is split."""
-        dividing = [d for d, size in enumerate(shape) if size % self.mesh.size == 0]
+        dividing = [d for d, size in enumerate(shape) if size % self.num_replicas == 0]
         if math.prod(shape) <= self.min_size or not dividing:
             return P()
         largest = max(dividing, key=lambda d: shape[d])

@@ -1,5 +1,6 @@
 """Strategies by name."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ def strategy_names() -> list[str]:
 
 
 def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
-    """Return the strategy of a name, or the object itself.
+    """Return the strategy of a name, or the object itself; a copy of one that is in use.
 
     Args:
         strategy: A name, a name with an int as in "simulate:8", or a `Strategy`.
@@ -75,7 +76,8 @@ def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
         ArgumentTypeError: It is neither a name nor a strategy.
     """
     if isinstance(strategy, Strategy):
-        return strategy
+        # One that is set up stays with whom it was set up for.
+        return copy.copy(strategy) if "mesh" in vars(strategy) else strategy
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ArgumentTypeError(f"Trainer(strategy={strategy.__name__}) got a class. Pass {strategy.__name__}().")
     if not isinstance(strategy, str):

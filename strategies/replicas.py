@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit.errors import ArgumentError
 from jaxlit.replica import Replica, num_rows
 from jaxlit.state import TrainState
-from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, abstract_batch
+from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, abstract_batch, with_rows
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +93,9 @@ class PerReplica(Strategy, ABC):
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
         """Run `fn` under `jax.shard_map`, whatever maps the step later: only shard_map knows what varies."""
         states, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states), abstract_batch(batch)
-        if num_rows(batch) % self.num_replicas:
-            jax.eval_shape(partial(fn, replace(self.replica, whole=True, axis=None)), *states, batch)
-            return
+        if (rest := num_rows(batch) % self.num_replicas) != 0:
+            # Checked on a batch that divides: only there replicas can differ.
+            batch = with_rows(batch, num_rows(batch) + self.num_replicas - rest)
         body = partial(fn, replace(self.replica, varying_types=True))
         specs = (*(P() for _ in states), row_specs(batch, self.axis))
         jax.eval_shape(jax.shard_map(body, mesh=self.trace_mesh, in_specs=specs, out_specs=P()), *states, batch)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.replica import Replica
-from jaxlit.strategies.base import EACH, Program, named
+from jaxlit.strategies.base import EACH, Program, named, own_mesh
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 
@@ -21,11 +21,16 @@ class ShardMapDDP(PerReplica):
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+        mesh: A mesh of your own: the replicas stand on its axis `data`, or on its only axis.
 
     Example:
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(strategy="shard_map", accumulate_grad_batches=4, max_epochs=1, logger=False)
     """
+
+    def __init__(self, *, sync_batchnorm: bool = True, mesh: jax.sharding.Mesh | None = None) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm)
+        own_mesh(self, mesh)
 
     @property
     def replica(self) -> Replica:

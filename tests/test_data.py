@@ -324,7 +324,7 @@ def test_a_list_of_two_loaders_is_two_validation_loaders(module: Mean) -> None:
 
 
 def test_a_list_of_two_loaders_to_train_on_is_refused(module: Mean) -> None:
-    with pytest.raises(DataError, match="train_dataloaders"):
+    with pytest.raises(ArgumentError, match="train_dataloaders.*one loader, got 2"):
         fit(module, [array_loader(4), array_loader(4)])
 
 
@@ -348,13 +348,29 @@ def test_the_last_batch_is_known_without_a_length(module: Mean) -> None:
     assert trainer.global_step == 2
 
 
+def test_the_loader_is_opened_once_an_epoch(module: Mean) -> None:
+    class Counted:
+        opened = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.opened += 1
+            return iter(batches_of(2, 2))
+
+        def __len__(self) -> int:
+            return 2
+
+    train, val = Counted(), Counted()
+    make_trainer(max_epochs=3, num_sanity_val_steps=0).fit(module, train, val)
+    assert (train.opened, val.opened) == (3, 3)
+
+
 def test_a_generator_trains_one_epoch(module: Mean) -> None:
     seen = fit(module, (batch for batch in batches_of(2, 2, 2)), max_epochs=1)
     assert ids_of(seen.train[0]) == list(range(6))
 
 
 def test_a_generator_that_is_used_up_is_refused_in_the_next_epoch(module: Mean) -> None:
-    with pytest.raises(DataError, match=r"no batch in epoch 1.*iterator"):
+    with pytest.raises(DataError, match=r"no batch when it was opened again.*iterator"):
         fit(module, (batch for batch in batches_of(2, 2, 2)))
 
 
@@ -385,12 +401,16 @@ class Klass:
         ({"x": np.ones((4, 2))}, r"(?s)got dict.*jl.ArrayLoader"),
         (Klass, "got the class Klass.*jl.ArrayLoader"),
         (3, "got int 3.*jl.ArrayLoader"),
-        (None, "train_dataloaders.*jl.ArrayLoader"),
     ],
 )
 def test_what_is_no_loader_is_refused_with_a_hint(module: Mean, loader: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
         fit(module, loader)
+
+
+def test_fit_without_a_loader_is_refused_with_a_hint(module: Mean) -> None:
+    with pytest.raises(ArgumentError, match="no train_dataloaders.*jl.ArrayLoader.*datamodule"):
+        fit(module, None)
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])

@@ -108,7 +108,7 @@ def test_training_step_is_traced_once(strategy: str) -> None:
 
 class Donated(jl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.before = list(trainer._engine.leaves)
+        self.before = list(trainer._session.engine.leaves)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.kept = [i for i, x in enumerate(self.before) if not x.is_deleted()]
@@ -187,7 +187,7 @@ def hlo_of(strategy: str, accumulate: int) -> dict[str, str]:
 
     class Look(jl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            engine = trainer._engine
+            engine = trainer._session.engine
             for name in ("train_step", "micro_step"):
                 if name in engine._programs and name not in texts:
                     program = engine._programs[name].split

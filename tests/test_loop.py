@@ -1,7 +1,5 @@
 """The loops call the hooks as Lightning does, and end as they say."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import jaxlit as jl
 from jaxlit.errors import JaxlitError, NonFiniteError
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
-RECORDED = json.loads((Path(__file__).parent / "data" / "hooks.json").read_text())
 HOOKS = [name for name in vars(jl.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 
 
@@ -114,27 +111,6 @@ for _hook in HOOKS:
 
 
 # The order -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
-def test_hooks_come_in_the_order_that_lightning_recorded(case: dict[str, Any]) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(recorder, **case["trainer"])
-    loaders = [make_batches(case["batches"])]
-    if case["method"] == "fit" and case["val_batches"]:
-        val = [make_batches(count) for count in case["val_batches"]]
-        loaders.append(val if len(val) > 1 else val[0])
-    getattr(trainer, case["method"])(Linear(), *loaders)
-    assert recorder.lines == case["hooks"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_come_in_the_same_order_under_every_strategy(strategy: str) -> None:
-    case = next(case for case in RECORDED if case["name"] == "fit_with_val")
-    recorder = Recorder()
-    trainer = make_trainer(recorder, strategy=strategy, **case["trainer"])
-    trainer.fit(Linear(), make_batches(case["batches"]), make_batches(3))
-    assert recorder.lines == case["hooks"]
 
 
 def test_each_hook_of_a_callback_comes_just_before_that_of_the_module() -> None:

@@ -12,6 +12,8 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.errors import LogError
+from jaxlit.metrics import Metric
+from jaxlit.table import Table
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -284,6 +286,16 @@ def test_the_value_of_a_step_is_that_of_the_global_batch(strategy: str) -> None:
     np.testing.assert_allclose(logged, [batch["x"].mean() for batch in batches], rtol=1e-5)
 
 
+@pytest.mark.parametrize("value", [0.1, 1e-3, 3.0])
+def test_the_epoch_mean_of_a_million_batches_is_as_exact_as_that_of_one(value: float) -> None:
+    table = Table([Metric("x"), Metric("total", reduce_fx="sum"), Metric("most", reduce_fx="max")])
+    entry = table.entry([jnp.float32(value)] * 3, [jnp.float32(7)] * 3)
+    sums = jax.jit(lambda s: jax.lax.fori_loop(0, 10**6, lambda _, s: table.add(s, entry), s))(table.empty_sums())
+    x = float(np.float32(value))
+    # A batch's own entry is rounded to float32; what a million of them add up to is not rounded any further.
+    assert table.read(np.asarray(sums)) == pytest.approx([x, x * 10**6, x], rel=1e-7)
+
+
 def test_an_explicit_batch_size_is_the_weight() -> None:
     def log(module: jl.TrainModule, batch: Any, i: Any) -> None:
         module.log("x", i.astype(jnp.float32), on_step=False, on_epoch=True, batch_size=10 * (i + 1))
@@ -455,17 +467,15 @@ def test_log_beside_a_transformed_function_is_allowed() -> None:
 
 
 def test_log_outside_of_a_step_is_refused() -> None:
-    with pytest.raises(LogError, match=r"self\.log\('x', \.\.\.\) is called outside of training_step"):
+    with pytest.raises(LogError, match=r"self\.log\('x', \.\.\.\) is called outside of the steps and hooks"):
         make_module().log("x", 1.0)
 
 
-def test_log_in_a_hook_is_refused() -> None:
-    class Logs(jl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: jl.TrainModule, *_: Any) -> None:
-            module.log("x", 1.0)
-
-    with pytest.raises(LogError, match="outside of training_step"):
-        fit(make_module(), batches_of(2), callbacks=[Logs()])
+@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_end", "on_validation_end", "on_fit_end"])
+def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
+    logs = type("Logs", (jl.Callback,), {hook: lambda self, trainer, module, *_: module.log("x", 1.0)})
+    with pytest.raises(LogError, match=f"{hook}, where nothing can be logged"):
+        fit(make_module(), batches_of(2), batches_of(2), callbacks=[logs()])
 
 
 def test_log_in_predict_step_is_refused() -> None:
@@ -502,6 +512,47 @@ def test_a_name_logged_twice_is_refused(second: dict[str, Any]) -> None:
         fit(make_module(log), batches_of(2))
 
 
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        {"on_train_batch_end": 2},
+        {"on_train_epoch_end": 2},
+        {"on_train_batch_start": 1, "on_train_batch_end": 1},
+        {"on_validation_start": 1, "on_validation_epoch_end": 1},
+    ],
+)
+def test_a_name_logged_twice_in_hooks_is_refused(hooks: dict[str, int]) -> None:
+    def log(times: int) -> Any:
+        return lambda self, *_: [self.log("twice", 1.0, on_step=False, on_epoch=True) for _ in range(times)] and None
+
+    logs = type("Logs", (jl.Callback,), {hook: log(times) for hook, times in hooks.items()})()
+    with pytest.raises(LogError, match="'twice'.*(Log a name once|Use another)"):
+        fit(make_module(), batches_of(2), batches_of(2), callbacks=[logs])
+
+
+def test_a_name_of_the_validation_step_is_refused_in_the_hook_after_it() -> None:
+    module = make_module(validation=lambda m, batch, i: m.log("v", 1.0))
+    logs = type("Logs", (jl.Callback,), {"on_validation_epoch_end": lambda self, *_: self.log("v", 100.0)})()
+    with pytest.raises(LogError, match="'v'.*validation step"):
+        fit(module, batches_of(2), batches_of(2), callbacks=[logs])
+
+
+def test_a_parameter_logged_in_a_hook_is_the_one_of_that_step() -> None:
+    logs = type("Logs", (jl.Callback,), {"on_train_batch_end": lambda self, t, m, *_: self.log("w", m.w[...])})()
+    recorder = Recorder()
+    seen: list[float] = []
+    keep = type("Keep", (jl.Callback,), {"on_train_batch_end": lambda self, t, m, *_: seen.append(float(m.w[...]))})()
+    fit(make_module(), batches_of(2, 2, 2), callbacks=[logs, keep, recorder])
+    assert [row["w"] for _, row in recorder.rows] == seen
+
+
+def test_an_average_of_nothing_is_nan() -> None:
+    logs = type("Logs", (jl.Callback,), {"on_train_epoch_end": lambda self, *_: self.log("a", nnx.metrics.Average())})()
+    recorder = Recorder()
+    fit(make_module(), batches_of(2), callbacks=[logs, recorder], max_epochs=1)
+    assert np.isnan(recorder.rows[-1][1]["a"])
+
+
 @pytest.mark.parametrize("batch_size", [0, -1, "8", np.ones(2), np.int32(0)])
 def test_a_batch_size_that_is_no_positive_number_is_refused(batch_size: Any) -> None:
     with pytest.raises(LogError, match="batch_size"):
@@ -514,10 +565,18 @@ def test_an_unknown_reduce_fx_lists_the_known(reduce_fx: Any) -> None:
         fit(make_module(lambda m, batch, i: m.log("x", 1.0, reduce_fx=reduce_fx)), batches_of(2))
 
 
-def test_on_step_in_a_validation_step_is_refused() -> None:
-    module = make_module(validation=lambda m, batch, i: m.log("v", 1.0, on_step=True))
-    with pytest.raises(LogError, match=r"on_step=True.*validation_step"):
-        fit(module, batches_of(2), batches_of(2))
+def test_on_step_in_a_validation_step_shows_each_batch_and_makes_no_row() -> None:
+    shown = []
+
+    class Show(Recorder):
+        def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            shown.append(dict(trainer.logged_metrics))
+
+    module = make_module(validation=lambda m, batch, i: m.log("v", batch["x"].sum(), on_step=True, on_epoch=False))
+    show, batches = Show(), batches_of(2, 3)
+    fit(module, batches_of(2), batches, callbacks=[show], num_sanity_val_steps=0, max_epochs=1)
+    assert shown == [{"v": pytest.approx(float(batch["x"].sum()))} for batch in batches]
+    assert not any("v" in row for _, row in show.rows)
 
 
 def test_neither_step_nor_epoch_is_refused() -> None:

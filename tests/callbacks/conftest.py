@@ -32,6 +32,9 @@ class StandInTrainer:
         self.current_epoch = self.global_step = 0
         self.max_epochs: int | None = 10
         self.max_steps = -1
+        self.min_epochs = self.min_steps = 0
+        self.val_check_interval: int | float = 1.0
+        self.check_val_every_n_epoch: int | None = 1
         self.num_training_batches: int | float = 4
         self.num_val_batches: list[int | float] = [2]
         self.sanity_checking = self.should_stop = False

@@ -56,6 +56,55 @@ def test_patience_does_not_run_while_min_epochs_blocks(make_trainer):
     assert stopped_at(EarlyStopping("val/loss", patience=2), make_trainer(min_epochs=5), [1] * 9) == 5
 
 
+def test_patience_does_not_run_while_min_steps_blocks(make_trainer):
+    # Epochs of 4 steps: the check that ends epoch 2 is the first one with 10 steps behind it.
+    assert stopped_at(EarlyStopping("val/loss", patience=1), make_trainer(min_steps=10), [1] * 9) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "checks"),
+    [
+        ({}, None, 1),  # one validation, at the end of the epoch
+        ({}, True, 1),
+        ({}, False, 3),
+        ({"val_check_interval": 0.5}, None, 3),
+        ({"check_val_every_n_epoch": 2}, None, 3),
+        ({"check_val_every_n_epoch": 2}, True, 1),
+    ],
+)
+def test_the_default_checks_where_lightning_does(make_trainer, arguments, asked, checks):
+    callback = EarlyStopping("val/loss", patience=9, check_on_train_epoch_end=asked)
+    trainer = make_trainer(**arguments)
+    trainer.start(callback)
+    for _ in range(3):
+        trainer.validate(callback, {"val/loss": 1.0})
+    callback.on_train_epoch_end(trainer, trainer.module)
+    assert callback.wait_count == checks - 1  # the first value is an improvement
+
+
+def test_an_epoch_that_was_cut_short_before_its_validation_is_no_check(make_trainer):
+    callback, trainer = EarlyStopping("val/loss", patience=1), make_trainer()
+    trainer.start(callback)
+    trainer.train_epoch(callback, val={"val/loss": 1.0})
+    trainer.train_epoch(callback)
+    assert callback.wait_count == 0 and not trainer.should_stop
+
+
+def test_without_validation_a_missing_metric_is_an_error_at_the_end_of_the_epoch(make_trainer):
+    callback = EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    trainer = make_trainer(num_val_batches=[])
+    trainer.start(callback)
+    with pytest.raises(JaxlitError, match="val/loss.*Logged: nothing"):
+        trainer.train_epoch(callback)
+
+
+def test_a_second_fit_counts_from_zero(make_trainer):
+    callback = EarlyStopping("val/loss", patience=2)
+    assert stopped_at(callback, make_trainer(), [1, 2, 2]) == 2
+    assert stopped_at(callback, make_trainer(), [5, 4, 3]) is None
+    assert callback.stopping_reason is None
+
+
 def test_sanity_checking_is_no_check(make_trainer):
     callback, trainer = EarlyStopping("val/loss"), make_trainer(sanity_checking=True)
     trainer.start(callback)
@@ -108,8 +157,8 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen):
     other.start(second)
     second.load_state_dict(json.loads(text))
     for value in rest:
-        trainer.validate(first, {"val/loss": value})
-        other.validate(second, {"val/loss": value})
+        trainer.train_epoch(first, val={"val/loss": value})
+        other.train_epoch(second, val={"val/loss": value})
         assert (first.wait_count, first.best_score) == (second.wait_count, second.best_score)
     assert other.should_stop == trainer.should_stop
 
@@ -126,7 +175,7 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen):
         ("patience", True, "int"),
         ("mode", "auto", "'min' or 'max'"),
         ("check_finite", 1, "True or False"),
-        ("check_on_train_epoch_end", None, "True or False"),
+        ("check_on_train_epoch_end", 1, "True, False or None"),
         ("strict", "no", "True or False"),
         ("stopping_threshold", "low", "number"),
         ("divergence_threshold", "high", "number"),

@@ -1,0 +1,179 @@
+"""Where the loaders of a run come from: arguments, a DataModule, or the module itself."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxlit.data import ArrayLoader, Source, limit_of, sources
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+
+if TYPE_CHECKING:
+    from jaxlit.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+# By stage: the hook that makes its loaders, and the Trainer's argument that limits them.
+LOADERS = {
+    "training": ("train_dataloader", "limit_train_batches"),
+    "validation": ("val_dataloader", "limit_val_batches"),
+    "test": ("test_dataloader", "limit_test_batches"),
+    "predict": ("predict_dataloader", "limit_predict_batches"),
+}
+
+
+class DataModule:
+    """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
+
+    Override what is needed. `prepare_data` comes first and is for downloads, `setup` builds datasets, the
+    loader hooks return a loader, or for validation, test and prediction a list of them. `state_dict`
+    and `load_state_dict` are kept with checkpoints.
+
+    Example:
+        >>> import jaxlit as jl, numpy as np
+        >>> class Squares(jl.DataModule):
+        ...     def setup(self, stage):
+        ...         self.rows = {"x": np.arange(8.0), "y": np.arange(8.0) ** 2}
+        ...     def train_dataloader(self):
+        ...         return jl.ArrayLoader(self.rows, 4, shuffle=True)
+        >>> data = Squares()
+    """
+
+    trainer: "Trainer | None" = None
+    """The Trainer that runs it, from the start of a run on."""
+
+    def prepare_data(self) -> None:
+        """Download or write files; runs before `setup`."""
+
+    def setup(self, stage: str) -> None:
+        """Build datasets; `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up, also after an error."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return a validation loader, or a list of several."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return a test loader, or a list of several."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return a loader to predict, or a list of several."""
+        raise NotImplementedError
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch to train on, still as numpy."""
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Run when the run raised, before `teardown`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep of the data, as JSON values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class Loaders:
+    """The loaders of one run.
+
+    Args:
+        verb: The Trainer's method, for messages.
+        given: What was passed to it, by stage: the loaders and the argument's name.
+        datamodule: The DataModule, if one was passed.
+        module: The module, which may have the loader hooks as well.
+        limits: By stage, a number of batches or a fraction.
+        pinned: Whether every epoch takes the same batches, in the loader's own order.
+        check_all: Whether to check every batch, not the first alone.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        given: Mapping[str, tuple[Any, str]],
+        datamodule: DataModule | None,
+        module: "TrainModule",
+        limits: Mapping[str, int | float],
+        *,
+        pinned: bool = False,
+        check_all: bool = False,
+    ) -> None:
+        # As in Lightning, a DataModule may stand in the place of the loaders.
+        stage, (first, argument) = next(iter(given.items()))
+        if isinstance(first, DataModule) and datamodule is None:
+            datamodule, given = first, {**given, stage: (None, argument)}
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            kind = f"the class {datamodule.__name__}" if isinstance(datamodule, type) else type(datamodule).__name__
+            raise ArgumentTypeError(f"Trainer.{verb}(datamodule=...) takes a jl.DataModule object, got {kind}.")
+        for loaders, argument in given.values():
+            if loaders is not None and datamodule is not None:
+                raise ArgumentError(
+                    f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
+                )
+            if loaders is not None:
+                sources(loaders, f"Trainer.{verb}({argument}=...)")  # refused before anything is set up
+        self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
+        self._limits, self._pinned, self._check_all = limits, pinned, check_all
+
+    def from_hook(self, stage: str) -> bool:
+        """Tell whether a hook makes the stage's loaders, and so can make them again."""
+        return self.given[stage][0] is None and self._hook(LOADERS[stage][0]) is not None
+
+    def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
+        """Return each loader of a stage, with its limit in batches.
+
+        Raises:
+            ArgumentError: There is none, though one is required, or a limit does not fit.
+        """
+        hook, limit_name = LOADERS[stage]
+        limit_name = "overfit_batches" if self._pinned else limit_name
+        loaders, argument = self.given[stage]
+        where = f"Trainer.{self.verb}({argument}=...)"
+        if loaders is None and (make := self._hook(hook)) is not None:
+            where = f"{type(make.__self__).__name__}.{hook}()"  # type: ignore[attr-defined]
+            loaders = make()
+            if loaders is None:
+                raise DataError(f"{where} returned None. Return a loader.")
+        if loaders is None:
+            if not required:
+                return []
+            raise ArgumentError(
+                f"Trainer.{self.verb} has no {argument}. Pass a loader, jl.ArrayLoader(arrays, batch_size) say, or "
+                f"datamodule= with {hook}, or define {hook} in the module."
+            )
+        found = sources(loaders, where)
+        if stage == "training" and len(found) > 1:
+            raise ArgumentError(f"{where} takes one loader, got {len(found)}. Join them into one, a grain mix say.")
+        for idx, source in enumerate(found):
+            self._prepare(source, idx)
+        limits = [limit_of(self._limits[stage], source, limit_name) for source in found]
+        for source, limit in zip(found, limits, strict=True):
+            source.keep = limit if self._pinned else None
+            if stage != "training" and limit is None and source.is_endless:
+                raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
+        return [(s, n) for s, n in zip(found, limits, strict=True) if n != 0 or s.length == 0 or stage == "training"]
+
+    def _prepare(self, source: Source, idx: int) -> None:
+        source.prepare, source.check_all = self._transfer(idx), self._check_all
+        if self._pinned:
+            source.pinned = True
+            if type(source.loader) is ArrayLoader:
+                source.loader = source.loader.unshuffled()
+
+    def _hook(self, name: str) -> Callable[..., Any] | None:
+        """Return a hook of the DataModule, or else of the module, if it is overridden."""
+        if self.datamodule is not None and getattr(type(self.datamodule), name) is not getattr(DataModule, name):
+            return getattr(self.datamodule, name)
+        if self.datamodule is None and callable(getattr(type(self.module), name, None)):
+            return getattr(self.module, name)
+        return None
+
+    def _transfer(self, idx: int) -> Callable[[Any], Any] | None:
+        name = "on_before_batch_transfer"
+        hook = self._hook(name) or getattr(self.module, name, None)
+        return None if hook is None else lambda batch: hook(batch, idx)

@@ -1,0 +1,68 @@
+"""The callbacks that a Trainer adds by itself."""
+
+from typing import Any
+
+from jaxlit import arguments as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.progress_bar import ProgressBar
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+
+def all_callbacks(given: Any, logger: Any, progress_bar: Any, summary: Any) -> tuple[list[Callback], list[Callback]]:
+    """Return every callback of a Trainer in order, and those that were given as loggers.
+
+    Args:
+        given: `Trainer(callbacks=...)`.
+        logger: `Trainer(logger=...)`.
+        progress_bar: `Trainer(enable_progress_bar=...)`.
+        summary: `Trainer(enable_model_summary=...)`.
+
+    Raises:
+        ArgumentError: Two of them cannot go together.
+        ArgumentTypeError: One of them is no callback.
+    """
+    found, extra = check.callbacks("callbacks", given), []
+    if logger is None:
+        raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
+    if not isinstance(logger, bool):
+        extra = check.callbacks("logger", logger)
+    elif logger and not any(isinstance(c, CSVLogger) for c in found):
+        found.append(CSVLogger())
+    found += extra
+    # The bar's header comes before the summary's table.
+    _add(found, ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar))
+    _add(found, ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary))
+    return check_together(found), extra
+
+
+def check_together(callbacks: list[Callback]) -> list[Callback]:
+    """Return callbacks that can go together, those of the Trainer and those that a module adds.
+
+    Raises:
+        ArgumentError: An object is there twice, or two would draw or write to the same place.
+    """
+    for i, c in enumerate(callbacks):
+        name = type(c).__name__
+        if any(c is other for other in callbacks[:i]):
+            raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
+        if isinstance(c, ProgressBar) and any(isinstance(other, ProgressBar) for other in callbacks[:i]):
+            raise ArgumentError(f"The callbacks hold two {name}s, and only one can draw. Leave one of them out.")
+        files = [other.filename for other in callbacks[:i] if isinstance(other, CSVLogger)]
+        if isinstance(c, CSVLogger) and c.filename in files:
+            raise ArgumentError(
+                f"The callbacks hold two {name}s that write to {c.filename}. Leave one of them out, or pass "
+                "Trainer(logger=False)."
+            )
+    return callbacks
+
+
+def _add(callbacks: list[Callback], kind: type[Callback], argument: str, enabled: bool) -> None:
+    present = sum(isinstance(c, kind) for c in callbacks)
+    if present and not enabled:
+        raise ArgumentError(
+            f"Trainer({argument}=False) with a {kind.__name__} among the callbacks. Leave one of them out."
+        )
+    if enabled and not present:
+        callbacks.append(kind())

@@ -1,0 +1,186 @@
+"""How a run is set up and torn down, and what a Trainer keeps between its runs."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import optax
+
+from jaxlit import arguments as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.datamodule import Loaders
+from jaxlit.defaults import check_together
+from jaxlit.engine import Engine
+from jaxlit.errors import ArgumentError, StateError
+from jaxlit.hooks import Hooks
+from jaxlit.live import Live
+from jaxlit.metrics import collecting
+from jaxlit.module import TrainModule, attach, call_step, is_overridden, optimizer_of
+from jaxlit.precision import Precision
+from jaxlit.results import HostLog, Results
+from jaxlit.run import Position, Run, validation_interval
+
+if TYPE_CHECKING:
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+
+
+class Session:
+    """Runs the Trainer's verbs: everything that is set up is torn down, also after an error.
+
+    Args:
+        trainer: The Trainer.
+        clip: What is done to gradients before the optimizer; None for nothing.
+
+    Attributes:
+        engine: That of the last fit.
+        active: That of the run at hand.
+        running: Whether there is one.
+        position: Where training stands.
+        results: The metrics.
+    """
+
+    def __init__(self, trainer: "Trainer", clip: optax.GradientTransformation | None) -> None:
+        self.trainer, self._clip = trainer, clip
+        self._added: list[Callback] = []  # callbacks of the last module
+        self.position, self.results = Position(), Results()
+        self.engine: Engine | None = None
+        self.active: Engine | None = None
+        self.running = False
+
+    def run(
+        self, module: TrainModule, verb: str, loaders: Loaders, work: Callable[[Run], object], *, own: bool
+    ) -> None:
+        """Set a run up, do the work, and tear it down.
+
+        Args:
+            module: The module.
+            verb: "fit", "validate", "test" or "predict".
+            loaders: Its data.
+            work: The loops.
+            own: Whether the module's arrays are the Trainer's to overwrite.
+        """
+        trainer = self.trainer
+        self.running, trainer.module, trainer.interrupted = True, module, False
+        outer = attach(module, trainer)
+        if loaders.datamodule is not None:
+            loaders.datamodule.trainer = trainer
+        self.results.clear()
+        if verb == "fit":
+            self.position = Position()
+            trainer.should_stop, trainer.stop_reason = False, None
+        try:
+            mine = [c for c in trainer.callbacks if all(c is not added for added in self._added)]
+            self._added = [c for c in _configured(module) if c.in_fast_dev_run or not trainer.fast_dev_run]
+            trainer.callbacks = check_together(mine + self._added)
+            hooks = Hooks(trainer, module, trainer.callbacks, HostLog(self.results), loaders.datamodule)
+            run = Run(trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug)
+            self._guarded(run, verb, work, own)
+        finally:
+            self.running, self.active = False, None
+            if outer is not None and outer._session.running:  # a hook of its run has called this one
+                attach(module, outer)
+
+    def _guarded(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
+        hooks = run.hooks
+        try:
+            hooks("prepare_data")
+            hooks("setup", verb)
+            self._run_loops(run, verb, work, own)
+        except BaseException as error:
+            error = _explained(error)
+            _each(hooks, "on_exception", error, error)
+            _each(hooks, "teardown", verb, error)
+            raise error
+        if (error := _each(hooks, "teardown", verb, None)) is not None:
+            raise error
+
+    def _run_loops(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
+        trainer, module, hooks, fitting = self.trainer, run.module, run.hooks, verb == "fit"
+        if fitting:
+            self._open(run)  # before the optimizer, whose schedule may ask how long training is
+        run.engine = self.active = Engine(
+            module,
+            trainer.strategy,
+            optimizer_of(module) if fitting else None,
+            accumulate=trainer.accumulate_grad_batches if fitting else 1,
+            nan_policy=trainer.nan_policy,
+            precision=Precision(trainer.precision),
+            clip=self._clip if fitting else None,
+            debug=trainer.debug,
+            own=own,
+        )
+        if fitting:
+            self.engine = run.engine
+        else:
+            run.engine.count_from(self.position.global_step, self.position.epoch)
+        hooks.live = Live(module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
+        with hooks.live.registered():
+            if fitting:
+                hooks("on_fit_start")
+            work(run)
+            if fitting:
+                hooks("on_fit_end")
+
+    def _open(self, run: Run) -> None:
+        """Open the loaders of a fit."""
+        trainer, name = self.trainer, type(run.module).__name__
+        ((source, limit),) = run.loaders.open("training", required=True)
+        if limit is None and trainer.max_steps < 0 and trainer.max_time is None and source.is_endless:
+            raise ArgumentError(
+                f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...) or "
+                "Trainer(limit_train_batches=...)."
+            )
+        run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
+        run.val = run.loaders.open("validation", required=False)
+        if run.val and not is_overridden(run.module, "validation_step"):
+            _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
+            run.val = []
+        if run.val:
+            call_step(run.module, "validation")
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every and not any(map(run.loaders.from_hook, ("training", "validation"))):
+            raise ArgumentError(
+                f"Trainer(reload_dataloaders_every_n_epochs={every}) with loaders as arguments has nothing to reload. "
+                "Pass a datamodule, or define train_dataloader in the module."
+            )
+        run.note_lengths()
+
+
+def _configured(module: TrainModule) -> list[Callback]:
+    """Return the callbacks that the module adds."""
+    configure = getattr(module, "configure_callbacks", None)
+    if configure is None:
+        return []
+    return check.callbacks(f"callbacks of {type(module).__name__}.configure_callbacks", configure())
+
+
+def _each(hooks: Hooks, hook: str, argument: Any, first: BaseException | None) -> BaseException | None:
+    """Call every hook of a name whatever the others raise, and return the first error of all.
+
+    A later error is noted on the first: it never hides it.
+    """
+    for owner, function in hooks.bind(hook).functions:
+        hooks.log.hook = hook
+        try:
+            with collecting(hooks.log):
+                function(hooks.trainer, hooks.module, argument)
+        except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
+            if first is None:
+                first = error
+            else:
+                first.add_note(f"{owner}.{hook} raised as well: {error!r}")
+    return first
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return an error that tells a user what jax's own would not."""
+    if isinstance(error, RuntimeError) and "has been deleted" in str(error) and not isinstance(error, StateError):
+        explained = StateError(
+            "An array of an earlier step was read, and a later step has overwritten it. Keep a copy instead: "
+            "jax.tree.map(jnp.copy, ...), or read through the module, which is up to date in every hook."
+        )
+        explained.__cause__ = error
+        return explained
+    return error
