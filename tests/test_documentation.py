@@ -57,3 +57,26 @@ def test_the_readmes_first_example_trains(blocks: list[str], capsys: pytest.Capt
 def test_the_readmes_first_example_is_short(blocks: list[str]) -> None:
     lines = [line for line in blocks[0].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
     assert len(lines) <= 25
+
+
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_of_a_page_run(page: str) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    exec("\n".join(examples), {})
+
+
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
+
+
+def test_each_difference_from_lightning_is_shown_by_a_test_that_exists() -> None:
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "lightning.md").read_text(), re.M)
+    rows = [row for row in rows if "shown by" not in row and "---" not in row]
+    assert len(rows) > 20
+    for row in rows:
+        (found,) = re.findall(r"`([\w/]+\.py)::(\w+)` \|$", row)
+        assert f"def {found[1]}(" in (ROOT / "tests" / found[0]).read_text(), row
