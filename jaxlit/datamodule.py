@@ -23,8 +23,7 @@ class DataModule:
     """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
 
     Override what is needed. `prepare_data` comes first and is for downloads, `setup` builds datasets, the
-    loader hooks return a loader, or for validation, test and prediction a list of them. `state_dict`
-    and `load_state_dict` are kept with checkpoints.
+    loader hooks return a loader, or for validation, test and prediction a list of them.
 
     Example:
         >>> import jaxlit as jl, numpy as np
@@ -70,13 +69,6 @@ class DataModule:
 
     def on_exception(self, exception: BaseException) -> None:
         """Run when the run raised, before `teardown`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of the data, as JSON values."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
 
 
 class Loaders:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.creation import check_trainable, init_state
+from jaxlit.hyperparams import find_hyperparams
 from jaxlit.inspection import inspect_step
 from jaxlit.metrics import collecting
 from jaxlit.model import Model
@@ -225,27 +226,15 @@ class Engine:
     # The optimizer's hyperparameters ----------------------------------------------------------------
 
     def hyperparams(self) -> dict[str, int]:
-        """Return where each hyperparameter of `optax.inject_hyperparams` stands in the flat state.
+        """Return where each hyperparameter that can be set stands in the flat state."""
+        return find_hyperparams(self._at.opt_state)
 
-        One that several transforms have is named with their labels, `learning_rate/head` say.
-        """
-        is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-        found: list[tuple[str, str, int]] = []  # (name, label, place)
-        for path, node in jax.tree_util.tree_leaves_with_path(self._at.opt_state, is_leaf=is_injected):
-            if is_injected(node):
-                scheduled = getattr(node, "hyperparams_states", {})
-                keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
-                label = "/".join(keys) or str(len(found))
-                found += [(name, label, at) for name, at in node.hyperparams.items() if name not in scheduled]
-        names = [name for name, _, _ in found]
-        return {name if names.count(name) == 1 else f"{name}/{label}": at for name, label, at in found}
-
-    def read_hyperparam(self, index: int) -> float:
-        """Return a hyperparameter; waits for the device."""
+    def read(self, index: int) -> float:
+        """Return a number of the flat state; waits for the device."""
         return float(np.asarray(self.leaves[index]))
 
-    def write_hyperparam(self, index: int, value: float) -> None:
-        """Set a hyperparameter from the next step on."""
+    def set(self, index: int, value: float) -> None:
+        """Set a number of the flat state from the next step on."""
         self._set(index, np.asarray(value, self.leaves[index].dtype))
 
     # The user's module ------------------------------------------------------------------------------

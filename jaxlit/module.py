@@ -65,7 +65,7 @@ class Optimizer:
     lr_schedule: optax.Schedule | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no filter."""
+        """Refuse what is no filter, or no schedule."""
         try:
             nnx.filterlib.to_predicate(self.wrt)
         except (TypeError, ValueError):
@@ -73,6 +73,11 @@ class Optimizer:
                 f"jl.Optimizer(wrt=...) takes an nnx filter, got {self.wrt!r}. Pass nnx.Param or "
                 "nnx.PathContains('head'), say."
             ) from None
+        if self.lr_schedule is not None and not callable(self.lr_schedule):
+            raise ArgumentError(
+                "jl.Optimizer(lr_schedule=...) takes an optax schedule, a function of the step, got "
+                f"{self.lr_schedule!r}. Pass optax.constant_schedule(0.1), say."
+            )
 
 
 class TrainModule(nnx.Module):

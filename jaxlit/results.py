@@ -1,7 +1,7 @@
 """The metrics of a run as callbacks see them, and what hooks log on the host."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlit.errors import ArgumentTypeError, LogError, StateError, did_you_mean
+from jaxlit.errors import LogError, StateError, did_you_mean
 from jaxlit.metrics import Metric, active_collector, check_average, check_scalar, check_weight
 from jaxlit.replica import num_rows
 from jaxlit.table import Table
 
 if TYPE_CHECKING:
-    from jaxlit.engine import Engine
+    pass
 
 
 class MetricView(Mapping[str, float]):
@@ -120,43 +120,6 @@ class Results:
     def _value(self, name: str) -> float:
         value: Any = self._slots[name].value
         return float(value() if callable(value) else value)  # type: ignore[arg-type]
-
-
-class Hyperparams(MutableMapping[str, float]):
-    """The hyperparameters that `optax.inject_hyperparams` keeps in the optimizer state.
-
-    Args:
-        engine: The engine that holds the state.
-    """
-
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
-
-    def __getitem__(self, name: str) -> float:
-        return self._engine.read_hyperparam(self._index(name))
-
-    def __setitem__(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {value!r}.")
-        self._engine.write_hyperparam(self._index(name), float(value))
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("A hyperparameter cannot be deleted. Set it.")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._engine.hyperparams())
-
-    def __len__(self) -> int:
-        return len(self._engine.hyperparams())
-
-    def _index(self, name: str) -> int:
-        known = self._engine.hyperparams()
-        if name not in known:
-            raise KeyError(
-                f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "
-                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-            )
-        return known[name]
 
 
 class Total:

@@ -22,10 +22,11 @@ from jaxlit.creation import build_lazy, check_variables, lazy
 from jaxlit.datamodule import DataModule, Loaders
 from jaxlit.defaults import all_callbacks
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.hyperparams import Hyperparams
 from jaxlit.metrics import active_collector
 from jaxlit.module import STEPS, TrainModule, call_step, is_overridden
 from jaxlit.precision import PRECISIONS
-from jaxlit.results import Hyperparams, MetricView
+from jaxlit.results import MetricView
 from jaxlit.run import Run
 from jaxlit.session import Session
 from jaxlit.settings import batch_limits, loop_settings

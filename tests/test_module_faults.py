@@ -227,6 +227,11 @@ def test_what_is_no_optax_transform_is_refused(given: Any, pattern: str) -> None
     assert_refused(made, ModuleError, r"Made\.configure_optimizers", pattern, "optax")
 
 
+def test_what_is_no_schedule_is_refused() -> None:
+    made = module(configure_optimizers=lambda self: jl.Optimizer(optax.sgd(0.1), lr_schedule=0.1))
+    assert_refused(made, JaxlitError, r"lr_schedule=.*0\.1", "function of the step")
+
+
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
     made = module(configure_optimizers=lambda self: optax.lbfgs())
     assert_refused(made, ModuleError, r"Made\.configure_optimizers", "value_fn", "loop of your own")

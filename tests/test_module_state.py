@@ -215,7 +215,7 @@ def test_weights_can_be_swapped_in_for_an_evaluation_and_out_again(verb: str) ->
 
 
 def drawn() -> np.ndarray:
-    """Return the weights that jax itself draws for seed 0."""
+    """Return the weights that jax itself draws from a generator of 0."""
     return np.asarray(Drawn(rngs=nnx.Rngs(0)).w[...])
 
 
