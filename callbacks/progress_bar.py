@@ -72,7 +72,7 @@ class ProgressBar(Callback):
         self._batches, self._last = self._batches + 1, time.monotonic()
         if self._last >= self._next:
             self._next = self._last + self._interval
-            self._draw()
+            self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Take the values to show."""
@@ -86,7 +86,7 @@ class ProgressBar(Callback):
         self._epochs += 1
         total = trainer.num_training_batches
         of = f"/{total}" if total != math.inf else ""
-        self._print(f"{_epoch_text(trainer)}  {self._batches}{of}  {self._numbers()}")
+        self._print(f"{_epoch_text(trainer)}  {self._batches}{of}  {self._numbers(trainer)}")
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the closing line."""
@@ -124,12 +124,12 @@ class ProgressBar(Callback):
         if not self._active:
             self._progress = None  # half started, it cannot be stopped
 
-    def _draw(self) -> None:
+    def _draw(self, trainer: "Trainer") -> None:
         if self._progress is not None:
             total = self._progress.tasks[0].total
             of = f"/{int(total)}" if total is not None else ""
             self._progress.update(
-                self._task, completed=self._batches, numbers=f"{self._batches}{of}  {self._numbers()}"
+                self._task, completed=self._batches, numbers=f"{self._batches}{of}  {self._numbers(trainer)}"
             )
             self._safely(self._progress.refresh)
 
@@ -138,10 +138,13 @@ class ProgressBar(Callback):
             self._safely(self._progress.stop)
             self._progress = None
 
-    def _numbers(self) -> str:
-        rate = self._batches / max(self._last - self._epoch_start, 1e-9)
+    def _numbers(self, trainer: "Trainer") -> str:
+        seconds = max(self._last - self._epoch_start, 1e-9)
+        rate, waited = self._batches / seconds, min(trainer.data_wait / seconds, 1.0)
+        # Less than a tenth is no reason to look for a faster loader.
+        wait = f"  waits for data {waited:.0%}" if waited >= 0.1 else ""
         values = "".join(f"  {name} {value:.4g}" for name, value in self._shown.items())
-        return f"{f'{rate / 1000:.1f}k' if rate >= 1000 else f'{rate:.3g}'} it/s{values}"
+        return f"{f'{rate / 1000:.1f}k' if rate >= 1000 else f'{rate:.3g}'} it/s{wait}{values}"
 
     def _print(self, line: str) -> None:
         if self._active:

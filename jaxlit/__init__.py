@@ -1,6 +1,7 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
 from jaxlit import callbacks as callbacks
+from jaxlit import distributed as distributed
 from jaxlit import errors as errors
 from jaxlit import strategies as strategies
 from jaxlit import testing as testing

@@ -93,6 +93,15 @@ def interval(name: str, value: Any) -> int | float | datetime.timedelta:
     return int(value) if whole else float(value)
 
 
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Return a sequence of strings as a tuple."""
+    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes a list or tuple of strings, got {value!r}.")
+    if not all(isinstance(x, str) for x in value):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes strings, got {value!r}.")
+    return tuple(value)
+
+
 def callbacks(name: str, value: Any) -> list[Callback]:
     """Return a list of callbacks."""
     if value is None:

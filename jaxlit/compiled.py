@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxlit.batches import Intake
 from jaxlit.creation import build_lazy, check_variables, lazy
-from jaxlit.data import check_batch
 from jaxlit.engine import Engine
 from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
 from jaxlit.module import TrainModule, optimizer_of, share_hparams
 from jaxlit.precision import PRECISIONS, Precision
+from jaxlit.replica import num_rows
 from jaxlit.run import Bound
 from jaxlit.state import TrainState
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import Strategy, with_rows
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.table import Table
 
@@ -83,6 +84,7 @@ class CompiledStep:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._table = engine, engine.model.table("training")
+        self._intake = Intake("step(state, batch)")
         # Unbounded, several CPU devices would end the process.
         self._wait = Bound(32 if engine.strategy.mesh.size == 1 else 4)
 
@@ -92,9 +94,10 @@ class CompiledStep:
         return self._engine.strategy
 
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, StepLogs]:
-        """Take one optimizer step with a host batch of global rows.
+        """Take one optimizer step with a host batch of global rows, or in several processes with this one's.
 
         Raises:
+            DataError: No step could take the batch.
             ArgumentTypeError: `state` is no state.
             StateError: An earlier step has overwritten it.
         """
@@ -105,6 +108,7 @@ class CompiledStep:
                 "step(state, batch) got a state that an earlier step has overwritten. Go on with the one that it "
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
+        _, batch = self._intake(batch)
         leaves, logs = self._engine.run_step(state.leaves, self._engine.place(batch))
         self._wait(logs)
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
@@ -174,13 +178,14 @@ def compile_step(
         raise ArgumentError(f"compile_step(precision=...) takes one of {PRECISIONS}, got {precision!r}.")
     if not isinstance(module, (TrainModule, lazy)):
         raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
-    check_batch(batch, "compile_step(batch=...)")
+    _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)  # type: ignore[arg-type]
-    found.setup(found.choose_devices(count))  # type: ignore[arg-type]
+    found.use(count)  # type: ignore[arg-type]
     own = isinstance(module, lazy)
     built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
     check_variables(built)
     engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", precision=Precision(precision), own=own)
-    engine.prepare_training(jax.tree.map(jnp.asarray, batch))
+    processes = found.num_processes
+    engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
     leaves, engine.leaves = engine.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)

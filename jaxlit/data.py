@@ -1,7 +1,8 @@
-"""Loaders: where batches come from, checked and ready to be placed."""
+"""Loaders: what can be one, how one is opened once an epoch, and where its iteration stands."""
 
-import hashlib
+import copy
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -9,110 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit import grain_data
+from jaxlit.array_loader import ArrayLoader as ArrayLoader
+from jaxlit.array_loader import differences
+from jaxlit.batches import Intake
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
-from jaxlit.state import leaf_name
 
-
-class ArrayLoader:
-    """Batches of arrays in memory, taken by one vectorised index each.
-
-    Batch k of epoch e is a function of (seed, e, k) alone; the Trainer sets the epoch.
-
-    Args:
-        arrays: A pytree of arrays with the same leading size.
-        batch_size: Global rows of a batch.
-        shuffle: Take the rows in another order each epoch.
-        seed: The seed of that order.
-        drop_remainder: Leave out a last batch that is not full.
-
-    Raises:
-        ArgumentError: An argument is out of its range, or leading sizes differ.
-
-    Example:
-        >>> import jaxlit as jl, numpy as np
-        >>> loader = jl.ArrayLoader({"x": np.zeros((10, 3)), "y": np.arange(10)}, 4, shuffle=True)
-        >>> len(loader)
-        3
-    """
-
-    def __init__(
-        self, arrays: Any, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
-    ) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        if not leaves:
-            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")
-        sizes = {}
-        for path, x in leaves:
-            if not getattr(x, "shape", ()):
-                where = leaf_name(path) or "arrays"
-                raise ArgumentError(
-                    f"ArrayLoader(arrays, ...): {where} must be an array with rows, got {type(x).__name__}. "
-                    "Pass numpy arrays whose first dim is the row."
-                )
-            sizes[leaf_name(path)] = x.shape[0]
-        if len(set(sizes.values())) > 1:
-            raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ArgumentError(f"ArrayLoader(seed=...) must be an int of at least 0, got {seed!r}.")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-            raise ArgumentError(f"ArrayLoader(batch_size=...) must be a positive int, got {batch_size!r}.")
-        self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
-        self.seed, self.drop_remainder = int(seed), bool(drop_remainder)
-        self.num_rows = next(iter(sizes.values()))
-        self._epoch, self._next, self._start = 0, 0, 0
-
-    def __len__(self) -> int:
-        full, rest = divmod(self.num_rows, self.batch_size)
-        return full + (rest > 0 and not self.drop_remainder)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration takes."""
-        if epoch != self._epoch:
-            self._epoch, self._next, self._start = epoch, 0, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        order, start, self._start = self._order(self._epoch), self._start, 0
-        for k in range(start, len(self)):
-            rows = slice(k * self.batch_size, (k + 1) * self.batch_size)
-            index = rows if order is None else order[rows]
-            self._next = k + 1
-            # A copy also without shuffling: a device may alias the batch, and the arrays are the caller's.
-            yield jax.tree.map(lambda x, i=index: np.array(x[i]), self.arrays)
-
-    def unshuffled(self) -> "ArrayLoader":
-        """Return a loader of the same rows in their own order."""
-        return ArrayLoader(self.arrays, self.batch_size, drop_remainder=self.drop_remainder)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration stands: epoch, next batch, and a fingerprint of the data's shape."""
-        return {"epoch": self._epoch, "batch": self._next, "fingerprint": self._fingerprint()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration where `state_dict` was taken.
-
-        Raises:
-            DataError: It was taken from another kind of data, batch size, seed or order.
-        """
-        if state["fingerprint"] != self._fingerprint():
-            raise DataError(
-                "ArrayLoader.load_state_dict: the state belongs to other arrays, or another batch_size, seed or "
-                "shuffle. Build the loader as it was built when the state was taken."
-            )
-        self._epoch, self._start = int(state["epoch"]), int(state["batch"])
-        self._next = self._start
-
-    def _order(self, epoch: int) -> np.ndarray | None:
-        return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows) if self.shuffle else None
-
-    def _fingerprint(self) -> str:
-        leaves = jax.tree_util.tree_leaves_with_path(self.arrays)
-        shapes = [(leaf_name(path), tuple(x.shape), str(x.dtype)) for path, x in leaves]
-        told = (shapes, self.batch_size, self.seed, self.shuffle, self.drop_remainder)
-        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+_logger = logging.getLogger("jaxlit")
 
 
 class Source:
     """A user's loader, opened once an epoch.
+
+    Where an iteration stands is told with each batch, so that batches which were drawn ahead do not count.
 
     Args:
         loader: A grain dataset or DataLoader, an `ArrayLoader`, or any re-iterable of batches.
@@ -123,12 +33,17 @@ class Source:
         self.loader, self.argument = loader, argument
         self.pinned = False  # every epoch is epoch 0
         self.keep: int | None = None  # batches of the first epoch to take again in each
-        self._kept: list[Any] | None = None
-        self.check_all = False  # check every batch, not the first alone
+        self._kept: list[tuple[Any, Any]] | None = None
+        self.goes_on = False  # the next epoch begins where the last one stopped
+        self._stream: Iterator[tuple[Any, Any]] | None = None
         self.prepare: Callable[[Any], Any] | None = None  # the user's own last word on a host batch
+        self.intake = Intake(argument)
         self.gave = False  # whether it gave a batch before
-        self._convert: bool | None = None
-        self._kind: dict[str, str] = {}  # of the first batch: the dtype and a row's shape by name
+        self.agreement: Any = None  # that of several processes, see jaxlit.agreement
+        self.times: list[float] = []  # seconds that its first batches took
+        self.waited = 0.0  # seconds of the epoch in which the devices had nothing to do but wait for a batch
+        self._peeked: tuple[int, Iterator[tuple[Any, Any]]] | None = None
+        self._start: tuple[int, Any] | None = None  # the epoch to go on in, and where
         if isinstance(loader, (str, bytes, dict, type)) or hasattr(loader, "shape") or not _iterable(loader):
             hint = (
                 "Wrap arrays as jl.ArrayLoader(arrays, batch_size)."
@@ -142,9 +57,12 @@ class Source:
                 f"{argument} is no loader: got a {type(loader).__name__} of arrays that are no batches of one kind, "
                 f"{kinds}. Wrap arrays as jl.ArrayLoader((x, y), batch_size)."
             )
-        self._grain = _grain_kind(loader)
+        self._grain = grain_data.kind_of(loader)
+        # Any other may fill the same memory again, which a step still reads or a device aliases: it is copied.
+        known = self._grain in ("MapDataset", "DataLoader") or type(loader) is ArrayLoader
+        self._fresh = known or isinstance(loader, (list, tuple))
         if self._grain:
-            _mark_flags_parsed()
+            grain_data.mark_flags_parsed()
 
     @property
     def length(self) -> int | None:
@@ -156,69 +74,182 @@ class Source:
         return None if length >= sys.maxsize // 2 else length  # grain's repeat() without end
 
     @property
-    def is_endless(self) -> bool:
-        """Whether the loader says that it never ends, as grain's repeat() does."""
-        try:
-            return len(self.loader) > 2**60
-        except (TypeError, NotImplementedError):
-            return False
+    def is_grain(self) -> bool:
+        """Whether the loader is grain's."""
+        return self._grain is not None
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
-        """Return one epoch of host batches.
+    @property
+    def is_iterator(self) -> bool:
+        """Whether the loader is a generator or the like, which can be iterated once only."""
+        return hasattr(self.loader, "__next__") and type(self.loader).__module__ in ("builtins", "itertools")
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader is known never to end."""
+        if self._grain:
+            return grain_data.is_endless(self.loader)
+        if isinstance(self.loader, itertools.repeat):
+            try:
+                return self.loader.__length_hint__() < 0
+            except TypeError:
+                return True
+        return isinstance(self.loader, (itertools.cycle, itertools.count))
+
+    def epoch(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        """Return one epoch's (batch, where the iteration stands behind it)."""
+        epoch = 0 if self.pinned else epoch
+        if self._peeked is not None:
+            (peeked, draws), self._peeked = self._peeked, None
+            if peeked == epoch:
+                return draws
+        return self._draws(epoch) if self.keep is None else self._keeping(epoch, self.keep)
+
+    def peek(self) -> None:
+        """Draw the first batch and refuse one that no step could take; the first epoch begins with it."""
+        if self._peeked is not None:
+            return
+        epoch = self._start[0] if self._start else 0
+        draws = self.epoch(epoch)
+        first = list(itertools.islice(draws, 1))
+        for batch, _ in first:
+            self.gave = True
+            if self.prepare is None:  # what it makes of a batch is looked at in its turn
+                self.intake(batch)
+            if self._grain and grain_data.is_unbatched(self.loader):
+                _warn_if_single(batch, self.argument)
+        if first and hasattr(self.loader, "__next__") and not self.is_iterator:
+            # An object that is its own iterator begins again when it is iterated again, or goes on. In the one
+            # case the training and a validation may share it; in the other what it gave must not be lost.
+            again = self.epoch(epoch)
+            second = list(itertools.islice(again, 1))
+            if second and _are_equal(first[0][0], second[0][0]):
+                return
+            first, draws = first + [(batch, 2) for batch, _ in second], ((batch, at + 1) for batch, at in again)
+        self._peeked = (epoch, _chained(first, draws))
+
+    def close(self) -> None:
+        """Let go of iterations that were begun, and so of their threads and processes."""
+        for draws in (self._peeked[1] if self._peeked else None, self._stream):
+            if draws is not None and hasattr(draws, "close"):
+                draws.close()  # type: ignore[attr-defined]
+        self._peeked = self._stream = None
+
+    def take(self, batch: Any) -> tuple[Any, Any]:
+        """Return a drawn batch as hooks see it, and what of it goes to the step."""
+        self.gave = True
+        if self.prepare is not None:
+            batch = _own(self.prepare(batch))  # it may fill the same memory again, like a loader
+            if batch is None:
+                raise DataError(f"{self.argument}: on_before_batch_transfer returned None. Return the batch.")
+        return self.intake(batch)
+
+    def state_dict(self, epoch: int, at: Any) -> dict[str, Any]:
+        """Return where an iteration stands, as JSON's values.
+
+        Args:
+            epoch: The epoch.
+            at: What came with the last batch that was used.
+        """
+        return {"epoch": epoch, "at": at, "fingerprint": self._fingerprint()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where an iteration stood: the state's epoch starts behind the last batch that was used.
 
         Raises:
-            DataError: The loader is an iterator that was used up.
+            DataError: The state belongs to other data, or another batch size, seed or order.
         """
-        if self._kept is not None:
-            return iter(self._kept)
-        epoch = 0 if self.pinned else epoch
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(epoch)
-        iterable = self.loader
-        if self._grain == "MapDataset" and (length := self.length) is not None:
-            # A dataset iterated twice keeps its order; its repetitions are shuffled anew.
-            iterable = self.loader.repeat(epoch + 1)[epoch * length : (epoch + 1) * length].to_iter_dataset()
-        if self.keep is not None:
-            self._kept = list(map(self._host, itertools.islice(iterable, self.keep)))
-            return iter(self._kept)
-        return map(self._host, iter(iterable))
+        if what := differences(state["fingerprint"], self._fingerprint()):
+            raise DataError(
+                f"{self.argument}: the iteration was saved with another loader: {what}. Build the loader as it was "
+                "built then."
+            )
+        self._start, self._peeked, self._stream = (int(state["epoch"]), state["at"]), None, None
 
-    def _host(self, batch: Any) -> Any:
-        if self.prepare is not None:
-            batch = self.prepare(batch)
-        if self._convert is None or self.check_all:
-            check_batch(batch, self.argument)
-            self._check_kind(batch)
-            self.gave = True
-            self._convert = not all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
-        return jax.tree.map(np.asarray, batch) if self._convert else batch
+    def between_epochs(self, at: Any) -> Any:
+        """Return where the iteration stands once an epoch is over, given where it stood at its end."""
+        return at if self.goes_on or (self._keeps_state and not hasattr(self.loader, "set_epoch")) else None
 
-    def _check_kind(self, batch: Any) -> None:
-        """Refuse a batch of another structure than the first."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        kind = {leaf_name(path): f"{np.asarray(x).dtype}{list(np.shape(x)[1:])}" for path, x in leaves}
-        self._kind = self._kind or kind
-        for name in self._kind.keys() | kind.keys():
-            if self._kind.get(name) != kind.get(name):
-                raise DataError(
-                    f"{self.argument}: a batch holds {kind.get(name, 'nothing')} at {name or 'its top'}, the first one "
-                    f"{self._kind.get(name, 'nothing')} (dtype and shape of a row). Give batches of one kind."
-                )
+    @property
+    def _keeps_state(self) -> bool:
+        ours = self._grain or isinstance(self.loader, ArrayLoader)
+        return not ours and hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        found = {"loader": type(self.loader).__name__, "length": self.length}
+        if self._grain:
+            return found | grain_data.fingerprint(self.loader)
+        # One with a state_dict of its own compares what else it likes.
+        return found | (self.loader.fingerprint if isinstance(self.loader, ArrayLoader) else {})
+
+    def empty(self) -> DataError:
+        """Return the error of an epoch without a batch."""
+        if not self.gave:
+            return DataError(
+                f"{self.argument} gave no batch. Check that it is not empty and that its batch size fits its length."
+            )
+        return DataError(
+            f"{self.argument} gave no batch when it was opened again: it is an iterator that the first time used up. "
+            "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
+        )
+
+    def _keeping(self, epoch: int, count: int) -> Iterator[tuple[Any, Any]]:
+        if self._kept is None:
+            kept = []
+            for draw in itertools.islice(self._draws(epoch), count):
+                kept.append(draw)
+                self._kept = kept if len(kept) == count else None
+                yield _own(draw[0]), draw[1]
+            self._kept = kept
+        else:
+            # Copies: a hook that changes a batch in place changes it for one epoch.
+            yield from ((_own(batch), at) for batch, at in self._kept)
+
+    def _draws(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        if not self.goes_on:
+            return self._open(epoch)
+        if self._stream is None:
+            self._stream = self._open(epoch)
+        # A generator that is not closed goes on where it was left.
+        return (draw for draw in self._stream)
+
+    def _open(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        loader, at = self.loader, None
+        if self._start is not None and (self._start[0] == epoch or self.goes_on):
+            at = self._start[1]
+        self._start = None
+        for shuffler in (loader, getattr(loader, "sampler", None)):
+            if shuffler is not None and hasattr(shuffler, "set_epoch"):
+                shuffler.set_epoch(epoch)
+        if self._grain:
+            draws = grain_data.draws(loader, epoch, at)
+        elif isinstance(loader, ArrayLoader):  # counted here: it may be shared with a validation
+            loader.load_state_dict({"epoch": epoch, "batch": at or 0, "fingerprint": loader.fingerprint})
+            draws = zip(loader, itertools.count((at or 0) + 1), strict=False)
+        elif self._keeps_state:
+            if at is not None:
+                loader.load_state_dict(at)
+            draws = ((batch, copy.deepcopy(loader.state_dict())) for batch in loader)  # a living one moves on
+        elif isinstance(loader, (list, tuple)):
+            draws = zip(loader[at or 0 :], itertools.count((at or 0) + 1), strict=False)
+        else:  # all that is known is how many were drawn
+            draws = itertools.islice(zip(loader, itertools.count(1), strict=False), at or 0, None)
+        for batch, behind in draws:
+            yield batch if self._fresh else _own(batch), behind
 
 
-_END = object()
-
-
-def feed(source: Source, epoch: int, limit: int | None, place: Callable[[Any], Any]) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield (placed batch, host batch, is last) of one epoch.
-
-    One batch is drawn ahead, so that the last is known as such even if the loader has no length.
-    """
-    batches = itertools.islice(source.epoch(epoch), limit)
-    following = next(batches, _END)
-    while following is not _END:
-        batch, following = following, next(batches, _END)
-        yield place(batch), batch, following is _END
+def _own(x: Any) -> Any:
+    """Return a batch with copies of its arrays; what a host key holds need be no pytree."""
+    if isinstance(x, np.ndarray):
+        return np.array(x)
+    if type(x) is dict:
+        return {key: _own(value) for key, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(_own, x))
+    if jax.tree_util.all_leaves([x]):
+        # The tensor of another library, which numpy would look into.
+        foreign = hasattr(x, "__array__") and not isinstance(x, (jax.Array, np.generic))
+        return np.array(np.asarray(x)) if foreign else x
+    return jax.tree.map(_own, x)
 
 
 def sources(loaders: Any, argument: str) -> list[Source]:
@@ -258,45 +289,24 @@ def limit_of(limit: int | float, source: Source, argument: str) -> int | None:
     return count
 
 
-def check_batch(batch: Any, where: str) -> None:
-    """Refuse a first batch that no step could take.
-
-    Raises:
-        DataError: Naming the leaf, what it holds, and what to do.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise DataError(f"{where} gave {batch!r}, a batch with no array. Give a pytree of numpy arrays.")
-    sizes: dict[str, int] = {}
-    for path, leaf in leaves:
-        x, name = np.asarray(leaf), "batch" + "".join(_subscript(entry) for entry in path)
-        if not (np.issubdtype(x.dtype, np.number) or x.dtype == np.bool_ or "float" in x.dtype.name):
-            kind = type(leaf).__name__ if x.dtype.kind == "O" else x.dtype.name
-            raise DataError(
-                f"{where}: {name} holds {kind}, which no device takes. "
-                "Leave it out of the batch or encode it as numbers."
-            )
-        narrowed = jax.dtypes.canonicalize_dtype(x.dtype)
-        if x.dtype.kind in "iu" and narrowed != x.dtype and x.size:
-            info = np.iinfo(narrowed)
-            if x.min() < info.min or x.max() > info.max:
-                raise DataError(
-                    f"{where}: {name} is {x.dtype} and holds {max(int(x.max()), -int(x.min()))}, which would wrap "
-                    f"around as {info.dtype}. Map such ids to smaller ones, or set jax_enable_x64."
-                )
-        if x.ndim:
-            sizes[name] = x.shape[0]
-    if not sizes:
-        raise DataError(f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows.")
-    if len(set(sizes.values())) > 1:
-        raise DataError(f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch.")
-    if 0 in sizes.values():
-        raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
+def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from first
+    yield from rest
 
 
-def _subscript(entry: Any) -> str:
-    key = getattr(entry, "key", getattr(entry, "idx", None))
-    return f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', entry)}"
+def _are_equal(a: Any, b: Any) -> bool:
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _warn_if_single(batch: Any, argument: str) -> None:
+    ranks = [np.ndim(x) for x in jax.tree.leaves(batch)]
+    if 0 in ranks:
+        _logger.warning(
+            "%s has no stage that makes batches, and its first element holds a number beside arrays: is it a single "
+            "sample? Then add .batch(batch_size).",
+            argument,
+        )
 
 
 def _iterable(x: Any) -> bool:
@@ -323,22 +333,3 @@ def _is_loader(x: Any) -> bool:
 
 def _kind(x: Any) -> str:
     return f"the class {x.__name__}" if isinstance(x, type) else f"{type(x).__name__} {x!r:.60}"
-
-
-def _grain_kind(loader: Any) -> str | None:
-    if "grain" not in sys.modules:  # then it cannot be one, and importing grain takes seconds
-        return None
-    import grain
-
-    for kind in ("MapDataset", "IterDataset", "DataLoader"):
-        if isinstance(loader, getattr(grain, kind)):
-            return kind
-    return None
-
-
-def _mark_flags_parsed() -> None:
-    # grain's worker processes read absl flags, which are parsed only in programs that absl started.
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()

@@ -1,10 +1,18 @@
 """Where the loaders of a run come from: arguments, a DataModule, or the module itself."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from jaxlit.batches import Intake
 from jaxlit.data import ArrayLoader, Source, limit_of, sources
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+from jaxlit.feed import look
+from jaxlit.watchdog import Watchdog
+
+_logger = logging.getLogger("jaxlit")
 
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
@@ -17,6 +25,10 @@ LOADERS = {
     "test": ("test_dataloader", "limit_test_batches"),
     "predict": ("predict_dataloader", "limit_predict_batches"),
 }
+
+
+# By verb of the Trainer: the stage that it runs.
+STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 class DataModule:
@@ -39,7 +51,7 @@ class DataModule:
     """The Trainer that runs it, from the start of a run on."""
 
     def prepare_data(self) -> None:
-        """Download or write files; runs before `setup`."""
+        """Download or write files; runs before `setup`, in one process of each computer while the others wait."""
 
     def setup(self, stage: str) -> None:
         """Build datasets; `stage` is "fit", "validate", "test" or "predict"."""
@@ -78,10 +90,11 @@ class Loaders:
         verb: The Trainer's method, for messages.
         given: What was passed to it, by stage: the loaders and the argument's name.
         datamodule: The DataModule, if one was passed.
-        module: The module, which may have the loader hooks as well.
+        module: The module, which may have the loader hooks as well; None while it is not built.
         limits: By stage, a number of batches or a fraction.
+        intake: Arguments of each loader's `Intake`.
         pinned: Whether every epoch takes the same batches, in the loader's own order.
-        check_all: Whether to check every batch, not the first alone.
+        asked: Whether the limits are the user's own.
     """
 
     def __init__(
@@ -89,11 +102,12 @@ class Loaders:
         verb: str,
         given: Mapping[str, tuple[Any, str]],
         datamodule: DataModule | None,
-        module: "TrainModule",
+        module: "TrainModule | None",
         limits: Mapping[str, int | float],
         *,
+        intake: Mapping[str, Any],
         pinned: bool = False,
-        check_all: bool = False,
+        asked: bool = True,
     ) -> None:
         # As in Lightning, a DataModule may stand in the place of the loaders.
         stage, (first, argument) = next(iter(given.items()))
@@ -107,14 +121,31 @@ class Loaders:
                 raise ArgumentError(
                     f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
                 )
-            if loaders is not None:
-                sources(loaders, f"Trainer.{verb}({argument}=...)")  # refused before anything is set up
+        self._passed = {  # what is no loader is refused before anything is set up
+            stage: sources(loaders, f"Trainer.{verb}({argument}=...)") for stage, (loaders, argument) in given.items()
+        }
+        self._opened: dict[str, list[tuple[Source, int | None]]] = {}
+        self._intakes: dict[tuple[str, int], Intake] = {}
         self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
-        self._limits, self._pinned, self._check_all = limits, pinned, check_all
+        self._limits, self._pinned, self._intake, self._asked = limits, pinned, intake, asked
 
     def from_hook(self, stage: str) -> bool:
         """Tell whether a hook makes the stage's loaders, and so can make them again."""
         return self.given[stage][0] is None and self._hook(LOADERS[stage][0]) is not None
+
+    def look(self, cls: type, timeout: float | None) -> None:
+        """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
+
+        A loader that a hook gives, or whose batches a hook changes, has to wait for the module.
+        """
+        if self.datamodule is not None or hasattr(cls, "on_before_batch_transfer"):
+            return
+        for stage, (loaders, _) in self.given.items():
+            if loaders is not None:
+                self._opened[stage] = self.open(stage, required=True)
+                with Watchdog(timeout) as watchdog:
+                    for source, limit in self._opened[stage]:
+                        look(source, limit, watchdog, required=stage == "training")
 
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
         """Return each loader of a stage, with its limit in batches.
@@ -122,6 +153,8 @@ class Loaders:
         Raises:
             ArgumentError: There is none, though one is required, or a limit does not fit.
         """
+        if stage in self._opened:
+            return self._opened.pop(stage)
         hook, limit_name = LOADERS[stage]
         limit_name = "overfit_batches" if self._pinned else limit_name
         loaders, argument = self.given[stage]
@@ -138,20 +171,35 @@ class Loaders:
                 f"Trainer.{self.verb} has no {argument}. Pass a loader, jl.ArrayLoader(arrays, batch_size) say, or "
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
-        found = sources(loaders, where)
+        found = self._passed[stage] or sources(loaders, where)
         if stage == "training" and len(found) > 1:
             raise ArgumentError(f"{where} takes one loader, got {len(found)}. Join them into one, a grain mix say.")
         for idx, source in enumerate(found):
-            self._prepare(source, idx)
+            self._prepare(source, idx, stage)
         limits = [limit_of(self._limits[stage], source, limit_name) for source in found]
         for source, limit in zip(found, limits, strict=True):
             source.keep = limit if self._pinned else None
+            asked = self._limits[stage]
+            if self._asked and isinstance(asked, int) and limit is not None and limit < asked:
+                _logger.warning(
+                    "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches.",
+                    limit_name,
+                    asked,
+                    source.argument,
+                    limit,
+                )
             if stage != "training" and limit is None and source.is_endless:
                 raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
         return [(s, n) for s, n in zip(found, limits, strict=True) if n != 0 or s.length == 0 or stage == "training"]
 
-    def _prepare(self, source: Source, idx: int) -> None:
-        source.prepare, source.check_all = self._transfer(idx), self._check_all
+    def _prepare(self, source: Source, idx: int, stage: str) -> None:
+        source.prepare = self._transfer(idx)
+        # One for all loaders that a hook makes, so that the batches of a reloaded one are compared as well.
+        source.intake = self._intakes.setdefault(
+            (stage, idx), Intake(source.argument, **self._intake, may_be_empty=jax.process_count() > 1)
+        )
+        endless = source.is_endless or source.is_iterator
+        source.goes_on = stage == "training" and not self._pinned and endless
         if self._pinned:
             source.pinned = True
             if type(source.loader) is ArrayLoader:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.creation import check_trainable, init_state
+from jaxlit.exchange import fetch
 from jaxlit.hyperparams import find_hyperparams
 from jaxlit.inspection import inspect_step
 from jaxlit.metrics import collecting
@@ -206,7 +207,7 @@ class Engine:
 
     def eval_values(self, stage: str, table: jax.Array, loader: int | None = None) -> list[float]:
         """Return the value of each of the stage's metrics; waits for the device."""
-        return self.model.table(stage, loader).read(np.asarray(table))
+        return self.model.table(stage, loader).read(fetch(table))
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the module's newest arrays, in evaluation mode."""

@@ -3,6 +3,7 @@
 `fit` is the training loop. Its order stands as pseudocode in `jaxlit.Callback`.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.data import Source, feed
-from jaxlit.errors import DataError, LogError, NonFiniteError
+from jaxlit.data import Source
+from jaxlit.errors import LogError, NonFiniteError
+from jaxlit.exchange import fetch
 from jaxlit.results import Total
 from jaxlit.run import Bound, Outputs, Run, validation_interval
 
@@ -25,8 +27,13 @@ def fit(run: Run) -> None:
     if run.done or not run.trains:  # and so no train hook
         return
     run.hooks("on_train_start")
-    while not run.done:
-        train_epoch(run)
+    try:
+        while not run.done:
+            train_epoch(run)
+    except Exception:
+        with contextlib.suppress(Exception):  # the last row, if the device still has it
+            publish(run)
+        raise
     run.hooks("on_train_end")
 
 
@@ -62,20 +69,22 @@ def train_epoch(run: Run) -> None:
     hooks("on_train_epoch_start")
     last, skipped = False, run.done  # the hook may have asked to stop
     filled = 0  # batches in the accumulation window
-    for batch, host_batch, last in () if skipped else feed(source, position.epoch, limit, engine.place):
+    feeder = run.feeder
+    for batch, host_batch, last, at in () if skipped else feeder.batches(source, position.epoch, limit):
         i = position.batch_idx
         hooks.log.batch = host_batch
         if starts and starts(host_batch, i):
-            skipped = True
+            skipped, position.data = True, at
             break
         if i == 0:
-            engine.prepare_training(host_batch)
+            engine.prepare_training(feeder.example)
             results.show_steps(engine.model.table("training"))
         filled += 1
         stepping = last or filled == accumulate
         logs, loss, outputs = engine.train_step(batch) if stepping else engine.micro_step(batch)
-        results.latest = logs
-        position.batch_idx, position.total_batch_idx = i + 1, position.total_batch_idx + 1
+        results.latest = feeder.token = logs
+        position.data, position.batch_idx = at, i + 1
+        position.total_batch_idx += 1
         if hooks.live is not None:
             hooks.live.stale = True
         if stepping:
@@ -99,11 +108,12 @@ def train_epoch(run: Run) -> None:
             run.restart_interval()
         if run.done:
             break
-    if not position.batch_idx and not skipped:
-        empty = f"{source.argument} gave no batch. Check that it is not empty and that its batch size fits its length."
-        raise DataError(_used_up(source) if source.gave else empty)
-    if last and not skipped and source.length is not None and limit is not None and position.batch_idx < limit:
+    if not position.batch_idx and not skipped and not trainer.interrupted:
+        raise source.empty()
+    if last and not skipped and not trainer.fast_dev_run and limit is not None and position.batch_idx < limit:
         _warn_short(run, source, limit)
+    if last or skipped:
+        position.data = source.between_epochs(position.data)
     end_epoch(run, stepped=position.global_step > first_step, unfinished=filled > 0)
 
 
@@ -141,10 +151,13 @@ def reload(run: Run) -> None:
     trainer, every = run.trainer, run.trainer.reload_dataloaders_every_n_epochs
     if not every or not run.position.epoch or run.position.epoch % every:
         return
-    if run.loaders.from_hook("training"):
+    if run.train is not None and run.loaders.from_hook("training"):
+        run.train[0].close()
         ((source, limit),) = run.loaders.open("training", required=True)
         run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
     if run.val and run.loaders.from_hook("validation"):
+        for source, _ in run.val:
+            source.close()
         run.val = run.loaders.open("validation", required=True)
     run.note_lengths()
 
@@ -229,15 +242,16 @@ def run_loader(
     Returns:
         The metrics' sums, None if the loader was empty, and with `keep` each batch's outputs as numpy.
     """
-    engine, hooks, results = run.engine, run.hooks, run.results
+    trainer, engine, hooks, results = run.trainer, run.engine, run.hooks, run.results
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
     loader = idx if engine.takes_loader(stage) else None
     suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
     wait = Bound(run.trainer.max_in_flight)
     sums, kept, waiting = None, [], None
-    for i, (batch, host_batch, _) in enumerate(feed(source, 0, limit, engine.place)):
+    feeder = run.feeder
+    for i, (batch, host_batch, _, _) in enumerate(feeder.batches(source, 0, limit)):
         if sums is None:
-            engine.prepare_eval(stage, host_batch, loader)
+            engine.prepare_eval(stage, feeder.example, loader)
             sums = engine.eval_sums(stage, loader)
         hooks.log.batch = host_batch
         starts(host_batch, i, idx)
@@ -246,15 +260,16 @@ def run_loader(
             results.show_evaluation(engine.model.table(stage, loader), table, suffix)
         ends(outputs, host_batch, i, idx)
         if keep:
-            kept += [_to_host(waiting)] if waiting is not None else []  # one batch late, when it is ready
-            waiting = outputs
+            kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
+            waiting = outputs, host_batch, trainer.host_keys
+        feeder.token = sums[1]
         # The next step overwrites the sums: a full wait now and then takes the place of an older token.
         wait.drain(sums[1])
-        if run.trainer.interrupted:
+        if trainer.interrupted:
             break
-    if sums is None and source.gave:
-        raise DataError(_used_up(source))
-    return sums, kept + ([_to_host(waiting)] if waiting is not None else [])
+    if sums is None and source.gave and not trainer.interrupted:
+        raise source.empty()
+    return sums, kept + ([_to_host(*waiting)] if waiting is not None else [])
 
 
 def publish(run: Run) -> None:
@@ -292,16 +307,17 @@ def check_finite(run: Run) -> None:
         return
     raise NonFiniteError(
         f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
-        "the batch, or pass Trainer(nan_policy='skip')."
+        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
     )
 
 
 def _warn_short(run: Run, source: Source, limit: int) -> None:
     if run.position.epoch == 0:
         _logger.warning(
-            "%s gave %d batches where its length promises %d. The last one ended the epoch.",
+            "%s gave %d batches where %s %d. The last one ended the epoch.",
             source.argument,
             run.position.batch_idx,
+            "limit_train_batches asks for" if source.length is None else "its length promises",
             limit,
         )
 
@@ -310,12 +326,7 @@ def _smaller(limit: int | None, other: int | None) -> int | None:
     return other if limit is None else limit if other is None else min(limit, other)
 
 
-def _to_host(outputs: Any) -> Any:
-    return jax.tree.map(np.asarray, outputs)
-
-
-def _used_up(source: Source) -> str:
-    return (
-        f"{source.argument} gave no batch when it was opened again: it is an iterator that the first time used up. "
-        "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
-    )
+def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str]) -> Any:
+    """Return a step's outputs as numpy; a dict of them takes what the step did not see of the batch."""
+    found = jax.tree.map(fetch, outputs)
+    return {**{key: batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found

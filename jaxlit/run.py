@@ -14,6 +14,7 @@ from jaxlit.data import Source
 from jaxlit.datamodule import Loaders
 from jaxlit.engine import Engine
 from jaxlit.errors import ArgumentError
+from jaxlit.feed import Feeder
 from jaxlit.hooks import Hooks
 from jaxlit.results import Results, Total
 
@@ -32,6 +33,7 @@ class Position:
     batch_idx: int = 0  # batches of this epoch done
     total_batch_idx: int = 0  # batches of all epochs done
     global_step: int = 0  # optimizer steps taken
+    data: Any = None  # where the training loader's iteration stands behind the last batch that was used
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Run:
     position: Position
     loaders: Loaders
     engine: Engine = field(init=False)
+    feeder: Feeder = field(init=False)
     train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
     val: Sequence[tuple[Source, int | None]] = ()
+    evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     # A row not yet read: the step's table, what hooks logged, and the step.
     pending: tuple[jax.Array, Mapping[str, Total], int] | None = None
@@ -66,6 +70,11 @@ class Run:
         """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
         if isinstance(interval := self.trainer.val_check_interval, datetime.timedelta):
             self._next_validation = time.monotonic() + interval.total_seconds()
+
+    def close(self) -> None:
+        """Let go of the loaders."""
+        for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
+            source.close()
 
     def note_lengths(self) -> None:
         """Tell the Trainer how many batches the loaders have."""

@@ -1,17 +1,21 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
+import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optax
 
 from jaxlit import arguments as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.datamodule import Loaders
+from jaxlit.datamodule import STAGES, Loaders
 from jaxlit.defaults import check_together
 from jaxlit.engine import Engine
 from jaxlit.errors import ArgumentError, StateError
+from jaxlit.exchange import once_per_node
+from jaxlit.feed import Feeder, look
 from jaxlit.hooks import Hooks
 from jaxlit.live import Live
 from jaxlit.metrics import collecting
@@ -19,6 +23,7 @@ from jaxlit.module import TrainModule, attach, call_step, is_overridden, optimiz
 from jaxlit.precision import Precision
 from jaxlit.results import HostLog, Results
 from jaxlit.run import Position, Run, validation_interval
+from jaxlit.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -46,6 +51,7 @@ class Session:
         self._added: list[Callback] = []  # callbacks of the last module
         self.position, self.results = Position(), Results()
         self.engine: Engine | None = None
+        self.current: Run | None = None
         self.active: Engine | None = None
         self.running = False
 
@@ -75,7 +81,9 @@ class Session:
             self._added = [c for c in _configured(module) if c.in_fast_dev_run or not trainer.fast_dev_run]
             trainer.callbacks = check_together(mine + self._added)
             hooks = Hooks(trainer, module, trainer.callbacks, HostLog(self.results), loaders.datamodule)
-            run = Run(trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug)
+            self.current = run = Run(
+                trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug
+            )
             self._guarded(run, verb, work, own)
         finally:
             self.running, self.active = False, None
@@ -83,11 +91,13 @@ class Session:
                 attach(module, outer)
 
     def _guarded(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
-        hooks = run.hooks
+        trainer, hooks = self.trainer, run.hooks
         try:
-            hooks("prepare_data")
+            if hooks.bind("prepare_data"):
+                once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
-            self._run_loops(run, verb, work, own)
+            with Watchdog(trainer.data_timeout) as watchdog, contextlib.closing(run):
+                self._run_loops(run, verb, work, own, watchdog)
         except BaseException as error:
             error = _explained(error)
             _each(hooks, "on_exception", error, error)
@@ -96,10 +106,19 @@ class Session:
         if (error := _each(hooks, "teardown", verb, None)) is not None:
             raise error
 
-    def _run_loops(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
+    def _run_loops(self, run: Run, verb: str, work: Callable[[Run], object], own: bool, watchdog: Watchdog) -> None:
         trainer, module, hooks, fitting = self.trainer, run.module, run.hooks, verb == "fit"
+        # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            self._open(run)  # before the optimizer, whose schedule may ask how long training is
+            self._open(run)
+        else:
+            run.evaluated = run.loaders.open(STAGES[verb], required=True)
+        # And before anything is compiled: what no step could take is refused now.
+        for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
+            look(*pair, watchdog, required=pair is run.train)
+        for source, _ in run.val:
+            if source.is_grain and not trainer.num_sanity_val_steps:
+                source.close()  # its threads and processes would wait until the first validation
         run.engine = self.active = Engine(
             module,
             trainer.strategy,
@@ -115,8 +134,17 @@ class Session:
             self.engine = run.engine
         else:
             run.engine.count_from(self.position.global_step, self.position.epoch)
+        run.feeder = Feeder(
+            run.engine.place,
+            num_replicas=trainer.strategy.num_replicas,
+            num_processes=trainer.strategy.num_processes,
+            prefetch=trainer.prefetch,
+            watchdog=watchdog,
+            interrupted=lambda: trainer.interrupted,
+            epoch=lambda: run.position.epoch,
+        )
         hooks.live = Live(module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
-        with hooks.live.registered():
+        with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 hooks("on_fit_start")
             work(run)

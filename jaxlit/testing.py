@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.distributed import jax_runs
 from jaxlit.errors import ArgumentError
 from jaxlit.state import is_key, leaf_name
 
@@ -41,7 +42,7 @@ def fake_devices(count: int) -> None:
     """
     if not isinstance(count, int) or count < 1:
         raise ArgumentError(f"fake_devices(count) takes a positive int, got {count!r}.")
-    if not _jax_runs():
+    if not jax_runs():
         flags = re.sub(rf"{_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
         os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # it would win over the flag
@@ -52,12 +53,6 @@ def fake_devices(count: int) -> None:
             f"fake_devices({count}) came after the first use of jax, which runs with {jax.device_count()} devices. "
             f"Call it earlier, or start Python with XLA_FLAGS={_FLAG}={count}."
         )
-
-
-def _jax_runs() -> bool:
-    from jax._src import xla_bridge  # jax has no public way to ask without starting its backend
-
-    return xla_bridge.backends_are_initialized()
 
 
 class KeepFirstGrads(NamedTuple):

@@ -81,6 +81,14 @@ class Trainer:
         seed: The seed of a lazy module's `rngs`.
         nan_policy: What a non-finite loss or gradient does: "raise" (the parameters stay those before it),
             "skip" (no update for that step) or "ignore" (nothing is checked).
+        prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the
+            first batches are slow to come.
+        host_keys: Keys of dict batches that stay on the host, strings or objects say. Hooks find them in their batch,
+            and predictions that are dicts take them over.
+        max_recompiles: How many times batches of another shape or dtype may make a loader's step compile again; None
+            for no limit, with a warning from the third on.
+        data_timeout: Seconds that a loader may take for a batch before the stacks are printed and the process ends
+            with code 76; None for no limit.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
         debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
             array, and warn of a step that draws from numpy or a clock. Slow; `jax.disable_jit` works as well.
@@ -139,6 +147,10 @@ class Trainer:
         default_root_dir: str | Path | None = None,
         seed: int = 0,
         nan_policy: str = "raise",
+        prefetch: int | str = "auto",
+        host_keys: Sequence[str] = (),
+        max_recompiles: int | None = None,
+        data_timeout: float | None = None,
         max_in_flight: int | str = "auto",
         debug: bool = False,
         **unknown: Any,
@@ -166,11 +178,17 @@ class Trainer:
         self._devices = None if devices == "auto" else check.integer("devices", devices, low=1)
         self.strategy = resolve_strategy(strategy, self._devices)
         # Before anything is trained, so that a wrong count is refused here.
-        self.strategy.setup(self.strategy.choose_devices(self._devices))
+        self.strategy.use(self._devices)
         in_flight = 32 if self.strategy.mesh.size == 1 else 4  # unbounded, several CPU devices would end the process
         if max_in_flight != "auto":
             in_flight = check.integer("max_in_flight", max_in_flight, low=1)
         self.max_in_flight = 1 if debug else in_flight
+        self.prefetch = prefetch if prefetch == "auto" else check.integer("prefetch", prefetch, low=0)
+        self.data_timeout = None if data_timeout is None else check.positive("data_timeout", data_timeout)
+        self.host_keys = check.names("host_keys", host_keys)
+        if max_recompiles is not None:
+            check.integer("max_recompiles", max_recompiles, low=0)
+        self._intake = {"host_keys": self.host_keys, "max_recompiles": max_recompiles, "debug": debug}
         if default_root_dir is not None and not isinstance(default_root_dir, (str, Path)):
             raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {default_root_dir!r}.")
         self._root = None if default_root_dir is None else Path(default_root_dir)
@@ -220,19 +238,18 @@ class Trainer:
                 "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or "
                 "Trainer(max_time=...)."
             )
-        module, own = self._build(model, "fit", "training")
-        self._claim_root(refuse=True)
         given = {
             "training": (train_dataloaders, "train_dataloaders"),
             "validation": (val_dataloaders, "val_dataloaders"),
         }
+        loaders = self._loaders("fit", given, datamodule, pinned=bool(self.overfit_batches))
+        module, own = self._build(model, "fit", "training", loaders)
+        self._claim_root(refuse=True)
         if val_dataloaders is not None and not is_overridden(module, "validation_step"):
             raise ModuleError(
                 f"{type(module).__name__} has no validation_step, and Trainer.fit got val_dataloaders. "
                 "Define validation_step(self, batch), or leave val_dataloaders out."
             )
-        pinned = bool(self.overfit_batches)
-        loaders = Loaders("fit", given, datamodule, module, self._limits, pinned=pinned, check_all=self.debug)
         with interruptible(self):
             self._session.run(module, "fit", loaders, loop.fit, own=own)
 
@@ -278,6 +295,11 @@ class Trainer:
             several loaders a list of such lists. None without `return_predictions`.
         """
         check.boolean("return_predictions", return_predictions)
+        if return_predictions and self.host_keys and self.strategy.num_processes > 1:
+            raise ArgumentError(
+                f"Trainer(host_keys={self.host_keys}): in several processes predictions are of all rows, and host keys "
+                "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
+            )
         work = partial(loop.predict, keep=return_predictions)
         found = self._evaluate(model, dataloaders, datamodule, "predict", "predict", work)
         if not return_predictions:
@@ -376,6 +398,12 @@ class Trainer:
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
     @property
+    def data_wait(self) -> float:
+        """Seconds of the epoch at hand in which the devices had nothing to do but wait for a batch."""
+        run = self._session.current
+        return 0.0 if run is None or run.train is None else run.train[0].waited
+
+    @property
     def run_dir(self) -> Path:
         """The run's folder; whoever writes first makes it."""
         if self._run_dir is None:
@@ -407,26 +435,32 @@ class Trainer:
     def _evaluate(
         self, model: Any, dataloaders: Any, datamodule: Any, verb: str, stage: str, work: Any = None
     ) -> list[Any]:
-        module, own = self._build(self._given(model, verb), verb, stage)
+        loaders = self._loaders(verb, {stage: (dataloaders, "dataloaders")}, datamodule)
+        module, own = self._build(self._given(model, verb), verb, stage, loaders)
         self._claim_root(refuse=False)
-        given = {stage: (dataloaders, "dataloaders")}
-        loaders = Loaders(verb, given, datamodule, module, self._limits, check_all=self.debug)
         found: list[Any] = []
 
         def run_loops(run: Run) -> None:
-            opened = loaders.open(stage, required=True)
-            found.extend(work(run, opened) if work else loop.evaluate(run, stage, opened))
+            found.extend(work(run, run.evaluated) if work else loop.evaluate(run, stage, run.evaluated))
 
         self._session.run(module, verb, loaders, run_loops, own=own)
         return found
+
+    def _loaders(self, verb: str, given: Any, datamodule: Any, pinned: bool = False) -> Loaders:
+        asked = not self.fast_dev_run
+        return Loaders(verb, given, datamodule, None, self._limits, intake=self._intake, pinned=pinned, asked=asked)
 
     def _given(self, model: Any, verb: str) -> TrainModule | lazy:
         if model is None and self.module is None:
             raise ArgumentError(f"Trainer.{verb}(model, ...) has no model. Pass one, or call fit first.")
         return self.module if model is None else model  # type: ignore[return-value]
 
-    def _build(self, model: Any, verb: str, stage: str) -> tuple[TrainModule, bool]:
+    def _build(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
         """Return the module, and whether its arrays are the Trainer's to overwrite."""
+        loaders.module, own = self._built(model, verb, stage, loaders)
+        return loaders.module, own
+
+    def _built(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
         if self._session.running:
             raise ArgumentError(
                 f"Trainer.{verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
@@ -439,10 +473,11 @@ class Trainer:
         if getattr(cls, STEPS[stage]) is getattr(TrainModule, STEPS[stage]):
             raise ModuleError(f"{cls.__name__} has no {STEPS[stage]}. Define {STEPS[stage]}(self, batch).")
         # Another Trainer with the same strategy object may have set it up for other devices.
-        self.strategy.setup(self.strategy.choose_devices(self._devices))
+        self.strategy.use(self._devices)
         if isinstance(model, lazy):
             if stage != "training" and model is self._built_from and self.module is not None:
                 return self.module, False  # the one that fit has trained
+            loaders.look(model.cls, self.data_timeout)  # building it may take minutes
             self._built_from = model
             return build_lazy(model, self.strategy, self.seed), True
         call_step(model, stage)

@@ -1,6 +1,7 @@
 """What a strategy is."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, StateError
 from jaxlit.replica import Replica, num_rows
-from jaxlit.state import TrainState
+from jaxlit.state import TrainState, is_key
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ EACH = Out()  # one value a replica, stacked along a new leading dim
 ROWS = Out()  # one row for each row of the batch
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Whole:
+    """A batch of which every replica, or in several processes every process, has all rows: they do not divide."""
+
+    batch: Any
+
+
 class Strategy(ABC):
     """How training is laid out over devices: the mesh, the shardings and the compiled step.
 
@@ -69,6 +78,9 @@ class Strategy(ABC):
 
     mesh: jax.sharding.Mesh
 
+    several_processes = True
+    """Whether it can train over the devices of several processes."""
+
     given_mesh: jax.sharding.Mesh | None = None
     """A mesh of the user's own; None builds one over the devices."""
 
@@ -78,6 +90,30 @@ class Strategy(ABC):
             self.mesh = jax.sharding.Mesh(np.asarray(devices), (self.axis,), axis_types=(AxisType.Auto,))
         else:
             self.mesh = self.given_mesh
+
+    def use(self, devices: int | None) -> None:
+        """Choose devices and build the mesh.
+
+        Args:
+            devices: How many over all processes, None for all.
+
+        Raises:
+            ArgumentError: There are fewer, or a process would be left without its share.
+        """
+        self.setup(self.choose_devices(devices))
+        if (count := jax.process_count()) == 1:
+            return
+        name, held = type(self).__name__, Counter(d.process_index for d in self.mesh.devices.flat)
+        if not self.several_processes:
+            raise ArgumentError(
+                f"{name} trains in one process, and there are {count}. Use strategy='ddp', 'fsdp' or 'shard_map', "
+                "whose meshes span the processes."
+            )
+        if len(held) < count or len(set(held.values())) > 1:
+            raise ArgumentError(
+                f"{name} would use {self.mesh.size} devices, by process {dict(held)}, of {jax.device_count()} in "
+                f"{count} processes. Each process must hold as many: leave devices out, or give a mesh of them all."
+            )
 
     def choose_devices(self, devices: int | None) -> list[jax.Device]:
         """Return the devices to use.
@@ -160,18 +196,37 @@ class Strategy(ABC):
 
     def _here(self, x: Any) -> jax.Array:
         # What lies on these devices already stays as it is split: whole on each, it might not fit.
-        here = isinstance(x, jax.Array) and x.sharding.device_set == set(self.mesh.devices.flat)
-        return x if here else jax.device_put(x, self.replicated)
+        if isinstance(x, jax.Array) and x.sharding.device_set == set(self.mesh.devices.flat):
+            return x
+        if self.num_processes == 1:
+            return jax.device_put(x, self.replicated)
+        key = is_key(x)  # which jax does not put onto the devices of other processes
+        try:
+            data = jax.device_put(jax.random.key_data(x) if key else x, self.replicated)
+        except AssertionError as error:
+            raise StateError(
+                "The module's weights are not the same in every process. Build it with the same seed everywhere."
+            ) from error
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes hold the devices; each places its own rows of a batch."""
+        return jax.process_count() if self.mesh.is_multi_process else 1
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch: rows split over the devices where they divide, otherwise whole on each.
 
         On one device the host arrays go straight into the step, which is cheaper.
+
+        Args:
+            batch: The batch, or in several processes this process's rows of it; `Whole` if it has them all.
         """
         if self.mesh.size == 1:
             return batch
-        split = num_rows(batch) % self.num_replicas == 0
-        rows = NamedSharding(self.mesh, P(self.axis)) if split else self.replicated
+        whole = isinstance(batch, Whole) or num_rows(batch) * self.num_processes % self.num_replicas
+        batch = batch.batch if isinstance(batch, Whole) else batch
+        rows = self.replicated if whole else NamedSharding(self.mesh, P(self.axis))
         shardings = jax.tree.map(lambda x: rows if x.ndim else self.replicated, batch)
         return jax.make_array_from_process_local_data(shardings, batch)
 

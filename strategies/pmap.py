@@ -17,7 +17,8 @@ from jaxlit.strategies.replicas import PerReplica
 class PMap(PerReplica):
     """Run the step body once on each device by `jax.pmap`; otherwise like `ShardMapDDP`.
 
-    The state is held once and replicated, never stacked, so it moves freely to the other strategies.
+    It trains in one process; in several, use `ShardMapDDP`. The state is held once and replicated, never stacked, so
+    it moves freely to the other strategies.
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
@@ -26,6 +27,8 @@ class PMap(PerReplica):
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(strategy="pmap", max_epochs=1, logger=False)
     """
+
+    several_processes = False
 
     def place(self, batch: Any, *, whole: bool) -> Any:
         """Give every leaf a leading dim of replicas, on its device."""

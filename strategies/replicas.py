@@ -13,15 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit.errors import ArgumentError
 from jaxlit.replica import Replica, num_rows
 from jaxlit.state import TrainState
-from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, abstract_batch, with_rows
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Whole:
-    """A batch whose rows do not divide among the replicas, so that each sees all of them."""
-
-    batch: Any
+from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, Whole, abstract_batch, with_rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,9 @@ class PerReplica(Strategy, ABC):
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch, or mark it as whole if its rows do not divide."""
-        if num_rows(batch) % self.num_replicas:
+        if isinstance(batch, Whole):
+            return Whole(self.place(batch.batch, whole=True))
+        if num_rows(batch) * self.num_processes % self.num_replicas:
             return Whole(self.place(batch, whole=True))
         return self.place(batch, whole=False)
 

@@ -26,6 +26,8 @@ class Simulated(PerReplica):
         >>> trainer = jl.Trainer(strategy="simulate:8", max_epochs=1, logger=False)
     """
 
+    several_processes = False
+
     def __init__(self, replicas: int | None = None, *, sync_batchnorm: bool = True) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm)
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):

@@ -17,6 +17,8 @@ class SingleDevice(Strategy):
         >>> trainer = jl.Trainer(strategy="single", max_epochs=1, logger=False)
     """
 
+    several_processes = False
+
     def choose_devices(self, devices: int | None) -> list[jax.Device]:
         """Return the first device.
 

@@ -200,7 +200,7 @@ def test_array_loader_after_a_continued_epoch_gives_whole_epochs() -> None:
     ],
 )
 def test_array_loader_refuses_the_state_of_another(other: Any) -> None:
-    with pytest.raises(DataError, match="belongs to other arrays"):
+    with pytest.raises(DataError, match="belongs to other data"):
         other().load_state_dict(array_loader().state_dict())
 
 

@@ -11,8 +11,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run_digits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments])
-    runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
+    return run("digits.py", monkeypatch, capsys, *arguments)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 
 
@@ -33,6 +37,13 @@ def test_digits_reaches_95_percent_on_a_single_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert accuracy(run_digits(monkeypatch, capsys, "--strategy", "single")) >= 0.95
+
+
+@pytest.mark.parametrize("strategy", ("single", "fsdp"))
+def test_records_reaches_95_percent(
+    strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert accuracy(run("records.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "5")) >= 0.95
 
 
 def test_piped_output_is_one_plain_line_an_epoch(

@@ -1,0 +1,121 @@
+"""What several processes tell each other, and what they do together."""
+
+import itertools
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.errors import ProcessError
+
+# How long a process waits for the others where all are about to do the same thing.
+PATIENCE_S = 300.0
+
+_agreements = itertools.count()
+
+
+def agree(topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
+    """Exchange a value of JSON's between all processes, which must all come here.
+
+    Args:
+        topic: What it is about, for messages.
+        value: This process's value.
+        timeout: Seconds to wait for the others.
+
+    Returns:
+        The value of each process, by its index.
+
+    Raises:
+        ProcessError: A process did not come.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [value]
+    client, number = _client(), next(_agreements)
+    client.key_value_set(f"jaxlit/{number}/{index}", json.dumps([topic, value]))
+    if number >= 2:  # whoever came to the last agreement has read everything of the one before it
+        client.key_value_delete(f"jaxlit/{number - 2}/{index}")
+    found = []
+    for process in range(count):
+        try:
+            their_topic, theirs = json.loads(
+                client.blocking_key_value_get(f"jaxlit/{number}/{process}", int(timeout * 1000))
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessError(
+                f"Process {process} did not come to '{topic}' within {timeout:g} s, where process {index} waits. It "
+                "has ended, hangs, or has another number of batches: look at its log."
+            ) from error
+        if their_topic != topic:
+            raise ProcessError(
+                f"Process {index} is at '{topic}' while process {process} is at '{their_topic}'. Every process must "
+                "run the same script with the same arguments, and give the same number of batches."
+            )
+        found.append(theirs)
+    return found
+
+
+def once_per_node(work: Callable[[], None], topic: str) -> None:
+    """Run `work` in one process of each computer, while the others wait for it.
+
+    Raises:
+        ProcessError: It failed in another process.
+    """
+    nodes = agree(f"{topic}: which computer", [socket.gethostname(), _boot_id()])
+    leads = nodes.index(nodes[jax.process_index()]) == jax.process_index()
+    failure: BaseException | None = None
+    try:
+        if leads:
+            work()
+    except Exception as error:
+        failure = error
+    # A download may take hours; a process that dies is noticed by jax itself.
+    told = agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
+    if failure is not None:
+        raise failure
+    for process, error in enumerate(told):
+        if error is not None:
+            raise ProcessError(f"{topic} failed in process {process}: {error}")
+
+
+def fetch(x: Any) -> np.ndarray:
+    """Return an array as numpy, whole, also if parts of it lie with other processes; then all must come here."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Return every process's rows behind each other.
+
+    Args:
+        x: This process's, (rows[process], ...).
+        rows: How many each process has.
+    """
+    from jax.experimental import multihost_utils
+
+    padded = np.zeros((max(rows), *x.shape[1:]), x.dtype)
+    padded[: len(x)] = x
+    parts = multihost_utils.process_allgather(padded)
+    return np.concatenate([np.asarray(part[:n]) for part, n in zip(parts, rows, strict=True)])
+
+
+def _client() -> Any:
+    from jax._src import distributed  # jax has no public door to its key-value store, which needs no device
+
+    return distributed.global_state.client
+
+
+def _boot_id() -> str:
+    # Containers on one computer may share a name, and computers a name by mistake.
+    path = "/proc/sys/kernel/random/boot_id"
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read().strip()

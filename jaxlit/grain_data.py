@@ -1,0 +1,186 @@
+"""What grain's three kinds of loaders are made to do alike: reshuffle, tell where they are, and go on from there."""
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+# A dataset handed over whole is read by threads of grain's. Its own 500 batches ahead would fill the memory.
+_THREADS, _AHEAD = 16, 16
+
+
+def kind_of(loader: Any) -> str | None:
+    """Return "MapDataset", "IterDataset" or "DataLoader", None for what is not grain's."""
+    if "grain" not in sys.modules:  # then it cannot be one, and importing grain takes seconds
+        return None
+    import grain
+
+    for kind in ("MapDataset", "IterDataset", "DataLoader"):
+        if isinstance(loader, getattr(grain, kind)):
+            return kind
+    return None
+
+
+def mark_flags_parsed() -> None:
+    """Let worker processes start in programs that absl did not start: they read absl's flags."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def is_endless(loader: Any) -> bool:
+    """Tell whether a loader repeats its records without end."""
+    if kind_of(loader) == "DataLoader":
+        return len(loader._sampler) > 2**60 if hasattr(loader._sampler, "__len__") else False
+    for stage in _stages(loader):
+        if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
+            return True
+        if type(stage).__name__ == "RepeatIterDataset" and getattr(stage, "_num_epochs", 1) is None:
+            return True
+    return False
+
+
+def draws(loader: Any, epoch: int, state: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch, where the iterator stands behind it) of an epoch, shuffled as a repetition of the data would be.
+
+    Args:
+        loader: A MapDataset, IterDataset or DataLoader.
+        epoch: The epoch.
+        state: Where to start: what came with the batch before, None for the beginning.
+    """
+    if kind_of(loader) == "DataLoader":
+        iterator = iter(_loader_at(loader, epoch))
+        pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
+    else:
+        dataset = _dataset_at(loader, epoch)
+        if kind_of(dataset) == "MapDataset":
+            import grain
+
+            dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
+        iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
+    try:
+        if state is not None:
+            iterator.set_state(unpack(state))
+        for batch in iterator:
+            yield batch, pack(iterator.get_state())
+    finally:
+        if hasattr(iterator, "close"):  # stops its threads and processes
+            iterator.close()
+
+
+def fingerprint(loader: Any) -> dict[str, Any]:
+    """Return what the order and content of the batches depend on: each stage's numbers, and a hash of a few records."""
+    if kind_of(loader) == "DataLoader":
+        found = {"sampler": repr(loader._sampler), "source": _digest(loader._data_source)}
+        stages = loader._operations
+    else:
+        stages = list(_stages(loader))
+        sources = (stage for stage in stages if kind_of(stage) == "MapDataset" and not stage.parents)
+        found = {f"source {i}": _digest(source) for i, source in enumerate(sources)}
+    return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(stages)} | found
+
+
+def is_unbatched(loader: Any) -> bool:
+    """Tell whether no stage of a dataset makes batches."""
+    stages = loader._operations if kind_of(loader) == "DataLoader" else _stages(loader)
+    return not any("batch" in type(stage).__name__.lower() for stage in stages)
+
+
+def _stages(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and all that it is made of; some stages keep theirs elsewhere than in `parents`."""
+    seen: list[Any] = []
+    waiting = [dataset]
+    while waiting:
+        stage = waiting.pop(0)
+        if not any(stage is other for other in seen):
+            seen.append(stage)
+            leaves = jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset)
+            waiting += [leaf for leaf in leaves if _is_dataset(leaf)]
+    return iter(seen)
+
+
+def _is_dataset(x: Any) -> bool:
+    return kind_of(x) in ("MapDataset", "IterDataset")
+
+
+def _dataset_at(x: Any, epoch: int) -> Any:
+    """Return a dataset as its repetition number `epoch` gives it: iterated twice, it would keep its order.
+
+    Args:
+        x: A dataset, or anything that a stage holds: datasets in lists, tuples and dicts are found.
+        epoch: The number of the repetition.
+    """
+    if not _is_dataset(x):
+        inside = epoch and type(x) in (list, tuple, dict)
+        return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
+    if not epoch:
+        return x
+    if kind_of(x) == "MapDataset":
+        length = len(x)
+        return x if length > 2**60 else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
+    again = copy.copy(x)  # stages are immutable, except that a copy may stand on other parents
+    vars(again).update({name: _dataset_at(value, epoch) for name, value in vars(x).items()})
+    if isinstance(seed := vars(x).get("_seed"), (int, np.integer)):
+        vars(again)["_seed"] = _shifted(int(seed), epoch)
+    return again
+
+
+def _shifted(seed: int, epoch: int) -> int:
+    # Far apart: a record's own randomness is drawn from the sum of the seed and its number.
+    return (seed + 1_000_003 * epoch) % 2**32
+
+
+def _loader_at(loader: Any, epoch: int) -> Any:
+    """Return a DataLoader with another order of the same records for each epoch, if it shuffles."""
+    import grain
+
+    sampler = loader._sampler
+    shuffles = type(sampler) is grain.samplers.IndexSampler and sampler._shuffle
+    if not epoch or not shuffles or sampler._num_epochs is None:
+        return loader
+    assert sampler._seed is not None  # grain wants one to shuffle
+    again = copy.copy(loader)
+    again._sampler = grain.samplers.IndexSampler(
+        sampler._num_records,
+        sampler._shard_options,
+        shuffle=True,
+        num_epochs=sampler._num_epochs,
+        seed=_shifted(sampler._seed, epoch),
+    )
+    again._dataset = again._create_dataset()
+    return again
+
+
+def _from_here(state: str, iterator: Any) -> bytes:
+    """Return a DataLoader's state as its iterator takes it: grain compares the source by a repr that holds its id."""
+    source = json.loads(iterator.get_state())["data_source"]
+    return json.dumps({**json.loads(state), "data_source": source}).encode()
+
+
+def _numbers(stage: Any) -> dict[str, Any]:
+    kept = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
+    found = {k.strip("_"): int(v) for k, v in sorted(vars(stage).items()) if isinstance(v, (int, np.integer))}
+    found = {k: v for k, v in found.items() if any(word in k for word in kept)}
+    return found | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
+
+
+def _digest(source: Any) -> str:
+    """Return a hash of a few records of a random access source, or of its class if it has none."""
+    digest = hashlib.sha256(type(source).__name__.encode())
+    try:
+        length = len(source)
+        records = [source[i] for i in sorted({0, length // 2, length - 1})] if 0 < length < 2**60 else []
+    except (TypeError, NotImplementedError):
+        return digest.hexdigest()[:16]
+    for leaf in jax.tree.leaves((length, records)):
+        known = isinstance(leaf, (bytes, str, int, float, np.ndarray, np.generic))
+        if known and not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
+            digest.update(leaf if isinstance(leaf, bytes) else np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,125 @@
+"""Several real processes of one training on this computer, each with simulated devices."""
+
+import importlib.util
+import inspect
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Args:
+        code: Its exit code, None if it was stopped because it, or another, did not end in time.
+        said: What it told by `say`, by name.
+        output: Its standard output.
+        errors: Its standard error.
+    """
+
+    code: int | None
+    said: dict[str, Any]
+    output: str
+    errors: str
+
+
+def launch(
+    work: Callable[[], None],
+    folder: Path,
+    *,
+    count: int = 2,
+    devices: int = 4,
+    join: bool = True,
+    timeout: float = 120.0,
+    grace: float = 10.0,
+) -> list[Ended]:
+    """Run a module's function in several processes, and stop those that do not end.
+
+    Args:
+        work: A function at the top of a test file.
+        folder: Where the processes run and write.
+        count: How many processes.
+        devices: How many devices each simulates.
+        join: Whether `jl.distributed.initialize` comes first.
+        timeout: Seconds for all of it.
+        grace: Seconds that the others have when one process has failed: in a collective they would wait for ever.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    children = []
+    for index in range(count):
+        told = {"file": inspect.getfile(work), "name": work.__name__, "port": port if join else None}
+        told |= {"index": index, "count": count, "devices": devices}
+        with (folder / f"output{index}").open("w") as output, (folder / f"errors{index}").open("w") as errors:
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, json.dumps(told)],
+                    stdout=output,
+                    stderr=errors,
+                    cwd=folder,
+                    env=environment,
+                )
+            )
+    try:
+        codes = _wait(children, time.monotonic() + timeout, grace)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    ended = []
+    for index, code in enumerate(codes):
+        path = folder / f"said{index}"
+        said = dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+        files = [(folder / f"{name}{index}").read_text() for name in ("output", "errors")]
+        ended.append(Ended(code, said, *files))
+    return ended
+
+
+def _wait(children: list[subprocess.Popen[bytes]], deadline: float, grace: float) -> list[int | None]:
+    failed = False
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        if not failed and any(child.poll() for child in children):
+            failed, deadline = True, min(deadline, time.monotonic() + grace)
+        for child in children:
+            try:
+                child.wait(timeout=0.05)
+            except subprocess.TimeoutExpired:
+                continue
+    return [child.poll() for child in children]
+
+
+def say(name: str, value: Any) -> None:
+    """Tell the test a value of JSON's; what was said before a process fails stays said."""
+    with open(f"said{_told['index']}", "a") as file:
+        file.write(json.dumps([name, value]) + "\n")
+
+
+_told: dict[str, Any] = {}
+
+if __name__ == "__main__":
+    sys.modules["processes"] = sys.modules["__main__"]  # for the test file's own import of it
+    _told |= json.loads(sys.argv[1])
+    import jaxlit as jl
+
+    jl.testing.fake_devices(_told["devices"])
+    if _told["port"] is not None:
+        address = f"127.0.0.1:{_told['port']}"
+        jl.distributed.initialize(address, _told["count"], _told["index"], timeout=60)
+    spec = importlib.util.spec_from_file_location("child", _told["file"])
+    assert spec is not None and spec.loader is not None
+    sys.modules["child"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    getattr(module, _told["name"])()
