@@ -1,10 +1,11 @@
 """Loaders: what can be one, how one is opened once an epoch, and where its iteration stands."""
 
+import contextlib
 import copy
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -34,15 +35,16 @@ class Source:
         self.pinned = False  # every epoch is epoch 0
         self.keep: int | None = None  # batches of the first epoch to take again in each
         self._kept: list[tuple[Any, Any]] | None = None
-        self.goes_on = False  # the next epoch begins where the last one stopped
-        self._stream: Iterator[tuple[Any, Any]] | None = None
+        self.may_go_on = False  # an epoch may begin where the last one stopped
+        self._is_stream = False  # found to go on when it is iterated again
+        self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self.prepare: Callable[[Any], Any] | None = None  # the user's own last word on a host batch
         self.intake = Intake(argument)
         self.gave = False  # whether it gave a batch before
         self.agreement: Any = None  # that of several processes, see jaxlit.agreement
         self.times: list[float] = []  # seconds that its first batches took
         self.waited = 0.0  # seconds of the epoch in which the devices had nothing to do but wait for a batch
-        self._peeked: tuple[int, Iterator[tuple[Any, Any]]] | None = None
+        self._peeked: tuple[int, Generator[tuple[Any, Any], None, None]] | None = None
         self._start: tuple[int, Any] | None = None  # the epoch to go on in, and where
         if isinstance(loader, (str, bytes, dict, type)) or hasattr(loader, "shape") or not _iterable(loader):
             hint = (
@@ -95,7 +97,12 @@ class Source:
                 return True
         return isinstance(self.loader, (itertools.cycle, itertools.count))
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+    @property
+    def goes_on(self) -> bool:
+        """Whether an epoch begins where the last one stopped."""
+        return self.may_go_on and (self.is_endless or self.is_iterator or self._is_stream)
+
+    def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Return one epoch's (batch, where the iteration stands behind it)."""
         epoch = 0 if self.pinned else epoch
         if self._peeked is not None:
@@ -124,14 +131,18 @@ class Source:
             second = list(itertools.islice(again, 1))
             if second and _are_equal(first[0][0], second[0][0]):
                 return
-            first, draws = first + [(batch, 2) for batch, _ in second], ((batch, at + 1) for batch, at in again)
+            self._is_stream = True
+            self._stream = draws = _chained(first, map(_one_later, itertools.chain(second, again)))
+            self._peeked = (epoch, (draw for draw in draws))
+            return
         self._peeked = (epoch, _chained(first, draws))
 
     def close(self) -> None:
         """Let go of iterations that were begun, and so of their threads and processes."""
         for draws in (self._peeked[1] if self._peeked else None, self._stream):
-            if draws is not None and hasattr(draws, "close"):
-                draws.close()  # type: ignore[attr-defined]
+            if draws is not None:
+                with contextlib.suppress(ValueError):  # a thread hangs in it
+                    draws.close()
         self._peeked = self._stream = None
 
     def take(self, batch: Any) -> tuple[Any, Any]:
@@ -192,7 +203,7 @@ class Source:
             "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
         )
 
-    def _keeping(self, epoch: int, count: int) -> Iterator[tuple[Any, Any]]:
+    def _keeping(self, epoch: int, count: int) -> Generator[tuple[Any, Any], None, None]:
         if self._kept is None:
             kept = []
             for draw in itertools.islice(self._draws(epoch), count):
@@ -204,7 +215,7 @@ class Source:
             # Copies: a hook that changes a batch in place changes it for one epoch.
             yield from ((_own(batch), at) for batch, at in self._kept)
 
-    def _draws(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+    def _draws(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         if not self.goes_on:
             return self._open(epoch)
         if self._stream is None:
@@ -212,7 +223,7 @@ class Source:
         # A generator that is not closed goes on where it was left.
         return (draw for draw in self._stream)
 
-    def _open(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+    def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         loader, at = self.loader, None
         if self._start is not None and (self._start[0] == epoch or self.goes_on):
             at = self._start[1]
@@ -289,9 +300,14 @@ def limit_of(limit: int | float, source: Source, argument: str) -> int | None:
     return count
 
 
-def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+def _chained(first: Iterable[Any], rest: Iterable[Any]) -> Generator[Any, None, None]:
     yield from first
     yield from rest
+
+
+def _one_later(draw: tuple[Any, Any]) -> tuple[Any, Any]:
+    batch, at = draw
+    return batch, at + 1 if isinstance(at, int) else at
 
 
 def _are_equal(a: Any, b: Any) -> bool:

@@ -198,8 +198,7 @@ class Loaders:
         source.intake = self._intakes.setdefault(
             (stage, idx), Intake(source.argument, **self._intake, may_be_empty=jax.process_count() > 1)
         )
-        endless = source.is_endless or source.is_iterator
-        source.goes_on = stage == "training" and not self._pinned and endless
+        source.may_go_on = stage == "training" and not self._pinned
         if self._pinned:
             source.pinned = True
             if type(source.loader) is ArrayLoader:

@@ -116,8 +116,8 @@ class Feeder:
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
         finally:
-            if (thread is None or thread.close()) and hasattr(draws, "close"):
-                draws.close()  # type: ignore[attr-defined]
+            if thread is None or thread.close():
+                draws.close()
 
     def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
         """Return the next draw, `_END` or a `_Failure`, and count the time."""

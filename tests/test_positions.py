@@ -203,7 +203,7 @@ def everything(batch: Any) -> Any:
 
 def make_source(kind: str) -> Source:
     source = Source({**LOADERS, **ENDLESS}[kind](), "loader")
-    source.goes_on = kind in ENDLESS  # as the Trainer sets it
+    source.may_go_on = True  # as the Trainer sets it
     return source
 
 

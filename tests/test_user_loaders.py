@@ -212,7 +212,7 @@ def test_where_a_generator_stands_is_counted_across_epochs() -> None:
     trainer, ids, _ = fit((batch for batch in make_batches(100)), limit_train_batches=3, max_steps=5, max_epochs=-1)
     assert ids == [[0, 1, 2], [3, 4]]
     source = Source((batch for batch in make_batches(100)), "loader")
-    source.goes_on = True
+    source.may_go_on = True
     source.load_state_dict(source.state_dict(1, trainer._session.position.data))
     assert next(source.epoch(1))[0]["x"][0] == 5
 
@@ -279,3 +279,14 @@ def test_a_lazy_module_is_not_built_before_its_loaders_were_looked_at(argument: 
 def test_a_batch_is_refused_by_what_is_wrong_with_it(batch: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         fit([batch])
+
+
+def test_where_a_stream_stands_is_counted_across_epochs() -> None:
+    class Long(Stream):
+        def __next__(self) -> Any:
+            self.k += 1
+            return make_batches(100)[self.k]
+
+    trainer, ids, _ = fit(Long(), limit_train_batches=3, max_steps=5, max_epochs=-1)
+    assert ids == [[0, 1, 2], [3, 4]]
+    assert trainer._session.position.data == 5
