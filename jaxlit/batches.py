@@ -222,7 +222,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
                     f"{where} gave a {type(leaf).__name__}, which is no pytree to jax. Give a dict, a tuple or a "
                     "registered dataclass of arrays, dict(batch) say."
                 )
-            kind = type(leaf).__name__ if x.dtype.kind == "O" else x.dtype.name
+            kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
             raise DataError(
                 f"{where}: {name} holds {kind}, which no device takes. Name its key in Trainer(host_keys=...) to keep "
                 "it on the host, leave it out of the batch, or encode it as numbers."
