@@ -19,7 +19,7 @@ class Agreement:
     """Sees that the batches of all processes make one global batch.
 
     The first batch of a loader is compared between the processes, and the last one of each epoch, whose rows may
-    differ. No other costs an exchange.
+    differ. No other costs one, except that rows which do not divide among the devices are joined.
 
     Args:
         source: The loader: a `jaxlit.data.Source`.
@@ -28,7 +28,7 @@ class Agreement:
 
     def __init__(self, source: Any, num_replicas: int) -> None:
         self._source, self._num_replicas = source, num_replicas
-        self._rows: int | None = None  # of each process in every batch but the last
+        self._told: list[int] | None = None  # rows of each process in every batch but the last
         self._count = 0
 
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
@@ -44,21 +44,22 @@ class Agreement:
         """
         argument, rows, loader = self._source.argument, num_rows(batch), self._source.loader
         self._count += 1
-        if self._rows is None:
-            self._rows, told = rows, self._first(batch, last)
+        if self._told is None:
+            told = self._told = self._first(batch, last)
         elif type(loader) is ArrayLoader and self._source.prepare is None:  # known without asking
             count = min(loader.batch_size, loader.num_rows - (at - 1) * loader.batch_size)
             parts = [own_rows(count, process) for process in range(jax.process_count())]
             told = [part.stop - part.start for part in parts]
         elif last:
             told = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
-        elif rows == self._rows:
-            told = [rows] * jax.process_count()
+        elif rows == self._told[jax.process_index()]:
+            told = self._told
         else:
+            before, process = self._told[jax.process_index()], jax.process_index()
             raise DataError(
-                f"{argument}: a batch in the middle of an epoch has {rows} rows in process {jax.process_index()}, "
-                f"those before had {self._rows}. In several processes only the last batch of an epoch may have other "
-                "rows: the processes do not know of each other's."
+                f"{argument}: a batch in the middle of an epoch has {rows} rows in process {process}, those before had "
+                f"{before}. In several processes only the last batch of an epoch may have other rows: the processes do "
+                "not know of each other's."
             )
         if len(set(told)) == 1 and sum(told) % self._num_replicas == 0:
             return with_rows(batch, sum(told)), batch

@@ -36,11 +36,11 @@ class Source:
         self.keep: int | None = None  # batches of the first epoch to take again in each
         self._kept: list[tuple[Any, Any]] | None = None
         self.may_go_on = False  # an epoch may begin where the last one stopped
-        self._is_stream = False  # found to go on when it is iterated again
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self.prepare: Callable[[Any], Any] | None = None  # the user's own last word on a host batch
         self.intake = Intake(argument)
-        self.gave = False  # whether it gave a batch before
+        self.looked = False  # whether its first batch was looked at
+        self.gave = False  # whether it gave a batch at all
         self.agreement: Any = None  # that of several processes, see jaxlit.agreement
         self.times: list[float] = []  # seconds that its first batches took
         self.waited = 0.0  # seconds of the epoch in which the devices had nothing to do but wait for a batch
@@ -100,7 +100,7 @@ class Source:
     @property
     def goes_on(self) -> bool:
         """Whether an epoch begins where the last one stopped."""
-        return self.may_go_on and (self.is_endless or self.is_iterator or self._is_stream)
+        return self.may_go_on and (self.is_endless or self.is_iterator)
 
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Return one epoch's (batch, where the iteration stands behind it)."""
@@ -113,29 +113,18 @@ class Source:
 
     def peek(self) -> None:
         """Draw the first batch and refuse one that no step could take; the first epoch begins with it."""
-        if self._peeked is not None:
-            return
-        epoch = self._start[0] if self._start else 0
+        if self.looked or (hasattr(self.loader, "__next__") and not self.is_iterator):
+            return  # an object that is its own iterator may begin anew when it is iterated again, or go on
+        self.looked, epoch = True, self._start[0] if self._start else 0
         draws = self.epoch(epoch)
         first = list(itertools.islice(draws, 1))
+        self._peeked = (epoch, _chained(first, draws))
         for batch, _ in first:
             self.gave = True
             if self.prepare is None:  # what it makes of a batch is looked at in its turn
                 self.intake(batch)
             if self._grain and grain_data.is_unbatched(self.loader):
                 _warn_if_single(batch, self.argument)
-        if first and hasattr(self.loader, "__next__") and not self.is_iterator:
-            # An object that is its own iterator begins again when it is iterated again, or goes on. In the one
-            # case the training and a validation may share it; in the other what it gave must not be lost.
-            again = self.epoch(epoch)
-            second = list(itertools.islice(again, 1))
-            if second and _are_equal(first[0][0], second[0][0]):
-                return
-            self._is_stream = True
-            self._stream = draws = _chained(first, map(_one_later, itertools.chain(second, again)))
-            self._peeked = (epoch, (draw for draw in draws))
-            return
-        self._peeked = (epoch, _chained(first, draws))
 
     def close(self) -> None:
         """Let go of iterations that were begun, and so of their threads and processes."""
@@ -303,16 +292,6 @@ def limit_of(limit: int | float, source: Source, argument: str) -> int | None:
 def _chained(first: Iterable[Any], rest: Iterable[Any]) -> Generator[Any, None, None]:
     yield from first
     yield from rest
-
-
-def _one_later(draw: tuple[Any, Any]) -> tuple[Any, Any]:
-    batch, at = draw
-    return batch, at + 1 if isinstance(at, int) else at
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _warn_if_single(batch: Any, argument: str) -> None:

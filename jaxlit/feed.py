@@ -116,7 +116,7 @@ class Feeder:
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
         finally:
-            if thread is None or thread.close():
+            if thread is None or thread.close(10.0 if source.goes_on else 1.0):
                 draws.close()
 
     def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
@@ -147,7 +147,7 @@ def look(source: Source, limit: int | None, watchdog: Watchdog, *, required: boo
         watchdog: Watches the wait.
         required: Whether an empty loader is refused; else it is only told of.
     """
-    if limit == 0 and source.length != 0:
+    if source.looked or (limit == 0 and source.length != 0):
         return
     watchdog.watch(source.argument, 0, 0)
     try:
@@ -157,7 +157,7 @@ def look(source: Source, limit: int | None, watchdog: Watchdog, *, required: boo
         raise
     finally:
         watchdog.rest()
-    if not source.gave:
+    if source.looked and not source.gave:
         if required:
             raise source.empty()
         _logger.warning(source.empty())
@@ -210,11 +210,11 @@ class _Thread:
                 raise item.error
             return item
 
-    def close(self) -> bool:
-        """Stop the thread; returns whether it has ended, so that the iterator is free."""
+    def close(self, patience: float) -> bool:
+        """Stop the thread; returns whether it has ended in so many seconds, so that the iterator is free."""
         self._closed = True
         self._tokens.put(None)
-        self._thread.join(timeout=1.0)  # one that hangs in the loader ends with the process
+        self._thread.join(timeout=patience)  # one that hangs in the loader ends with the process
         return not self._thread.is_alive()
 
     def _fill(self) -> None:

@@ -42,11 +42,13 @@ def sanity_check(run: Run) -> None:
     steps = run.trainer.num_sanity_val_steps
     if not run.val or steps == 0:
         return
-    loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in run.val]
+    # What is taken from an iterator would be missing in the first validation.
+    pairs = [(source, limit) for source, limit in run.val if not source.is_iterator]
+    loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in pairs]
     run.trainer.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
-        if run.validates:
+        if run.validates and loaders:
             evaluate(run, "validation", loaders)
         run.hooks("on_sanity_check_end")
     finally:
@@ -147,7 +149,7 @@ def end_epoch(run: Run, *, stepped: bool, unfinished: bool) -> None:
 
 
 def reload(run: Run) -> None:
-    """Open the loaders at the first epoch, and again where `reload_dataloaders_every_n_epochs` says so."""
+    """Open the loaders of hooks again where `reload_dataloaders_every_n_epochs` says so."""
     trainer, every = run.trainer, run.trainer.reload_dataloaders_every_n_epochs
     if not every or not run.position.epoch or run.position.epoch % every:
         return

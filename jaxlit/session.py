@@ -1,6 +1,7 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
+import datetime
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -154,11 +155,18 @@ class Session:
     def _open(self, run: Run) -> None:
         """Open the loaders of a fit."""
         trainer, name = self.trainer, type(run.module).__name__
+        if trainer.strategy.num_processes > 1 and (
+            trainer.max_time is not None or isinstance(trainer.val_check_interval, datetime.timedelta)
+        ):
+            raise ArgumentError(
+                "Trainer(max_time=...) and a val_check_interval that is a duration go by a clock, and each process has "
+                "its own. Count steps or batches in several processes."
+            )
         ((source, limit),) = run.loaders.open("training", required=True)
         if limit is None and trainer.max_steps < 0 and trainer.max_time is None and source.is_endless:
             raise ArgumentError(
-                f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...) or "
-                "Trainer(limit_train_batches=...)."
+                f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
+                "Trainer(max_time=...) or Trainer(limit_train_batches=...)."
             )
         run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
         run.val = run.loaders.open("validation", required=False)

@@ -52,6 +52,12 @@ class Watchdog:
                 self._bite(timeout, *watched[1:])
 
     def _bite(self, timeout: float, argument: str, epoch: int, batch: int) -> None:
+        try:
+            self._tell(timeout, argument, epoch, batch)
+        finally:  # also if there is nothing left to write to
+            os._exit(EXIT_CODE)
+
+    def _tell(self, timeout: float, argument: str, epoch: int, batch: int) -> None:
         stderr = sys.__stderr__ or sys.stderr  # a notebook's own has no file behind it
         print(
             f"{argument} gave no batch {batch} of epoch {epoch} within Trainer(data_timeout={timeout:g}) seconds. "
@@ -61,4 +67,3 @@ class Watchdog:
         )
         faulthandler.dump_traceback(file=stderr, all_threads=True)
         sys.stdout.flush()
-        os._exit(EXIT_CODE)

@@ -119,8 +119,30 @@ def test_an_object_that_is_its_own_iterator_may_train_and_validate(sanity: int) 
     assert trainer.callback_metrics["rows"] == 24
 
 
-def test_a_stream_loses_no_batch_to_the_look_at_its_first() -> None:
-    assert fit(Stream(), max_epochs=1)[1] == [[0, 1, 2, 3, 4, 5]]
+class Reshuffled(OwnIterator):
+    """Begins again with another batch."""
+
+    seed = 0
+
+    def __iter__(self) -> "Reshuffled":
+        self.seed, self.k = self.seed + 1, -1
+        return self
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        return {"x": (batch["x"] + self.seed) % 6}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_objects_that_are_their_own_iterators_give_each_batch_once(prefetch: int) -> None:
+    assert fit(Stream(), max_epochs=1, prefetch=prefetch)[1] == [[0, 1, 2, 3, 4, 5]]
+    assert fit(Stream(), limit_train_batches=3, prefetch=prefetch)[1] == [[0, 1, 2], [3, 4, 5]]
+    assert fit(Reshuffled(), prefetch=prefetch)[1] == [[1, 2, 3, 4, 5, 0], [2, 3, 4, 5, 0, 1]]
+
+
+def test_the_sanity_check_takes_nothing_from_a_generator() -> None:
+    trainer, _, _ = fit(make_batches(2), (batch for batch in make_batches(5)), max_epochs=1, num_sanity_val_steps=2)
+    assert trainer.callback_metrics["rows"] == 20
 
 
 class Refills:
@@ -279,14 +301,3 @@ def test_a_lazy_module_is_not_built_before_its_loaders_were_looked_at(argument: 
 def test_a_batch_is_refused_by_what_is_wrong_with_it(batch: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         fit([batch])
-
-
-def test_where_a_stream_stands_is_counted_across_epochs() -> None:
-    class Long(Stream):
-        def __next__(self) -> Any:
-            self.k += 1
-            return make_batches(100)[self.k]
-
-    trainer, ids, _ = fit(Long(), limit_train_batches=3, max_steps=5, max_epochs=-1)
-    assert ids == [[0, 1, 2], [3, 4]]
-    assert trainer._session.position.data == 5
