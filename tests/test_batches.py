@@ -1,6 +1,5 @@
 """Batches on their way from a loader to the step: what is refused, what stays on the host, what compiles again."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiles import compiles
 from flax import nnx
 
 import jaxlit as jl
@@ -51,22 +51,6 @@ def followed(targets: Any) -> float:
     for target in targets:
         w += 0.5 * (np.mean(np.asarray(target, np.float64)) - w)
     return w
-
-
-@contextlib.contextmanager
-def compiles() -> Iterator[list[str]]:
-    """List what is compiled inside the block."""
-    found: list[str] = []
-
-    def listen(event: str, seconds: float, **details: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(str(details.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 class Record(jl.Callback):

@@ -19,6 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from processes import Ended, launch, say
+from scale import Scale
 
 import jaxlit as jl
 from jaxlit.distributed import own_rows
@@ -57,30 +58,6 @@ class Net(jl.TrainModule):
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.sgd(0.001, momentum=0.9)
-
-
-class Scale(jl.TrainModule):
-    """Multiplies by a vector; its gradients and metrics have formulas."""
-
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.arange(1.0, 5.0))
-
-    def log_all(self, x: jax.Array, **where: bool) -> None:
-        for reduce_fx, value in (("mean", x.mean()), ("sum", x.sum()), ("min", x.min()), ("max", x.max())):
-            self.log(reduce_fx, value, reduce_fx=reduce_fx, **where)
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        self.log_all(batch["x"], on_step=False, on_epoch=True)
-        return (self.w[...] * batch["x"]).mean()
-
-    def validation_step(self, batch: dict[str, jax.Array]) -> None:
-        self.log_all(batch["x"])
-
-    def predict_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"y": self.w[...] * batch["x"], "row": batch["row"]}
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(1.0)
 
 
 class Again:
@@ -139,18 +116,18 @@ def train_stream(strategy: str, *options: str) -> dict[str, Any]:
 def train_on(loader: Any, **options: Any) -> dict[str, Any]:
     """Train, validate and predict with a loader."""
     trainer = jl.Trainer(max_epochs=1, num_sanity_val_steps=0, **{"strategy": "ddp", **QUIET, **options})
-    module = Scale()
+    module = Scale(size=4)
     trainer.fit(module, loader)
     return {
         "weights": plain(module.w[...]),
         "metrics": plain(dict(trainer.callback_metrics)),
-        "validation": plain(trainer.validate(Scale(), loader)),
-        "predictions": plain(trainer.predict(Scale(), loader)),
+        "validation": plain(trainer.validate(Scale(size=4), loader)),
+        "predictions": plain(trainer.predict(Scale(size=4), loader)),
     }
 
 
 def refusal_of(loader: Any) -> str:
-    return error_of(lambda: jl.Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Scale(), loader))
+    return error_of(lambda: jl.Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Scale(size=4), loader))
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -243,17 +220,19 @@ def see_host_keys() -> dict[str, Any]:
     for name, loader in (("ArrayLoader", jl.ArrayLoader(named, 16)), ("list", mine)):
         ids = SeeIds()
         trainer = jl.Trainer(max_epochs=1, num_sanity_val_steps=0, host_keys=("id",), callbacks=[ids], **QUIET)
-        trainer.fit(Scale(), loader, loader)
-        assert trainer.predict(Scale(), loader, return_predictions=False) is None
+        trainer.fit(Scale(size=4), loader, loader)
+        assert trainer.predict(Scale(size=4), loader, return_predictions=False) is None
         found[name] = ids.seen
-        found[f"{name} refused"] = error_of(lambda t=trainer, x=loader: t.predict(Scale(), x))
+        found[f"{name} refused"] = error_of(lambda t=trainer, x=loader: t.predict(Scale(size=4), x))
     return found
 
 
 def write_csv() -> list[str]:
     folder = Path(f"run{jax.process_index()}").absolute()
     quiet = {k: v for k, v in QUIET.items() if k != "logger"}
-    jl.Trainer(max_epochs=1, default_root_dir=folder, log_every_n_steps=1, **quiet).fit(Scale(), local_batches(26))
+    jl.Trainer(max_epochs=1, default_root_dir=folder, log_every_n_steps=1, **quiet).fit(
+        Scale(size=4), local_batches(26)
+    )
     return sorted(x.name for x in folder.rglob("*")) if folder.exists() else []
 
 
@@ -303,16 +282,16 @@ def refuse_and_prepare() -> None:
             return jl.ArrayLoader(rows(8), 8)
 
     data = Download()
-    jl.Trainer(max_epochs=1, **QUIET).fit(Scale(), datamodule=data)
+    jl.Trainer(max_epochs=1, **QUIET).fit(Scale(size=4), datamodule=data)
     say("prepared", data.found)
     failing = Download(fails=True)
-    say("failed", error_of(lambda: jl.Trainer(max_epochs=1, **QUIET).fit(Scale(), datamodule=failing)))
+    say("failed", error_of(lambda: jl.Trainer(max_epochs=1, **QUIET).fit(Scale(size=4), datamodule=failing)))
     say("set up after the failure", failing.found)
     os.makedirs(f"computer{process}")
     os.chdir(f"computer{process}")
     socket.gethostname = lambda: f"computer{process}"
     elsewhere = Download()
-    jl.Trainer(max_epochs=1, **QUIET).fit(Scale(), datamodule=elsewhere)
+    jl.Trainer(max_epochs=1, **QUIET).fit(Scale(size=4), datamodule=elsewhere)
     os.chdir("..")
     say("prepared on two computers", elsewhere.found)
     say("another topic", error_of(lambda: agree(f"topic {process}", None, timeout=10.0)))
@@ -322,7 +301,7 @@ def refuse_and_prepare() -> None:
 
 
 def read_the_same_rows() -> None:
-    jl.Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Scale(), [rows(8), rows(8)])
+    jl.Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Scale(size=4), [rows(8), rows(8)])
 
 
 def differ_in_the_middle() -> None:

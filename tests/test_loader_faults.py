@@ -1,6 +1,5 @@
 """Loaders that reuse memory, raise, run dry or never end: what is trained on, and what is refused."""
 
-import contextlib
 import csv
 import itertools
 import logging
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiles import compiles
 from flax import nnx
 
 import jaxlit as jl
@@ -344,22 +344,6 @@ def test_an_evaluations_loader_that_raises_is_named(verb: str, batch: int) -> No
     (note,) = caught.value.__notes__
     assert f"Trainer.{verb}(dataloaders=...)" in note
     assert f"batch {batch}" in note
-
-
-@contextlib.contextmanager
-def compiles() -> Iterator[list[str]]:
-    """List what is compiled inside the block."""
-    found: list[str] = []
-
-    def listen(event: str, seconds: float, **details: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(str(details.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # A loader that runs dry ------------------------------------------------------------------------------

@@ -2,42 +2,15 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
+from scale import Scale
 
 import jaxlit as jl
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 TAILS = (1, 7, 57, 63)
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-
-
-class Scale(jl.TrainModule):
-    """Multiplies by a vector; its gradients and metrics have formulas."""
-
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.arange(1.0, 4.0))
-
-    def log_all(self, x: jax.Array, **where: bool) -> None:
-        for reduce_fx, value in (("mean", x.mean()), ("sum", x.sum()), ("min", x.min()), ("max", x.max())):
-            self.log(reduce_fx, value, reduce_fx=reduce_fx, **where)
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        self.log_all(batch["x"], on_step=False, on_epoch=True)
-        return (self.w[...] * batch["x"]).mean()
-
-    def validation_step(self, batch: dict[str, jax.Array]) -> None:
-        self.log_all(batch["x"])
-
-    def predict_step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"y": self.w[...] * batch["x"], "row": batch["row"]}
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(1.0)
 
 
 def rows(count: int) -> dict[str, np.ndarray]:

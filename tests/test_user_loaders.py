@@ -1,6 +1,5 @@
 """Loaders as users write them: whatever their habits, each batch is trained on once, and on its own numbers."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from flax import nnx
 import jaxlit as jl
 from jaxlit.data import Source
 from jaxlit.errors import DataError
+from jaxlit.watchdog import Watchdog
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": "single"}
 
@@ -239,17 +239,28 @@ def test_where_a_generator_stands_is_counted_across_epochs() -> None:
     assert next(source.epoch(1))[0]["x"][0] == 5
 
 
-def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept() -> None:
-    class Slow:
+def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    watch = Watchdog.watch
+
+    def counted(self: Watchdog, argument: str, epoch: int, batch: int) -> None:
+        waits.append(batch)
+        watch(self, argument, epoch, batch)
+
+    monkeypatch.setattr(Watchdog, "watch", counted)
+    begun: list[int] = []  # waits that had begun when a batch was drawn
+
+    class Loader:
         def __iter__(self) -> Iterator[Any]:
             for batch in make_batches(4):
-                time.sleep(0.15)  # four take longer than the timeout, which would end the process
+                begun.append(len(waits))
                 yield batch
 
         def __len__(self) -> int:
             return 4
 
-    assert fit(Slow(), overfit_batches=4, data_timeout=0.4)[1] == [[0, 1, 2, 3]] * 2
+    assert fit(Loader(), overfit_batches=4, data_timeout=60)[1] == [[0, 1, 2, 3]] * 2
+    assert len({*begun}) == 4
 
 
 class Reloads(jl.DataModule):
