@@ -3,6 +3,7 @@
 from jaxlit.callbacks.base import Callback as Callback
 from jaxlit.callbacks.csv_logger import CSVLogger as CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary as ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar as ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau as ReduceLROnPlateau

@@ -24,6 +24,8 @@ class Callback:
         setup("fit")
         train_dataloader(), val_dataloader()       # of the DataModule or the module
         configure_optimizers()
+        if checkpoint is not None:                 # Trainer(resume=...) or fit(ckpt_path=...)
+            on_load_checkpoint(checkpoint)
         on_fit_start()
         if num_sanity_val_steps:
             on_sanity_check_start()
@@ -49,9 +51,12 @@ class Callback:
             if validation_is_due():                # val_check_interval, check_val_every_n_epoch
                 row = log(row)
                 validate()
+            if batch_idx + 1 < len(train_batches):
+                on_safe_point(False, False)        # (False, True) where training stops in mid-epoch
         log(row)
         on_train_epoch_end()                       # callbacks with runs_last come behind the module
         log(row_of_epoch())
+        on_safe_point(True, training_is_over())    # ModelCheckpoint saves there, behind on_save_checkpoint(checkpoint)
 
     def validate(num_batches=None):
         on_validation_start()
@@ -65,6 +70,9 @@ class Callback:
         log(row_of_validation())
         on_validation_end()
     ```
+
+    A training that is resumed makes no sanity check, and goes on behind what its checkpoint has seen: in mid-epoch
+    `on_train_epoch_start` does not run again.
 
     `trainer.validate`, `test` and `predict` call `prepare_data`, `setup`, the loader hook, then what is in
     `validate` above with `test` or `predict` in place of `validation`, and `teardown`.
@@ -220,6 +228,26 @@ class Callback:
     ) -> None:
         """Run after a predict step; `outputs` is what the step returned, as device arrays."""
 
+    def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
+        """Run between two batches, or behind an epoch: nothing that belongs to them is left to do.
+
+        Their rows are known and the validation that was due is over; only an interrupt leaves it in its middle. It
+        does not run behind the last batch of an epoch, but at the epoch's end. What a checkpoint should hold of the
+        module must be written before.
+
+        Args:
+            trainer: The trainer.
+            module: The module.
+            epoch_over: Whether an epoch has ended.
+            training_over: Whether training ends here.
+        """
+
+    def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Run before a checkpoint is written; what is put into `checkpoint`, JSON values, is found at loading."""
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Run when training has taken back its state from a checkpoint, before `on_fit_start`."""
+
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Receive one logged row.
 
@@ -232,8 +260,13 @@ class Callback:
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Run when training raised, before `teardown`; the exception is raised again."""
 
+    @property
+    def state_key(self) -> str:
+        """The name of its state in a checkpoint; callbacks with the same are numbered in their order."""
+        return type(self).__name__
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of this callback, as JSON values."""
+        """Return what a checkpoint must keep of this callback, as JSON values; asked before the first step too."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,6 +37,8 @@ class CSVLogger(Callback):
         self._columns: list[str] = []
         self._file: TextIO | None = None
         self._size = 0  # bytes of whole rows
+        self._rows = 0
+        self._keep: tuple[int, list[str]] | None = None  # rows and columns that a checkpoint knows
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Write one row.
@@ -61,6 +63,8 @@ class CSVLogger(Callback):
             self._close()
             path.parent.mkdir(parents=True, exist_ok=True)
             self.path, self._columns = path, _columns_of(path)
+            with contextlib.suppress(FileNotFoundError), path.open(newline="") as file:
+                self._rows = max(sum(1 for _ in csv.reader(file)) - 1, 0)
             if not self._columns:
                 self._columns = ["step", "epoch"]
                 path.write_text(",".join(self._columns) + "\n")
@@ -74,19 +78,56 @@ class CSVLogger(Callback):
         csv.DictWriter(self._file, self._columns, restval="", lineterminator="\n").writerow(row)
         self._file.flush()
         self._size = self._file.tell()
+        self._rows += 1
 
     def _widen(self, path: Path, new: list[str]) -> None:
         """Rewrite the file with more columns; a crash leaves the old file or the new one."""
         with path.open(newline="") as old:
             rows = list(csv.DictReader(old))
-        columns = self._columns + new
+        self._rewrite(path, self._columns + new, rows)
+
+    def _rewrite(self, path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         os.replace(temporary, path)
-        self._columns = columns
+        self._columns, self._rows = columns, len(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows and which columns the file has."""
+        return {"rows": self._rows, "columns": self._columns}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what the file had; `on_load_checkpoint` drops what has come since."""
+        self._keep = int(state_dict["rows"]), [str(name) for name in state_dict["columns"]]
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Drop the rows that training will make again."""
+        self._drop(trainer, checkpoint["global_step"])
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Drop the rows of a training that left no checkpoint, and begins anew."""
+        if trainer.resume == "auto" and not trainer.global_step and self.path is None:
+            self._drop(trainer, 0)
+
+    def _drop(self, trainer: "Trainer", step: int) -> None:
+        """Drop rows from a step on, and those that a checkpoint does not know."""
+        path, kept, self._keep = trainer.run_dir / self.filename, self._keep, None
+        if not trainer.is_global_zero or not path.exists():
+            return
+        self._close()
+        count, columns = kept or (None, _columns_of(path))
+        known = count is not None  # else all that tells is the step
+        with path.open(newline="") as old:
+            rows = list(csv.DictReader(old))[:count]
+        self.path = path
+        self._rewrite(
+            path,
+            columns or ["step", "epoch"],
+            [row for row in rows if known or (row["step"].isdigit() and int(row["step"]) < step)],
+        )
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Close the file; a later run of the same Trainer goes on with it."""

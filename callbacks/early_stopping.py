@@ -84,6 +84,11 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._reset()
 
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Stop at once if that training was stopped, unless there is more patience now."""
+        if self.stopping_reason is not None and self.wait_count >= self.patience:
+            trainer.stop(self.stopping_reason)
+
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after a validation of a fit."""
         self._check(trainer, self._monitor.after_validation(trainer))
@@ -124,9 +129,15 @@ class EarlyStopping(Callback):
             f"{self.monitor} did not improve in the last {self.wait_count} checks; the best was {self.best_score:.4g}"
         )
 
+    @property
+    def state_key(self) -> str:
+        """The class, with what it monitors: values of another metric mean nothing to it."""
+        return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the best value."""
         return {
+            "validated": self._monitor.state,
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             # An infinity is no JSON value.
@@ -136,6 +147,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the counts and the best value."""
+        self._monitor.state = state_dict.get("validated", False)
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
         self.best_score, self.stopping_reason = float(state_dict["best_score"]), state_dict["stopping_reason"]
 

@@ -48,6 +48,15 @@ class Monitor:
         """Tell whether a value is better than another, by more than `min_delta`."""
         return self.sign * value < self.sign * than - min_delta
 
+    @property
+    def state(self) -> bool:
+        """Whether a validation has come whose epoch is not over: what a checkpoint must keep."""
+        return self._validated
+
+    @state.setter
+    def state(self, validated: bool) -> None:
+        self._validated, self._looked = bool(validated), True
+
     def begin(self, trainer: "Trainer", stage: str) -> None:
         """Begin a run: `trainer.validate` is no check."""
         self._fitting, self._validated, self._looked = stage == "fit", False, False

@@ -43,6 +43,7 @@ class ProgressBar(Callback):
         self._interval = 1 / refresh_rate
         self._progress: Progress | None = None
         self._batches, self._next = 0, math.inf
+        self._first: int | None = None  # batch of this epoch that the bar has seen
         self._shown: dict[str, float] = {}
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -57,21 +58,32 @@ class ProgressBar(Callback):
             f"{trainer.strategy.describe()}"
         )
 
+    def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Begin in the middle of an epoch, if training goes on there."""
+        self._begin()
+
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin the epoch's bar."""
-        self._batches, self._epoch_start, self._shown = 0, time.monotonic(), {}
-        self._last = self._epoch_start  # of the newest batch: validation is no part of the rate
-        self._next = self._epoch_start if self._terminal and self._active else math.inf
+        self._begin()
         if self._next < math.inf:
             self._open(trainer)
+
+    def _begin(self) -> None:
+        self._batches, self._first, self._epoch_start, self._shown = 0, None, time.monotonic(), {}
+        self._last = self._epoch_start  # of the newest batch: validation is no part of the rate
+        self._next = self._epoch_start if self._terminal and self._active else math.inf
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        self._batches, self._last = self._batches + 1, time.monotonic()
+        self._batches, self._last = batch_idx + 1, time.monotonic()
+        if self._first is None:
+            self._first = batch_idx
         if self._last >= self._next:
             self._next = self._last + self._interval
+            if self._progress is None:
+                self._open(trainer)
             self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
@@ -140,7 +152,7 @@ class ProgressBar(Callback):
 
     def _numbers(self, trainer: "Trainer") -> str:
         seconds = max(self._last - self._epoch_start, 1e-9)
-        rate, waited = self._batches / seconds, min(trainer.data_wait / seconds, 1.0)
+        rate, waited = (self._batches - (self._first or 0)) / seconds, min(trainer.data_wait / seconds, 1.0)
         # Less than a tenth is no reason to look for a faster loader.
         wait = f"  waits for data {waited:.0%}" if waited >= 0.1 else ""
         values = "".join(f"  {name} {value:.4g}" for name, value in self._shown.items())

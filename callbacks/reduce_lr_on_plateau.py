@@ -145,9 +145,15 @@ class ReduceLROnPlateau(Callback):
             )
         self.num_reductions += lowered
 
+    @property
+    def state_key(self) -> str:
+        """The class, with what it monitors: values of another metric mean nothing to it."""
+        return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the best value."""
         return {
+            "validated": self._monitor.state,
             "wait_count": self.wait_count,
             "cooldown_count": self.cooldown_count,
             "num_reductions": self.num_reductions,
@@ -157,5 +163,6 @@ class ReduceLROnPlateau(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the counts and the best value."""
+        self._monitor.state = state_dict.get("validated", False)
         self.wait_count, self.cooldown_count = state_dict["wait_count"], state_dict["cooldown_count"]
         self.num_reductions, self.best_score = state_dict["num_reductions"], float(state_dict["best_score"])

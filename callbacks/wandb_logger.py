@@ -1,7 +1,6 @@
 """Logged rows in Weights & Biases."""
 
 import os
-import re
 import secrets
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.progress_bar import say
 from jaxlit.errors import ArgumentError, JaxlitError
+from jaxlit.redaction import redact
 
 if TYPE_CHECKING:
     import wandb
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _STEP = "trainer/global_step"
-_SECRET = re.compile(r"api[_-]?key|token|secret|passw|credential|auth", re.IGNORECASE)
 _FINISH_MARGIN = 10.0  # seconds beyond wandb's own limit
 
 
@@ -219,22 +218,6 @@ class WandbLogger(Callback):
         else:
             say(f"W&B: {run.url}")
         return run
-
-
-def redact(value: Any) -> Any:
-    """Return JSON values without those whose names look like a secret's."""
-    if isinstance(value, dict):
-        return {k: "<redacted>" if _is_secret(str(k), v) else redact(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(x) for x in value]
-    return value
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    # max_tokens=4096 counts tokens; no API's token is a number.
-    if isinstance(value, (int, float)):
-        name = re.sub("token", "", name, flags=re.IGNORECASE)
-    return _SECRET.search(name) is not None
 
 
 @contextmanager

@@ -58,23 +58,23 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def duration(name: str, value: Any) -> float:
+def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     """Return the seconds of a timedelta, a dict of its arguments, or "DD:HH:MM:SS"."""
     forms = "a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'"
     parts = value
     if isinstance(value, str):
         if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            raise ArgumentError(f"Trainer({name}=...) takes {forms}, got {value!r}.")
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
         parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
     if isinstance(parts, dict):
         try:
             parts = datetime.timedelta(**parts)
         except (TypeError, ValueError, OverflowError):  # another key, NaN, or more days than it can hold
-            raise ArgumentError(f"Trainer({name}=...) takes {forms}, got {value!r}.") from None
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.") from None
     if not isinstance(parts, datetime.timedelta):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes {forms}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
     if parts.total_seconds() < 0:
-        raise ArgumentError(f"Trainer({name}=...) takes a duration of at least 0, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) takes a duration of at least 0, got {value!r}.")
     return parts.total_seconds()
 
 

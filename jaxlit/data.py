@@ -104,12 +104,16 @@ class Source:
 
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Return one epoch's (batch, where the iteration stands behind it)."""
-        epoch = 0 if self.pinned else epoch
+        epoch = self._number(epoch)
         if self._peeked is not None:
             (peeked, draws), self._peeked = self._peeked, None
             if peeked == epoch:
                 return draws
-        return self._draws(epoch) if self.keep is None else self._keeping(epoch, self.keep)
+        if self.keep is None:
+            return self._draws(epoch)
+        # What is kept begins with the first batch, also if training goes on behind it.
+        start, self._start = self._start, None
+        return _behind(self._keeping(epoch, self.keep), (start[1] or 0) if start else 0)
 
     def peek(self) -> None:
         """Draw the first batch and refuse one that no step could take; the first epoch begins with it."""
@@ -150,7 +154,7 @@ class Source:
             epoch: The epoch.
             at: What came with the last batch that was used.
         """
-        return {"epoch": epoch, "at": at, "fingerprint": self._fingerprint()}
+        return {"epoch": self._number(epoch), "at": at, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where an iteration stood: the state's epoch starts behind the last batch that was used.
@@ -158,16 +162,39 @@ class Source:
         Raises:
             DataError: The state belongs to other data, or another batch size, seed or order.
         """
-        if what := differences(state["fingerprint"], self._fingerprint()):
+        was = state["fingerprint"]
+        if was is not None and (what := differences(was, self._fingerprint())):
+            if state["at"] is not None:
+                raise DataError(
+                    f"{self.argument}: the iteration was saved with another loader: {what}. Build the loader as it was "
+                    "built then, or resume from a checkpoint of an epoch's end."
+                )
+            _logger.warning("%s is another loader than before the resume: %s.", self.argument, what)
+        if not self._may_start(state["at"]):
             raise DataError(
-                f"{self.argument}: the iteration was saved with another loader: {what}. Build the loader as it was "
-                "built then."
+                f"{self.argument}: the iteration's place {state['at']!r:.60} is none of this kind of loader."
             )
         self._start, self._peeked, self._stream = (int(state["epoch"]), state["at"]), None, None
+        self.gave |= state["at"] is not None
 
     def between_epochs(self, at: Any) -> Any:
         """Return where the iteration stands once an epoch is over, given where it stood at its end."""
         return at if self.goes_on or (self._keeps_state and not hasattr(self.loader, "set_epoch")) else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every number of processes that share its rows gives the same batches."""
+        return isinstance(self.loader, ArrayLoader) or self._grain == "MapDataset"
+
+    def _may_start(self, at: Any) -> bool:
+        if at is None or self._keeps_state:
+            return True
+        if self._grain:
+            return isinstance(at, str if self._grain == "DataLoader" else dict)
+        return type(at) is int and at >= 0
+
+    def _number(self, epoch: int) -> int:
+        return 0 if self.pinned else epoch
 
     @property
     def _keeps_state(self) -> bool:
@@ -195,10 +222,10 @@ class Source:
     def _keeping(self, epoch: int, count: int) -> Generator[tuple[Any, Any], None, None]:
         if self._kept is None:
             kept = []
-            for draw in itertools.islice(self._draws(epoch), count):
-                kept.append(draw)
+            for i, (batch, _) in enumerate(itertools.islice(self._draws(epoch), count)):
+                kept.append((batch, i + 1))
                 self._kept = kept if len(kept) == count else None
-                yield _own(draw[0]), draw[1]
+                yield _own(batch), i + 1
             self._kept = kept
         else:
             # Copies: a hook that changes a batch in place changes it for one epoch.
@@ -287,6 +314,11 @@ def limit_of(limit: int | float, source: Source, argument: str) -> int | None:
             f"Give at least {1 / length:.3g}, or an int."
         )
     return count
+
+
+def _behind(draws: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:
+    with contextlib.closing(draws):
+        yield from itertools.islice(draws, count, None)
 
 
 def _chained(first: Iterable[Any], rest: Iterable[Any]) -> Generator[Any, None, None]:

@@ -79,6 +79,13 @@ class DataModule:
         """Return the batch to train on, still as numpy."""
         return batch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must keep of the data, as JSON values; where loaders stand is kept anyway."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, after `setup`."""
+
     def on_exception(self, exception: BaseException) -> None:
         """Run when the run raised, before `teardown`."""
 

@@ -5,12 +5,15 @@ from typing import Any
 from jaxlit import arguments as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 
-def all_callbacks(given: Any, logger: Any, progress_bar: Any, summary: Any) -> tuple[list[Callback], list[Callback]]:
+def all_callbacks(
+    given: Any, logger: Any, progress_bar: Any, summary: Any, checkpoints: Any
+) -> tuple[list[Callback], list[Callback]]:
     """Return every callback of a Trainer in order, and those that were given as loggers.
 
     Args:
@@ -18,6 +21,7 @@ def all_callbacks(given: Any, logger: Any, progress_bar: Any, summary: Any) -> t
         logger: `Trainer(logger=...)`.
         progress_bar: `Trainer(enable_progress_bar=...)`.
         summary: `Trainer(enable_model_summary=...)`.
+        checkpoints: `Trainer(enable_checkpointing=...)`.
 
     Raises:
         ArgumentError: Two of them cannot go together.
@@ -34,6 +38,7 @@ def all_callbacks(given: Any, logger: Any, progress_bar: Any, summary: Any) -> t
     # The bar's header comes before the summary's table.
     _add(found, ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar))
     _add(found, ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary))
+    _add(found, ModelCheckpoint, "enable_checkpointing", check.boolean("enable_checkpointing", checkpoints))
     return check_together(found), extra
 
 
@@ -49,13 +54,20 @@ def check_together(callbacks: list[Callback]) -> list[Callback]:
             raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
         if isinstance(c, ProgressBar) and any(isinstance(other, ProgressBar) for other in callbacks[:i]):
             raise ArgumentError(f"The callbacks hold two {name}s, and only one can draw. Leave one of them out.")
+        if isinstance(c, ModelCheckpoint):
+            folders = [other.dirpath for other in callbacks[:i] if isinstance(other, ModelCheckpoint)]
+            if c.dirpath in folders:
+                raise ArgumentError(
+                    f"The callbacks hold two {name}s that write to one folder. Give one of them a dirpath of its own."
+                )
         files = [other.filename for other in callbacks[:i] if isinstance(other, CSVLogger)]
         if isinstance(c, CSVLogger) and c.filename in files:
             raise ArgumentError(
                 f"The callbacks hold two {name}s that write to {c.filename}. Leave one of them out, or pass "
                 "Trainer(logger=False)."
             )
-    return callbacks
+    # A checkpoint holds what the other callbacks have decided.
+    return sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))
 
 
 def _add(callbacks: list[Callback], kind: type[Callback], argument: str, enabled: bool) -> None:

@@ -1,6 +1,7 @@
 """One module under one strategy: its state on the devices, and its compiled steps."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,9 @@ from jaxlit.replica import Replica, is_row, num_rows, reduce_outputs, reduce_sta
 from jaxlit.state import Layout, TrainState, is_key, leaf_name
 from jaxlit.step import EvalStep, TrainStep
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy, with_rows
+from jaxlit.table import Table
+
+_logger = logging.getLogger("jaxlit")
 
 _FLOAT32 = Precision()
 
@@ -60,6 +64,7 @@ class Engine:
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
         self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
+        self.evaluates_only = optimizer is None
         self.tx, self._clip, self._debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.model = Model(nnx.graphdef(module), wrt, module, precision)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -79,6 +84,8 @@ class Engine:
         part = (at.counters, at.params, at.frozen, at.model_state)
         self._eval_at: list[int] = jax.tree.leaves(part)
         self._eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
+        self._all_finite: Callable[..., jax.Array] | None = None
+        self._restored: Table | None = None  # the training metrics of a checkpoint
         self._variable_at: list[int] = []
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._next_epoch = jax.jit(
@@ -115,12 +122,18 @@ class Engine:
 
         self._trace("training", None, look, batch)
         step = TrainStep(self.model, self.tx, self.layout, self.nan_policy, self._clip)
-        self._set(at.sums, self.model.table("training").empty_sums())
+        table = self.model.table("training")
+        fits = self._restored is not None and self._restored.metrics == table.metrics
+        if self._restored is not None and not fits:
+            _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's begin anew.")
+        if not fits:
+            self._set(at.sums, table.empty_sums())
         out = self._outputs("training")
         loss = None if at.window is None else EACH
         programs = {"train_step": (step.update, SHARED)}
         if at.window is not None:
-            self._set(at.window.metrics, self._stacked(self.model.table("training").empty()))
+            if not fits:
+                self._set(at.window.metrics, self._stacked(table.empty()))
             programs["micro_step"] = (step.micro, EACH)
         for name, (fn, logs) in programs.items():
             self._programs[name] = self._compile(
@@ -143,27 +156,87 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         at: Any = self._at.counters
         self.leaves[at] = self._next_epoch(self.leaves[at], np.int32(epoch))
-        if "train_step" in self._programs:
-            self._set(self._at.sums, self.model.table("training").empty_sums())
+        self._restored = None
+        self.clear_sums()
+
+    def clear_sums(self) -> None:
+        """Forget the epoch's metrics."""
+        self._set(self._at.sums, self.training_table.empty_sums())
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""
         if (window := self._at.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 self._set(i, np.zeros(self.leaves[i].shape, self.leaves[i].dtype))
-            self._set(window.metrics, self._stacked(self.model.table("training").empty()))
+            self._set(window.metrics, self._stacked(self.training_table.empty()))
+
+    @property
+    def training_table(self) -> Table:
+        """The training metrics: of the step, or before it was traced those of a checkpoint."""
+        return self.model.table("training") if "train_step" in self._programs else self._restored or Table([])
 
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
-        return self.model.table("training").read(np.asarray(self.leaves[self._at.sums]))
+        return self.training_table.read(np.asarray(self.leaves[self._at.sums]))
 
     def bad_step(self) -> int:
         """Return the last step with a non-finite loss or gradient, or -1; waits for the device."""
         return int(np.asarray(self.leaves[self._at.counters])[3])  # type: ignore[call-overload]
 
-    def count_from(self, step: int, epoch: int) -> None:
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the state is there; a step or a restore that failed may have taken some."""
+        return not any(x is None or x.is_deleted() for x in self.leaves)
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the optimizer steps taken, the epoch, and its batches seen; waits for the device."""
+        return tuple(map(int, np.asarray(self.leaves[self._at.counters])[:3]))  # type: ignore[call-overload]
+
+    def count_from(self, step: int, epoch: int, batch_idx: int = 0) -> None:
         """Set what the module's `global_step` and `current_epoch` are in the steps."""
-        self._set(self._at.counters, np.array([step, epoch, 0, -1], np.int32))
+        self._set(self._at.counters, np.array([step, epoch, batch_idx, -1], np.int32))
+
+    # Checkpoints ------------------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The (name, shape, dtype) of each array of the flat state; a module's are named by their path in it."""
+        found, impls = [], self.layout.key_impls
+        for path, i in jax.tree_util.tree_leaves_with_path(self._at):
+            in_module = path[0].name in ("params", "frozen", "model_state")
+            name = f"module.{leaf_name(path[1:])}" if in_module else leaf_name(path)
+            dtype = f"key<{impls[i]}>" if i in impls else str(self.leaves[i].dtype)
+            found.append((name, tuple(self.leaves[i].shape), dtype))
+        return found
+
+    @property
+    def optimizer_kind(self) -> str:
+        """How the optimizer's state is built: optimizers with the same arrays may mean different things by them."""
+        return _kind_of(self._at.opt_state)
+
+    def is_finite(self) -> bool:
+        """Tell whether every floating number of the state is finite; waits for the device."""
+        if self._all_finite is None:
+            self._all_finite = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
+        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
+
+    def restore(self, arrays: Mapping[int, Any], table: Table | None) -> None:
+        """Replace arrays of the flat state.
+
+        Args:
+            arrays: By their place; the sums and the window's metrics have the columns of `table`.
+            table: The training metrics they were saved with, None to leave the metrics as they are.
+        """
+        if table is not None:
+            self._restored = table
+            if (window := self._at.window) is not None:
+                self._set(window.metrics, self._stacked(table.empty()))
+        for i, array in arrays.items():
+            self._set(i, array)
+
+    def place_sums(self, table: Any, count: int) -> list[jax.Array]:
+        """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
+        return [jax.device_put(table, self._own), jax.device_put(np.int32(count), self.strategy.replicated)]
 
     # Evaluation -------------------------------------------------------------------------------------
 
@@ -194,8 +267,7 @@ class Engine:
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        table = self._stacked(self.model.table(stage, loader).empty_sums())
-        return [jax.device_put(table, self._own), jax.device_put(np.int32(0), self.strategy.replicated)]
+        return self.place_sums(self._stacked(self.model.table(stage, loader).empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics.
@@ -335,6 +407,17 @@ def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any
         return tuple(jax.device_put(x, to) if isinstance(to, list) else x for x, to in pairs)
 
     return call
+
+
+def _kind_of(state: Any) -> str:
+    """Return the names of the state classes in an optimizer's state, in order."""
+    if isinstance(state, tuple):
+        inside = ", ".join(filter(None, map(_kind_of, state)))
+        named = type(state).__name__ if hasattr(state, "_fields") else ""
+        return f"{named}({inside})" if inside or named else ""
+    if isinstance(state, dict):
+        return ", ".join(f"{key}: {inside}" for key, value in state.items() if (inside := _kind_of(value)))
+    return ""
 
 
 def _never(*_: Any) -> Any:

@@ -39,6 +39,10 @@ class StateError(JaxlitError, ValueError):
     """A hook or a step changed the module in a way that training cannot follow."""
 
 
+class CheckpointError(JaxlitError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit."""
+
+
 class ProcessError(JaxlitError, RuntimeError):
     """The processes of a training did not meet, or do not run the same thing."""
 

@@ -62,8 +62,10 @@ class Feeder:
         self.example: Any = None
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def batches(self, source: Source, epoch: int, limit: int | None) -> Iterator[tuple[Any, Any, bool, Any]]:
-        """Return an iterator over one epoch.
+    def batches(
+        self, source: Source, epoch: int, limit: int | None, start: int = 0
+    ) -> Iterator[tuple[Any, Any, bool, Any]]:
+        """Return an iterator over one epoch, or over what is left of it behind `start` batches.
 
         It gives (placed batch, host batch, is last, where the iteration stands behind it) of each batch.
         One batch is drawn ahead, so that the last is known as such even if the loader has no length.
@@ -71,7 +73,7 @@ class Feeder:
         Raises:
             Exception: What the loader raised, with a note that says where; the batches before it come first.
         """
-        found = self._batches(source, epoch, limit)
+        found = self._batches(source, epoch, None if limit is None else max(limit - start, 0), start)
         self._open.add(found)
         return found
 
@@ -80,7 +82,9 @@ class Feeder:
         for found in list(self._open):
             found.close()
 
-    def _batches(self, source: Source, epoch: int, limit: int | None) -> Iterator[tuple[Any, Any, bool, Any]]:
+    def _batches(
+        self, source: Source, epoch: int, limit: int | None, start: int
+    ) -> Iterator[tuple[Any, Any, bool, Any]]:
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
@@ -90,8 +94,8 @@ class Feeder:
             source.agreement = Agreement(source, self._num_replicas)
         agreement, source.waited = source.agreement, 0.0
         try:
-            drawn = self._draw(source, stream, 0)
-            for k in itertools.count(1):
+            drawn = self._draw(source, stream, start)
+            for k in itertools.count(start + 1):
                 if drawn is _END or (thread is not None and thread.given_up):
                     return
                 if isinstance(drawn, _Failure):

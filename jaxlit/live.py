@@ -115,7 +115,7 @@ class Live:
             else:
                 _module._live[id(self.module)] = outer
             # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
-            if not any(x.is_deleted() for x in self.engine.leaves):
+            if self.engine.is_whole:
                 self.stale = True
                 self.touch()
             for (_, variable), mine, first, last in zip(

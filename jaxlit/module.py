@@ -5,7 +5,8 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 import optax
@@ -78,6 +79,28 @@ class Optimizer:
                 "jl.Optimizer(lr_schedule=...) takes an optax schedule, a function of the step, got "
                 f"{self.lr_schedule!r}. Pass optax.constant_schedule(0.1), say."
             )
+
+
+if TYPE_CHECKING:
+    _OfClass = classmethod
+else:
+
+    class _OfClass(classmethod):
+        """A class method that an object refuses: it would look as if it changed the object."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            method = super().__get__(instance, owner)
+            if instance is None:
+                return method
+
+            def refuse(*_: Any, **__: Any) -> None:
+                name = type(instance).__name__
+                raise ModuleError(
+                    f"{name}.{method.__name__} returns a new module, and was called on one that it would leave as "
+                    f"it is. Call it on the class: module = {name}.{method.__name__}(...)."
+                )
+
+            return refuse
 
 
 class TrainModule(nnx.Module):
@@ -189,6 +212,24 @@ class TrainModule(nnx.Module):
         for name, value in metrics.named_values(dictionary).items():
             self.log(name, value, *args, **kwargs)
 
+    @_OfClass
+    def load_from_checkpoint(cls, path: str | Path, /, *, strict: bool = True, **overrides: Any) -> Self:
+        """Build the module with the hyperparameters and the weights of a checkpoint.
+
+        Constructor arguments that are JSON values are kept in a checkpoint; `rngs` need not be given.
+
+        Args:
+            path: A checkpoint, or a run's folder, of which the newest that verifies is taken.
+            strict: Refuse a checkpoint that does not fit; otherwise what fits is taken, and the rest named.
+            **overrides: Constructor arguments that win over those of the checkpoint, or that it does not keep.
+
+        Raises:
+            CheckpointError: It is damaged, or does not fit: a table says what differs.
+        """
+        from jaxlit.restore import load_module
+
+        return load_module(cls, path, overrides, strict=strict)  # type: ignore[return-value]
+
     @property
     def trainer(self) -> "Trainer":
         """The trainer that runs this module."""
@@ -229,6 +270,11 @@ def attach(module: TrainModule, trainer: "Trainer") -> "Trainer | None":
     outer = _trainers.get(module)
     _trainers[module] = weakref.ref(trainer)
     return outer() if outer else None
+
+
+def hparams_of(module: TrainModule) -> dict[str, Any]:
+    """Return the module's hyperparameters without touching it."""
+    return dict(_hparams.get(module, {}))
 
 
 def share_hparams(copy: TrainModule, module: TrainModule) -> None:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,10 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError, StateError, did_you_mean
+from jaxlit.exchange import fetch
 from jaxlit.metrics import Metric, active_collector, check_average, check_scalar, check_weight
 from jaxlit.replica import num_rows
 from jaxlit.table import Table
-
-if TYPE_CHECKING:
-    pass
 
 
 class MetricView(Mapping[str, float]):
@@ -54,6 +52,7 @@ class Slot:
     value: Any  # a float, a () array, or a function that returns one of them
     callback: bool = True  # shows in callback_metrics
     logged: bool = True  # shows in logged_metrics and progress_bar_metrics, if the metric does
+    number: int | None = None  # which value of all this is; None for one that every step changes
 
 
 class Results:
@@ -67,6 +66,7 @@ class Results:
         self._table = Table([])
         self._read_of: tuple[Any, list[float]] = (None, [])
         self._slots: dict[str, Slot] = {}
+        self._count = 0  # values of epochs put here
         self.callback_metrics = self._view(lambda slot: slot.callback)
         self.logged_metrics = self._view(lambda slot: slot.logged and slot.metric.logger)
         self.progress_bar_metrics = self._view(lambda slot: slot.logged and slot.metric.prog_bar)
@@ -94,20 +94,40 @@ class Results:
 
     def put_epoch(self, metric: Metric, value: Any, suffix: str = "") -> None:
         """Show the value of an epoch."""
-        self._slots[metric.epoch_name + suffix] = Slot(metric, value)
+        self._count += 1
+        self._slots[metric.epoch_name + suffix] = Slot(metric, value, number=self._count)
         if metric.on_step:
-            self._slots[metric.name + suffix] = Slot(metric, value, logged=False)
+            self._slots[metric.name + suffix] = Slot(metric, value, logged=False, number=self._count)
 
     def clear(self) -> None:
         """Forget everything."""
         self.latest, self._read_of = None, (None, [])
         self._slots.clear()
 
+    @property
+    def row_names(self) -> list[str | None]:
+        """The name in a row of each column of a step's table, None for those that are not in rows."""
+        return self._table.row_names
+
+    def number(self, name: str) -> int | None:
+        """Return which value of all this one is; None for one that every step changes."""
+        return self._slots[name].number
+
+    def state_dict(self) -> list[Any]:
+        """Return every value as a float; waits for the device."""
+        return [[k, asdict(s.metric), self._value(k), s.callback, s.logged, s.number] for k, s in self._slots.items()]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Show what `state_dict` returned."""
+        for name, metric, value, callback, logged, number in state:
+            self._slots[name] = Slot(Metric(**metric), float(value), bool(callback), bool(logged), number)
+            self._count = max(self._count, number or 0)
+
     def steps(self, logs: Any) -> list[float]:
         """Return the values of a step's table, read once."""
         if self._read_of[0] is not logs:
             # The columns behind the table's own are flags of the engine.
-            self._read_of = (logs, self._table.read(np.asarray(logs)[..., : len(self._table.metrics)]))
+            self._read_of = (logs, self._table.read(fetch(logs)[..., : len(self._table.metrics)]))
         return self._read_of[1]
 
     def has_column(self, metric: Metric) -> bool:
@@ -148,6 +168,18 @@ class Total:
         if self.metric.reduce_fx != "mean":
             return self._total
         return self._total / self._weight if self._weight else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has come so far; waits for the device."""
+        self._fold()
+        return {"metric": asdict(self.metric), "hook": self.hook, "total": self._total, "weight": self._weight}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Total":
+        """Return the total that `state_dict` was taken of."""
+        found = cls(Metric(**state["metric"]), state["hook"])
+        found._total, found._weight = state["total"], float(state["weight"])
+        return found
 
     def _fold(self) -> None:
         kind = self.metric.reduce_fx
@@ -227,6 +259,20 @@ class HostLog:
         if total.hook != self.hook:
             raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: {total.hook} logs this name. Use another.")
         return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the hooks have logged and no row has taken."""
+        return {
+            "window": [[name, total.state_dict()] for name, total in self.window.items()],
+            "epoch": [[name, total.state_dict()] for name, total in self._epoch.items()],
+            "evaluation": [[*key, total.state_dict()] for key, total in self._evaluation.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.window = {name: Total.from_state(total) for name, total in state["window"]}
+        self._epoch = {name: Total.from_state(total) for name, total in state["epoch"]}
+        self._evaluation = {(name, loader): Total.from_state(total) for name, loader, total in state["evaluation"]}
 
     def take_window(self) -> dict[str, Total]:
         """Return the values of the optimizer step that ended, by their names in rows, and begin the next."""

@@ -16,7 +16,8 @@ from jaxlit.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.feed import Feeder
 from jaxlit.hooks import Hooks
-from jaxlit.results import Results, Total
+from jaxlit.results import Results
+from jaxlit.table import Table
 
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
@@ -33,7 +34,31 @@ class Position:
     batch_idx: int = 0  # batches of this epoch done
     total_batch_idx: int = 0  # batches of all epochs done
     global_step: int = 0  # optimizer steps taken
+    first_step: int = 0  # those taken before this epoch
+    filled: int = 0  # batches in the accumulation window
+    begun: bool = False  # this epoch's start hooks have run
+    starting: bool = False  # the next batch's start hooks have run
+    left: int = 0  # to do for the last batch: 2 its row, a validation and the safe point, 1 the safe point, 0 nothing
+    over: bool = False  # this epoch has no batch left
+    ended: int = 0  # 1 its end hooks have run, 2 its row is logged as well
+    cut: bool = False  # training stopped in its middle
     data: Any = None  # where the training loader's iteration stands behind the last batch that was used
+
+
+@dataclass
+class Evaluation:
+    """Where the validation of a fit stands: what a checkpoint in its middle holds."""
+
+    begun: int = 0  # how many of the two start hooks have run
+    loader: int = 0  # the loader at hand
+    batch_idx: int = 0  # its batches done
+    starting: bool = False  # the next batch's start hooks have run
+    data: Any = None  # where its iteration stands
+    sums: list[Any] | None = None  # its metrics so far, see Engine.eval_step
+    table: Table | None = None  # the columns of the sums
+    found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
+    row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
+    ended: int = 0  # 1 on_validation_epoch_end has run, 2 the row is logged as well
 
 
 @dataclass
@@ -53,7 +78,10 @@ class Run:
     evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     # A row not yet read: the step's table, what hooks logged, and the step.
-    pending: tuple[jax.Array, Mapping[str, Total], int] | None = None
+    pending: tuple[Any, Mapping[str, Any], int] | None = None
+    evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
+    resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
+    rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     noted_bad_step: int = -1
     every_check: bool = False  # look at the guard's mark after every step
     _deadline: float | None = None
@@ -134,7 +162,7 @@ class Run:
             last: Whether it is the last batch of the epoch.
         """
         trainer, position = self.trainer, self.position
-        if trainer.interrupted or not self.validates:
+        if not self.validates:
             return False
         every = trainer.check_val_every_n_epoch
         if every is not None and (position.epoch + 1) % every:

@@ -5,23 +5,30 @@ import datetime
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import optax
 
 from jaxlit import arguments as check
+from jaxlit import snapshot
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.checkpoint import Checkpoint, Saving, save
 from jaxlit.datamodule import STAGES, Loaders
 from jaxlit.defaults import check_together
 from jaxlit.engine import Engine
-from jaxlit.errors import ArgumentError, StateError
+from jaxlit.errors import ArgumentError, CheckpointError, StateError
 from jaxlit.exchange import once_per_node
 from jaxlit.feed import Feeder, look
 from jaxlit.hooks import Hooks
 from jaxlit.live import Live
+from jaxlit.loop import check_finite
 from jaxlit.metrics import collecting
 from jaxlit.module import TrainModule, attach, call_step, is_overridden, optimizer_of
 from jaxlit.precision import Precision
+from jaxlit.restore import Resume, load_engine
 from jaxlit.results import HostLog, Results
 from jaxlit.run import Position, Run, validation_interval
 from jaxlit.watchdog import Watchdog
@@ -50,6 +57,8 @@ class Session:
     def __init__(self, trainer: "Trainer", clip: optax.GradientTransformation | None) -> None:
         self.trainer, self._clip = trainer, clip
         self._added: list[Callback] = []  # callbacks of the last module
+        self._fitted: Run | None = None  # the last fit
+        self._resume: Resume | None = None
         self.position, self.results = Position(), Results()
         self.engine: Engine | None = None
         self.current: Run | None = None
@@ -57,7 +66,14 @@ class Session:
         self.running = False
 
     def run(
-        self, module: TrainModule, verb: str, loaders: Loaders, work: Callable[[Run], object], *, own: bool
+        self,
+        module: TrainModule,
+        verb: str,
+        loaders: Loaders,
+        work: Callable[[Run], object],
+        *,
+        own: bool,
+        resume: Resume | None = None,
     ) -> None:
         """Set a run up, do the work, and tear it down.
 
@@ -67,20 +83,21 @@ class Session:
             loaders: Its data.
             work: The loops.
             own: Whether the module's arrays are the Trainer's to overwrite.
+            resume: A checkpoint to begin with.
         """
-        trainer = self.trainer
+        trainer, self._resume = self.trainer, resume
         self.running, trainer.module, trainer.interrupted = True, module, False
         outer = attach(module, trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = trainer
         self.results.clear()
         if verb == "fit":
-            self.position = Position()
+            self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
             trainer.should_stop, trainer.stop_reason = False, None
         try:
             mine = [c for c in trainer.callbacks if all(c is not added for added in self._added)]
             self._added = [c for c in _configured(module) if c.in_fast_dev_run or not trainer.fast_dev_run]
-            trainer.callbacks = check_together(mine + self._added)
+            trainer.callbacks = check_together(self._with_default(mine) + self._added)
             hooks = Hooks(trainer, module, trainer.callbacks, HostLog(self.results), loaders.datamodule)
             self.current = run = Run(
                 trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug
@@ -91,12 +108,21 @@ class Session:
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
 
+    def _with_default(self, mine: list[Callback]) -> list[Callback]:
+        """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
+        default = self.trainer._default_checkpoint
+        mine = [c for c in mine if c is not default]
+        added = any(isinstance(c, ModelCheckpoint) for c in self._added)
+        return mine if default is None or added else [*mine, default]
+
     def _guarded(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
         trainer, hooks = self.trainer, run.hooks
         try:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
+            if verb == "fit" and self._resume is not None:
+                self._load_callbacks(run, self._resume.checkpoint)
             with Watchdog(trainer.data_timeout) as watchdog, contextlib.closing(run):
                 self._run_loops(run, verb, work, own, watchdog)
         except BaseException as error:
@@ -125,16 +151,20 @@ class Session:
             trainer.strategy,
             optimizer_of(module) if fitting else None,
             accumulate=trainer.accumulate_grad_batches if fitting else 1,
-            nan_policy=trainer.nan_policy,
+            nan_policy="raise" if trainer.nan_policy == "rollback" else trainer.nan_policy,
             precision=Precision(trainer.precision),
             clip=self._clip if fitting else None,
             debug=trainer.debug,
             own=own,
         )
+        if (resume := self._resume) is not None:
+            _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
+            load_engine(run.engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if fitting:
-            self.engine = run.engine
+            self.engine, self._fitted = run.engine, run
         else:
-            run.engine.count_from(self.position.global_step, self.position.epoch)
+            position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
+            run.engine.count_from(position.global_step, position.epoch)
         run.feeder = Feeder(
             run.engine.place,
             num_replicas=trainer.strategy.num_replicas,
@@ -147,6 +177,9 @@ class Session:
         hooks.live = Live(module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
+                if resume is not None:
+                    snapshot.load_run(run, resume.checkpoint.state)
+                    hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 hooks("on_fit_start")
             work(run)
             if fitting:
@@ -182,6 +215,85 @@ class Session:
                 "Pass a datamodule, or define train_dataloader in the module."
             )
         run.note_lengths()
+        if self._resume is not None:
+            state, count = self._resume.checkpoint.state, trainer.strategy.num_processes
+            for stage, pairs in (("training", [run.train]), ("validation", run.val)):
+                for idx, (source, _) in enumerate(pairs):
+                    snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
+
+    def _load_callbacks(self, run: Run, checkpoint: Checkpoint) -> None:
+        left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
+        left = [name for name in left if not name.startswith(("ModelCheckpoint", "CSVLogger"))]  # about files only
+        if left:
+            _logger.warning(
+                "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
+            )
+
+    # Checkpoints ------------------------------------------------------------------------------------
+
+    def save(self, path: Path, order: int) -> Saving:
+        """Begin to write a checkpoint of the fit that runs, or that ran last.
+
+        Args:
+            path: Its folder.
+            order: See `jaxlit.checkpoint.save`.
+
+        Raises:
+            CheckpointError: It cannot be begun, or there is nothing whole to save.
+            NonFiniteError: A step was not finite, and the policy is to raise.
+        """
+        run = self._fitted
+        if run is None or self.engine is None:
+            raise CheckpointError(
+                "There is no training to save. Call trainer.save_checkpoint from a hook of fit, or after it."
+            )
+        if not self.engine.is_whole:
+            raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
+        if self.running and run.hooks.live is not None and run.hooks.live.touched:
+            run.hooks.settle("Trainer.save_checkpoint", run.hooks.log.hook)  # what the hook has written so far
+        check_finite(run)
+        return save(path, dict(enumerate(self.engine.leaves)), snapshot.take(run), order)
+
+    def check_saving(self) -> None:
+        """Refuse now what could not be saved later."""
+        assert self._fitted is not None
+        snapshot.take(self._fitted, ask=False)
+
+    def check_finite(self) -> None:
+        """Look at the guard's mark now, before a place for the state is chosen."""
+        if self._fitted is not None:
+            check_finite(self._fitted)
+
+    def is_finite(self) -> bool:
+        """Tell whether every floating number of the training state is finite; waits for the device."""
+        return self.engine is None or self.engine.is_finite()
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the fit has taken a step, or was resumed."""
+        return self._fitted is not None and self._fitted.position.total_batch_idx > 0
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What tells one place of training from another."""
+        assert self._fitted is not None
+        now, position = self._fitted.evaluation, self._fitted.position
+        inside = (now.loader, now.batch_idx, now.ended) if now else None
+        return (position.epoch, position.total_batch_idx, position.left, position.over, position.ended, inside)
+
+
+def _check_window(checkpoint: Checkpoint, accumulate: int | None) -> None:
+    """Refuse another `accumulate_grad_batches` in the middle of a window.
+
+    Raises:
+        CheckpointError: Naming the number that it needs.
+    """
+    was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
+    if accumulate not in (None, was) and filled:
+        raise CheckpointError(
+            f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
+            f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."
+        )
 
 
 def _configured(module: TrainModule) -> list[Callback]:

@@ -71,24 +71,27 @@ class Layout:
 
     Args:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Attributes:
+        key_impls: The implementation of each leaf that is a key, by its place.
     """
 
     def __init__(self, tree: Any) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
-        self._key_impls = {i: _key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+        self.key_impls = {i: _key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
 
     def flatten(self, tree: Any) -> list[jax.Array]:
         """Return the leaves of `tree`, keys as raw data."""
         leaves = jax.tree.leaves(tree)
-        for i in self._key_impls:
+        for i in self.key_impls:
             leaves[i] = jax.random.key_data(leaves[i])
         return leaves
 
     def unflatten(self, leaves: list[Any]) -> Any:
         """Return the tree of `leaves`, raw data as keys."""
-        if self._key_impls:
+        if self.key_impls:
             leaves = list(leaves)
-            for i, impl in self._key_impls.items():
+            for i, impl in self.key_impls.items():
                 leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -109,8 +112,8 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     name = ""
     for entry in path:
         key = getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry)))
-        if isinstance(key, int):
-            name += f"[{key}]"
+        if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like several
+            name += f"[{key!r}]"
         else:
             name += f".{key}" if name else str(key)
     return name

@@ -89,6 +89,24 @@ class Table:
         summed = psum(jnp.where(np.stack([self._extreme, np.zeros_like(self._extreme)]), 0.0, table))
         return summed.at[0].set(jnp.where(self._min, low, jnp.where(self._max, high, summed[0])))
 
+    def refit(self, table: np.ndarray, replicas: int | None) -> np.ndarray:
+        """Return the tables of some replicas, or one of them all, for another number of replicas.
+
+        Args:
+            table: (rows, num_metrics), or with a leading dim of replicas.
+            replicas: The leading dim to return, None for none. The first replica takes what the others had.
+        """
+        if (table.shape[0] if table.ndim == 3 else None) == replicas:
+            return table
+        if table.ndim == 3:
+            joined = table.sum(0)
+            joined[0] = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), joined[0]))
+            table = joined
+        if replicas is None:
+            return table
+        empty = self.empty() if len(table) == 2 else self.empty_sums()
+        return np.stack([table, *[empty] * (replicas - 1)]).astype(np.float32)
+
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
         table = np.asarray(table, np.float64)

@@ -14,6 +14,8 @@ from flax import nnx
 from jaxlit.callbacks.base import Callback
 from jaxlit.distributed import jax_runs
 from jaxlit.errors import ArgumentError
+from jaxlit.fault_points import Crash as Crash
+from jaxlit.fault_points import faults as faults
 from jaxlit.state import is_key, leaf_name
 
 if TYPE_CHECKING:

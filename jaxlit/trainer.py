@@ -3,8 +3,7 @@
 import datetime
 import inspect
 import math
-import secrets
-import time
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,23 @@ from jaxlit import loop, settings
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.checkpoint import Checkpoint, last_order
 from jaxlit.creation import build_lazy, check_variables, lazy
 from jaxlit.datamodule import DataModule, Loaders
 from jaxlit.defaults import all_callbacks
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, ModuleError, did_you_mean
+from jaxlit.exchange import agree
 from jaxlit.hyperparams import Hyperparams
 from jaxlit.metrics import active_collector
 from jaxlit.module import STEPS, TrainModule, call_step, is_overridden
 from jaxlit.precision import PRECISIONS
+from jaxlit.restore import Resume
 from jaxlit.results import MetricView
+from jaxlit.resume import check_resume, find
 from jaxlit.run import Run
+from jaxlit.run_folder import RunFolder
 from jaxlit.session import Session
 from jaxlit.settings import batch_limits, loop_settings
 from jaxlit.signals import interruptible
@@ -74,13 +79,16 @@ class Trainer:
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
         log_every_n_steps: Optimizer steps between logged rows, 0 for none.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
-        enable_checkpointing: Must be False: nothing writes checkpoints.
+        enable_checkpointing: Add a ModelCheckpoint, which writes one after every epoch, unless the callbacks hold one.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
         enable_model_summary: Add a ModelSummary unless the callbacks hold one.
         default_root_dir: The run's folder; None for a fresh `runs/<time>-<id>`, made at the first write.
+        resume: "auto" to go on from the newest checkpoint in `default_root_dir`, if there is one: then the same command
+            starts a training and continues it. Or a checkpoint, or a run's folder, to go on from.
         seed: The seed of a lazy module's `rngs`.
         nan_policy: What a non-finite loss or gradient does: "raise" (the parameters stay those before it),
-            "skip" (no update for that step) or "ignore" (nothing is checked).
+            "skip" (no update for that step), "rollback" (back to the newest checkpoint, without the batches since)
+            or "ignore" (nothing is checked).
         prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the
             first batches are slow to come.
         host_keys: Keys of dict batches that stay on the host, strings or objects say. Hooks find them in their batch,
@@ -141,10 +149,11 @@ class Trainer:
         gradient_clip_algorithm: str | None = None,
         log_every_n_steps: int = 50,
         reload_dataloaders_every_n_epochs: int = 0,
-        enable_checkpointing: bool = False,
+        enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
         enable_model_summary: bool = True,
         default_root_dir: str | Path | None = None,
+        resume: str | Path | None = None,
         seed: int = 0,
         nan_policy: str = "raise",
         prefetch: int | str = "auto",
@@ -168,13 +177,10 @@ class Trainer:
             self._limits = dict.fromkeys(self._limits, self.fast_dev_run)
             vars(self).update(once)
         self.seed = check.integer("seed", seed, low=0)
-        self.nan_policy = check.one_of("nan_policy", nan_policy, ("raise", "skip", "ignore"))
+        self.nan_policy = check.one_of("nan_policy", nan_policy, ("raise", "skip", "rollback", "ignore"))
         self.precision = check.one_of("precision", precision, PRECISIONS)
         clip = settings.clipping(gradient_clip_val, gradient_clip_algorithm)
         self.debug = check.boolean("debug", debug)
-        check.boolean("enable_checkpointing", enable_checkpointing)
-        if enable_checkpointing:
-            raise ArgumentError("Trainer(enable_checkpointing=True): checkpoints are not there yet. Leave it out.")
         self._devices = None if devices == "auto" else check.integer("devices", devices, low=1)
         self.strategy = resolve_strategy(strategy, self._devices)
         # Before anything is trained, so that a wrong count is refused here.
@@ -191,13 +197,22 @@ class Trainer:
         self._intake = {"host_keys": self.host_keys, "max_recompiles": max_recompiles, "debug": debug}
         if default_root_dir is not None and not isinstance(default_root_dir, (str, Path)):
             raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {default_root_dir!r}.")
-        self._root = None if default_root_dir is None else Path(default_root_dir)
-        self._run_dir: Path | None = self._root
-        self._owns_root = False
-        found, self._extra_loggers = all_callbacks(callbacks, logger, enable_progress_bar, enable_model_summary)
+        self._folder = RunFolder(None if default_root_dir is None else Path(default_root_dir))
+        self.resume = check_resume(resume, self._folder.root, self.fast_dev_run)
+        found, self._extra_loggers = all_callbacks(
+            callbacks, logger, enable_progress_bar, enable_model_summary, enable_checkpointing
+        )
         if self.fast_dev_run:
             found = [c for c in found if c.in_fast_dev_run and c not in self._extra_loggers]
         self.callbacks = found
+        given_ones = check.callbacks("callbacks", callbacks) + self._extra_loggers
+        ours = [c for c in found if isinstance(c, ModelCheckpoint) and all(c is not other for other in given_ones)]
+        self._default_checkpoint = ours[0] if ours else None
+        if self.nan_policy == "rollback" and self.checkpoint_callback is None and not self.fast_dev_run:
+            raise ArgumentError(
+                "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
+                "enable_checkpointing out."
+            )
         self.config = {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in given.items()}
         self.config |= {"callbacks": [type(c).__name__ for c in self.callbacks], "logger": bool(self.loggers)}
 
@@ -217,11 +232,17 @@ class Trainer:
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        strict: bool = True,
+        reset_optimizer: bool = False,
     ) -> None:
-        """Train a module; afterwards it holds the trained weights. A second call starts again at epoch 0.
+        """Train a module; afterwards it holds the trained weights.
 
-        Ctrl-C ends training after the step that runs, with `trainer.interrupted` set; a second one raises
-        KeyboardInterrupt.
+        A second call starts again at epoch 0, unless `Trainer(resume=...)` says where to go on.
+
+        Ctrl-C ends training after the step that runs, with a checkpoint and `trainer.interrupted` set; a second one
+        raises KeyboardInterrupt.
 
         Args:
             model: The module, or `jl.lazy(...)`; then the built module is `trainer.module`.
@@ -229,10 +250,22 @@ class Trainer:
                 numpy arrays; a batch holds global rows. Left out, the module's own `train_dataloader` hook is asked.
             val_dataloaders: The same for validation, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
+            ckpt_path: Go on from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
+                folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
+            strict: Refuse a checkpoint that is not exactly of this model and optimizer; otherwise what fits is taken,
+                and the rest named.
+            reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
 
         Raises:
-            JaxlitError: An argument, the module or the data cannot be used.
+            JaxlitError: An argument, the module, the data or the checkpoint cannot be used.
         """
+        check.boolean("strict", strict)
+        check.boolean("reset_optimizer", reset_optimizer)
+        if ckpt_path is None and self.resume is None and (reset_optimizer or not strict):
+            raise ArgumentError(
+                "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
+                "Pass ckpt_path=..., or Trainer(resume=...)."
+            )
         if self.max_epochs is None and self.max_steps < 0 and self.max_time is None:
             raise ArgumentError(
                 "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or "
@@ -243,18 +276,30 @@ class Trainer:
             "validation": (val_dataloaders, "val_dataloaders"),
         }
         loaders = self._loaders("fit", given, datamodule, pinned=bool(self.overfit_batches))
+        self._check_idle("fit")
+        found = find(self, "fit", ckpt_path)
+        self._claim_folder(found)
         module, own = self._build(model, "fit", "training", loaders)
-        self._claim_root(refuse=True)
+        if found is not None and self.max_epochs is not None and found.state["epoch"] > self.max_epochs:
+            raise ArgumentError(
+                f"Trainer(max_epochs={self.max_epochs}) is less than the {found.state['epoch']} epochs that "
+                f"{found.path} has seen. Raise max_epochs."
+            )
         if val_dataloaders is not None and not is_overridden(module, "validation_step"):
             raise ModuleError(
                 f"{type(module).__name__} has no validation_step, and Trainer.fit got val_dataloaders. "
                 "Define validation_step(self, batch), or leave val_dataloaders out."
             )
         with interruptible(self):
-            self._session.run(module, "fit", loaders, loop.fit, own=own)
+            resume = None if found is None else Resume(found, strict, reset_optimizer)
+            self._session.run(module, "fit", loaders, loop.fit, own=own, resume=resume)
 
     def validate(
-        self, model: TrainModule | lazy | None = None, dataloaders: Any = None, datamodule: DataModule | None = None
+        self,
+        model: TrainModule | lazy | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
     ) -> list[dict[str, float]]:
         """Run the validation step over loaders.
 
@@ -262,23 +307,29 @@ class Trainer:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; the module keeps its own.
 
         Returns:
             The metrics of each loader.
         """
-        return self._evaluate(model, dataloaders, datamodule, "validate", "validation")
+        return self._evaluate(model, dataloaders, datamodule, "validate", "validation", ckpt_path)
 
     def test(
-        self, model: TrainModule | lazy | None = None, dataloaders: Any = None, datamodule: DataModule | None = None
+        self,
+        model: TrainModule | lazy | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
     ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
-        return self._evaluate(model, dataloaders, datamodule, "test", "test")
+        return self._evaluate(model, dataloaders, datamodule, "test", "test", ckpt_path)
 
     def predict(
         self,
         model: TrainModule | lazy | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
         *,
         return_predictions: bool = True,
     ) -> list[Any] | None:
@@ -288,6 +339,7 @@ class Trainer:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; the module keeps its own.
             return_predictions: Whether to keep and return what the step returns.
 
         Returns:
@@ -301,7 +353,7 @@ class Trainer:
                 "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
             )
         work = partial(loop.predict, keep=return_predictions)
-        found = self._evaluate(model, dataloaders, datamodule, "predict", "predict", work)
+        found = self._evaluate(model, dataloaders, datamodule, "predict", "predict", ckpt_path, work)
         if not return_predictions:
             return None
         return found if len(found) != 1 else found[0]
@@ -339,6 +391,38 @@ class Trainer:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
         return engine.apply(fn, *inputs)
 
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
+
+        In several processes all must call it. In a hook, the callbacks whose hook comes later count as if it had run;
+        `on_safe_point` is where nothing is left to do.
+
+        Args:
+            path: Its folder; a checkpoint that is there is replaced once the new one is whole.
+
+        Raises:
+            CheckpointError: It cannot be written, or nothing was trained.
+            ArgumentError: Something else than a checkpoint stands at `path`.
+
+        Example:
+            >>> import jaxlit as jl
+            >>> class Twice(jl.Callback):
+            ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
+            ...         if trainer.global_step in (100, 1000):
+            ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
+        """
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
+        where, problem = Path(os.path.abspath(path)), None
+        saving = self._session.save(where, last_order(where.parent) + 1)
+        try:
+            saving.wait()
+        except CheckpointError as error:
+            problem = error
+        told = agree("the checkpoint is written", None if problem is None else str(problem))
+        if problem is not None or any(told):
+            raise problem or CheckpointError(next(x for x in told if x))
+
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
         self.should_stop, self.stop_reason = True, self.stop_reason or reason
@@ -349,7 +433,8 @@ class Trainer:
     def current_epoch(self) -> Any:
         """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
         collector = active_collector()  # a step is traced once: a plain number would stay what it was then
-        return self._session.position.epoch if collector is None else collector.epoch
+        position = self._session.position
+        return position.epoch + position.cut if collector is None else collector.epoch
 
     @property
     def global_step(self) -> Any:
@@ -406,9 +491,7 @@ class Trainer:
     @property
     def run_dir(self) -> Path:
         """The run's folder; whoever writes first makes it."""
-        if self._run_dir is None:
-            self._run_dir = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        return self._run_dir
+        return self._folder.path
 
     @property
     def log_dir(self) -> Path:
@@ -419,6 +502,16 @@ class Trainer:
     def loggers(self) -> list[Callback]:
         """The callbacks that log rows to somewhere."""
         return [c for c in self.callbacks if isinstance(c, (CSVLogger, WandbLogger)) or c in self._extra_loggers]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint."""
+        return next((c for c in self.callbacks if isinstance(c, ModelCheckpoint)), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        """Every ModelCheckpoint."""
+        return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
 
     @property
     def early_stopping_callback(self) -> Callback | None:
@@ -433,18 +526,26 @@ class Trainer:
     # Helpers ----------------------------------------------------------------------------------------
 
     def _evaluate(
-        self, model: Any, dataloaders: Any, datamodule: Any, verb: str, stage: str, work: Any = None
+        self, model: Any, dataloaders: Any, datamodule: Any, verb: str, stage: str, ckpt_path: Any, work: Any = None
     ) -> list[Any]:
         loaders = self._loaders(verb, {stage: (dataloaders, "dataloaders")}, datamodule)
+        self._check_idle(verb)
+        checkpoint = find(self, verb, ckpt_path)
+        self._claim_folder(checkpoint, refuse=False)
         module, own = self._build(self._given(model, verb), verb, stage, loaders)
-        self._claim_root(refuse=False)
         found: list[Any] = []
 
         def run_loops(run: Run) -> None:
             found.extend(work(run, run.evaluated) if work else loop.evaluate(run, stage, run.evaluated))
 
-        self._session.run(module, verb, loaders, run_loops, own=own)
+        resume = None if checkpoint is None else Resume(checkpoint)
+        self._session.run(module, verb, loaders, run_loops, own=own, resume=resume)
         return found
+
+    def _claim_folder(self, found: Checkpoint | None, *, refuse: bool = True) -> None:
+        files = [c.filename for c in self.callbacks if isinstance(c, CSVLogger)]
+        several = self.strategy.num_processes > 1
+        self._folder.claim(files, self.resume, found, several=several, refuse=refuse)
 
     def _loaders(self, verb: str, given: Any, datamodule: Any, pinned: bool = False) -> Loaders:
         asked = not self.fast_dev_run
@@ -455,16 +556,18 @@ class Trainer:
             raise ArgumentError(f"Trainer.{verb}(model, ...) has no model. Pass one, or call fit first.")
         return self.module if model is None else model  # type: ignore[return-value]
 
+    def _check_idle(self, verb: str) -> None:
+        if self._session.running:
+            raise ArgumentError(
+                f"Trainer.{verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
+            )
+
     def _build(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
         """Return the module, and whether its arrays are the Trainer's to overwrite."""
         loaders.module, own = self._built(model, verb, stage, loaders)
         return loaders.module, own
 
     def _built(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
-        if self._session.running:
-            raise ArgumentError(
-                f"Trainer.{verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
-            )
         if not isinstance(model, (TrainModule, lazy)):
             kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
             hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
@@ -483,18 +586,3 @@ class Trainer:
         call_step(model, stage)
         check_variables(model)
         return model, False
-
-    def _claim_root(self, *, refuse: bool) -> None:
-        """Make the folder this Trainer's, or refuse one that holds another Trainer's run."""
-        if self._root is None or self._owns_root:
-            return
-        files = [c.filename for c in self.callbacks if isinstance(c, CSVLogger)]
-        for name in ("metrics.csv", "checkpoints", *files):
-            if (self._root / name).exists():
-                if not refuse:
-                    return
-                raise ArgumentError(
-                    f"Trainer(default_root_dir={str(self._root)!r}) holds {name} of another run. "
-                    "Pass another folder, or move that run away."
-                )
-        self._owns_root = True

@@ -189,8 +189,15 @@ class Strategy(ABC):
         if inputs and not donate:
             # Arrays that the caller holds may be committed to other devices.
             inputs = jax.tree.map(self._here, inputs)
-        donated = tuple(range(len(inputs))) if donate else ()
-        made = jax.jit(init, out_shardings=shardings, donate_argnums=donated)(*inputs)
+        leaves, treedef = jax.tree.flatten(inputs)
+        # What holds a typed key comes out as raw data, for which its buffer cannot be used again.
+        kept = [x if is_key(x) else None for x in leaves]
+
+        def build(given: list[Any], kept: list[Any]) -> Any:
+            return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
+
+        given = [None if is_key(x) else x for x in leaves]
+        made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
         # Without jit nothing follows out_shardings.
         return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ import jaxlit as jl
 from jaxlit.distributed import own_rows
 from jaxlit.exchange import _client, agree, fetch
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 STRATEGIES = ("ddp", "fsdp", "zero1", "shard_map")
 ROWS = 103  # over two processes 52 and 51
 

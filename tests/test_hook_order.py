@@ -79,6 +79,8 @@ def run_pseudocode(
         "val_batches": [rows(n) for n in val],
         "validation_is_due": lambda: due(batch_of),
         "log": log,
+        "checkpoint": None,
+        "training_is_over": lambda: epoch + 1 == epochs,
         "row_of_step": lambda: step - 1 if step % log_every == 0 else None,
         "row_of_epoch": lambda: step - 1,
         "row_of_validation": lambda: step - 1,

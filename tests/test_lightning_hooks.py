@@ -70,7 +70,7 @@ class Recorder(jl.Callback):
 
 
 for _hook in HOOKS:
-    if _hook != "on_log":
+    if _hook not in ("on_log", "on_safe_point"):  # which Lightning does not have
         setattr(Recorder, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
 
 

@@ -22,7 +22,8 @@ from jaxlit.errors import ArgumentError, LogError
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 ROWS = 8
-HOOKS = [name for name in vars(jl.Callback) if name.startswith("on_") and name not in ("on_log", "on_exception")]
+NOT_HERE = ("on_log", "on_exception", "on_safe_point")  # those that Lightning does not have, or that do not come
+HOOKS = [name for name in vars(jl.Callback) if name.startswith("on_") and name not in NOT_HERE]
 
 
 class Mean(jl.TrainModule):

@@ -555,9 +555,42 @@ for _hook, _instead in {
         _instead,
     )
 
+# Checkpoints --------------------------------------------------------------------------------------------
+
+ModelCheckpoint = jl.callbacks.ModelCheckpoint
+refused("two ModelCheckpoints same state_key", lambda: fit(callbacks=[ModelCheckpoint(), ModelCheckpoint()]), "dirpath")
+refused(
+    "ModelCheckpoint with enable_checkpointing=False",
+    lambda: fit(callbacks=[ModelCheckpoint()], enable_checkpointing=False),
+    r"enable_checkpointing=False\) with a ModelCheckpoint",
+    "Leave one",
+)
+refused("ModelCheckpoint(save_top_k=-2)", lambda: ModelCheckpoint(save_top_k=-2), "save_top_k", "at least -1", "got -2")
+refused("ModelCheckpoint(mode='abc')", lambda: ModelCheckpoint(monitor="val", mode="abc"), "mode", "'min' or 'max'")
+refused(
+    "test(ckpt_path='best') with no checkpointing",
+    lambda: make_trainer().test(Model(), batches(1), ckpt_path="best"),
+    r"test\(ckpt_path=\.\.\.\): 'best' was asked for",
+    "no checkpoint in",
+)
+refused(
+    "fit(ckpt_path='missing.ckpt')",
+    lambda: make_trainer().fit(Model(), batches(1), ckpt_path="missing.ckpt"),
+    r"fit\(ckpt_path=\.\.\.\): 'missing.ckpt' is no checkpoint",
+)
+refused(
+    "fit(ckpt_path='last') with none saved",
+    lambda: make_trainer().fit(Model(), batches(1), ckpt_path="last"),
+    r"'last' was asked for",
+)
+refused("load_from_checkpoint(missing)", lambda: Model.load_from_checkpoint("gone"), "'gone' is no checkpoint")
+refused(
+    "load_from_checkpoint on instance", lambda: Model().load_from_checkpoint("gone"), "Call it on the class", "Model"
+)
+
 # Mistakes that only training can show -------------------------------------------------------------------
 
-SHOWN_BY_TRAINING = ("NaN loss", "EarlyStopping(monitor=missing)")
+SHOWN_BY_TRAINING = ("NaN loss", "EarlyStopping(monitor=missing)", "ModelCheckpoint(monitor=missing)")
 
 refused("NaN loss", fit_returning(lambda loss: loss * jnp.nan), "NaN", "step 0", "nan_policy='skip'")
 refused(
@@ -567,6 +600,14 @@ refused(
     "'vall'",
     "Did you mean 'val'",
     "Logged: val",
+)
+
+refused(
+    "ModelCheckpoint(monitor=missing)",
+    lambda: fit(callbacks=[ModelCheckpoint(monitor="vall")]),
+    "ModelCheckpoint",
+    "'vall'",
+    "Did you mean 'val'",
 )
 
 # The tests ----------------------------------------------------------------------------------------------
@@ -607,6 +648,9 @@ def test_an_exemption_holds_while_the_part_does_not_exist(name: str) -> None:
 
 
 LEGAL: dict[str, Build] = {
+    "ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)": lambda: fit(
+        callbacks=[ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)]
+    ),
     "strategy='fsdp' on cpu": lambda: fit(strategy="fsdp"),
     "fit(datamodule as 2nd positional)": lambda: make_trainer().fit(
         Model(), type("Data", (jl.DataModule,), {"train_dataloader": lambda self: batches(2)})()
@@ -626,18 +670,6 @@ def test_what_is_legal_here_trains(name: str) -> None:
 
 PYTHON: dict[str, tuple[Build, str]] = {
     "EarlyStopping() without monitor": (lambda: jl.callbacks.EarlyStopping(), "monitor"),
-    "test(ckpt_path='best') with no checkpointing": (
-        lambda: make_trainer().test(Model(), batches(1), ckpt_path="best"),
-        "ckpt_path",
-    ),
-    "fit(ckpt_path='missing.ckpt')": (
-        lambda: make_trainer().fit(Model(), batches(1), ckpt_path="missing.ckpt"),
-        "ckpt_path",
-    ),
-    "fit(ckpt_path='last') with none saved": (
-        lambda: make_trainer().fit(Model(), batches(1), ckpt_path="last"),
-        "ckpt_path",
-    ),
 }
 
 

@@ -44,7 +44,7 @@ class StandInTrainer:
         self.config: dict[str, Any] = {"max_epochs": 10}
         self.module = SimpleNamespace(hparams={})
         self.state: Any = None
-        self.is_global_zero, self.data_wait = True, 0.0
+        self.is_global_zero, self.data_wait, self.resume = True, 0.0, None
         vars(self).update(attributes)
 
     def stop(self, reason: str) -> None:

@@ -1,0 +1,452 @@
+"""Checkpoints while training: when one is written, and which are kept."""
+
+import logging
+import math
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlit import arguments as check
+from jaxlit import checkpoint as disk
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.monitor import Monitor
+from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.exchange import agree
+from jaxlit.folder_lock import FolderLock
+
+if TYPE_CHECKING:
+    from jaxlit.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
+
+
+class ModelCheckpoint(Callback):
+    """Write checkpoints while training goes on, and keep the newest and the best.
+
+    A checkpoint holds everything, so that training resumed from it takes the same steps bit by bit. It is written
+    in the background, verified, and only then are older ones deleted. Whatever `save_top_k` says, the newest is kept
+    until a newer one is there, and one is written where training ends or is interrupted. Names are Lightning's.
+
+    Args:
+        dirpath: The folder; None for `checkpoints` in `trainer.run_dir`.
+        filename: What follows `step_00000040` in a checkpoint's name: "{epoch}-{val/loss:.3f}" makes
+            `step_00000040-epoch=3-val_loss=0.120`, with epochs from 0.
+        monitor: The metric that says which are best; None keeps the newest.
+        mode: "min" if lower is better, else "max".
+        save_top_k: How many of the best to keep, -1 for all.
+        save_last: Write a checkpoint also if it is not among the best, so that a crash costs little.
+        every_n_train_steps: Optimizer steps between checkpoints; None for none.
+        every_n_epochs: Epochs between checkpoints. None, without `every_n_train_steps` and `train_time_interval`: one
+            after each epoch; where only the newest is kept, so seldom that writing takes a tenth of the time at most.
+        train_time_interval: Time between checkpoints: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
+        save_on_exception: Write one when training raises, if the state is whole.
+        on_save_error: What a checkpoint that cannot be written does: "raise", a step later at most, or "warn".
+
+    Attributes:
+        best_model_path: The best checkpoint, without `monitor` the newest; "" if there is none.
+        best_model_score: The best value of `monitor`, or None.
+        best_k_models: The value of each checkpoint that is kept as one of the best, by path.
+        last_model_path: The newest checkpoint; "" if there is none.
+
+    Raises:
+        ArgumentError: A value is out of its set, or nothing would ever be kept.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> best = jl.callbacks.ModelCheckpoint(monitor="val/loss", save_top_k=3)
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=best)
+    """
+
+    runs_last = True
+    in_fast_dev_run = False
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        *,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        save_last: bool = True,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | dict[str, int] | str | None = None,
+        save_on_exception: bool = True,
+        on_save_error: str = "raise",
+    ) -> None:
+        owner = "ModelCheckpoint"
+        if dirpath is not None and (not isinstance(dirpath, (str, Path)) or not str(dirpath)):
+            raise ArgumentError(f"{owner}(dirpath=...) takes a path, got {dirpath!r}.")
+        if filename is not None and (not isinstance(filename, str) or not filename):
+            raise ArgumentError(
+                f"{owner}(filename=...) takes a text like '{{epoch}}-{{val/loss:.2f}}', got {filename!r}."
+            )
+        _check_filename(filename)
+        self._monitor = Monitor(owner, monitor if monitor is not None else "loss", mode)
+        for name, value in (("save_last", save_last), ("save_on_exception", save_on_exception)):
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{owner}({name}=...) takes True or False, got {value!r}.")
+        for name, value, low in (
+            ("save_top_k", save_top_k, -1),
+            ("every_n_train_steps", every_n_train_steps, 1),
+            ("every_n_epochs", every_n_epochs, 1),
+        ):
+            if value is None and low == 1:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.")
+        if on_save_error not in ("raise", "warn"):
+            raise ArgumentError(f"{owner}(on_save_error=...) takes 'raise' or 'warn', got {on_save_error!r}.")
+        if monitor is None and save_top_k > 1:
+            raise ArgumentError(
+                f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
+            )
+        if save_top_k == 0 and not save_last:
+            raise ArgumentError(
+                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
+            )
+        interval = (
+            None if train_time_interval is None else check.duration("train_time_interval", train_time_interval, owner)
+        )
+        self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
+        self.filename, self.monitor, self.mode, self.save_top_k, self.save_last = (
+            filename,
+            monitor,
+            mode,
+            save_top_k,
+            save_last,
+        )
+        self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
+        self._relaxed = every_n_epochs is every_n_train_steps is interval is monitor is None and save_top_k in (0, 1)
+        self.every_n_epochs = 1 if every_n_epochs is every_n_train_steps is interval is None else every_n_epochs
+        self.save_on_exception, self.on_save_error = save_on_exception, on_save_error
+        self._lock: FolderLock | None = None
+        self._saving: disk.Saving | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best_k_models: dict[str, float] = {}
+        self.last_model_path = self._newest_finite = ""
+        self._before: dict[str, Any] = {}  # the state before the checkpoint that is being written
+        self._replaced: list[str] = []  # the names of those that go once it is written
+        self._seen: int | None = None  # the number of the monitored value that was looked at last
+        self._step = self._order = 0  # where a step trigger fired last; which checkpoint in its folder the newest is
+        self._saved_at: Any = None
+        self._resumed, self._fitting, self._validated = False, False, False
+        self._deadline, self._rests_until = math.inf, 0.0
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint, without `monitor` the newest; "" if there is none."""
+        if self.monitor is None:
+            return self.last_model_path
+        return min(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path], default="")
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The best value of `monitor`."""
+        return self.best_k_models.get(self.best_model_path)
+
+    def folder(self, trainer: "Trainer") -> Path:
+        """Return where the checkpoints of a Trainer go."""
+        return self.dirpath or Path(os.path.abspath(trainer.run_dir)) / disk.FOLDER
+
+    # When -------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Begin anew; a resume brings back what was known."""
+        if stage != "fit":
+            return
+        self._reset()
+        self._folder, self._fitting = self.folder(trainer), True
+        if self.train_time_interval is not None and trainer.strategy.num_processes > 1:
+            raise ArgumentError(
+                "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
+                "every_n_train_steps in several processes."
+            )
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Note that training goes on from a checkpoint: what a crash has left at a later step may be replaced."""
+        self._resumed, self._step = True, trainer.global_step
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Refuse a folder that cannot be written, or a state that cannot be kept, before the first step.
+
+        Raises:
+            CheckpointError: Saying which.
+        """
+        problem = None
+        try:
+            if trainer.is_global_zero:
+                self._lock = FolderLock(self._folder)
+                disk.sweep(self._folder)
+                self._order = disk.last_order(self._folder)
+                self._delete_replaced(trainer)
+        except CheckpointError as error:
+            problem = error
+        told = agree("the folder of checkpoints", None if problem is None else str(problem))
+        if problem is not None or any(told):
+            raise problem or CheckpointError(next(x for x in told if x))
+        trainer._session.check_saving()
+        self._restart_clock()
+
+    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Note that there has been a validation."""
+        self._validated |= not trainer.sanity_checking
+
+    def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
+        """Write a checkpoint if it is time, and tell of one that could not be written."""
+        if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
+            self.finish(trainer)
+        if trainer.interrupted and trainer.strategy.num_processes > 1:
+            return  # the signal may have reached the others at another step, and all write together
+        step, due = trainer.global_step, training_over
+        if (every := self.every_n_train_steps) is not None and step != self._step and step % every == 0:
+            self._step, due = step, True
+        if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
+            due = due or not self._relaxed or self._has_rested(trainer)
+        if due or time.monotonic() >= self._deadline:
+            self._save(trainer, epoch_over, forced=training_over)
+            self._restart_clock()
+
+    def _has_rested(self, trainer: "Trainer") -> bool:
+        """Tell whether writing another checkpoint leaves the training nine tenths of the time."""
+        if trainer.strategy.num_processes > 1:  # each has a clock of its own
+            return True
+        return self._saving is None and time.monotonic() >= self._rests_until
+
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """Write what was reached, unless the state was lost or is not to be kept."""
+        kept = isinstance(exception, Exception) and not isinstance(exception, (NonFiniteError, CheckpointError))
+        # The other processes may be elsewhere: a checkpoint is written by all of them together.
+        alone = trainer.strategy.num_processes == 1
+        if not (self.save_on_exception and self._fitting and kept and alone and self._lock is not None):
+            return
+        if not trainer._session.has_trained:
+            return
+        try:
+            self._save(trainer, epoch_over=False, forced=True)
+            self.finish(trainer)
+        except Exception as error:
+            _logger.warning("No checkpoint of the error's place was written: %s", error)
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Wait for the checkpoint that is being written."""
+        if stage != "fit":
+            return
+        self._fitting = False
+        try:
+            self.finish(trainer)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    @property
+    def known_paths(self) -> list[str]:
+        """The checkpoints of this training that are kept, the newest first."""
+        paths = [self.last_model_path, self._newest_finite, *reversed(self.best_k_models)]
+        return [path for path in dict.fromkeys(paths) if path]
+
+    def _restart_clock(self) -> None:
+        if self.train_time_interval is not None:
+            self._deadline = time.monotonic() + self.train_time_interval
+
+    # Which ------------------------------------------------------------------------------------------
+
+    def _save(self, trainer: "Trainer", epoch_over: bool, *, forced: bool) -> None:
+        """Begin to write a checkpoint, once the one before is there."""
+        trainer._session.check_finite()  # first: it may go back to an earlier checkpoint
+        at = trainer._session.place
+        if at == self._saved_at:
+            return
+        self.finish(trainer)
+        score = None if self.monitor is None else self._score(trainer, epoch_over)
+        is_best = score is not None and self._is_best(score)
+        if self.monitor is not None and not (is_best or self.save_last or forced):
+            return
+        self._before = self.state_dict()
+        try:
+            path = str(self._path(trainer, epoch_over))
+        except OSError as error:
+            self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
+            return
+        if is_best and score is not None:
+            self.best_k_models.pop(path, None)
+            self.best_k_models[path] = score
+            if len(self.best_k_models) > self.save_top_k >= 0:
+                del self.best_k_models[self._worst()]
+        elif path in self.best_k_models:
+            del self.best_k_models[path]
+        self.last_model_path, self._order = path, self._order + 1
+        if trainer.nan_policy != "ignore" or trainer._session.is_finite():
+            self._newest_finite = path
+        self._replaced = sorted(self._names(self._before) - self._names(self.state_dict()))
+        try:
+            self._saving = trainer._session.save(Path(path), self._order)
+        except CheckpointError as error:
+            self._failed(error)
+            return
+        except BaseException:
+            self.load_state_dict(self._before)
+            raise
+        self._saved_at = at
+
+    def finish(self, trainer: "Trainer") -> None:
+        """Wait for the checkpoint that is being written; then delete what it replaces."""
+        if (saving := self._saving) is None:
+            return
+        self._saving, problem = None, None
+        try:
+            saving.wait()
+        except CheckpointError as error:
+            problem = error
+        told = agree("the checkpoint is written", None if problem is None else str(problem))
+        if problem is None and (their := next((x for x in told if x), None)):
+            problem = CheckpointError(their)
+        if problem is not None:
+            self._failed(problem)
+            return
+        self._rests_until = time.monotonic() + 9 * saving.seconds
+        self._delete_replaced(trainer)
+
+    def _delete_replaced(self, trainer: "Trainer") -> None:
+        """Delete what newer checkpoints stand for; a failure loses nothing, and so is only told of."""
+        names, self._replaced = self._replaced, []
+        for name in names if trainer.is_global_zero else ():
+            try:
+                disk.remove(self._folder / name)
+            except OSError as error:
+                _logger.warning("The old checkpoint %s could not be deleted: %s", self._folder / name, error)
+
+    def _failed(self, error: CheckpointError) -> None:
+        """Take back what was noted of a checkpoint that was not written."""
+        self.load_state_dict(self._before)
+        self._saved_at = None
+        if self.on_save_error == "raise":
+            raise error
+        _logger.warning("%s", error)
+
+    def _names(self, state: dict[str, Any]) -> set[str]:
+        """Return the checkpoints that may have to go once a state no longer keeps them."""
+        if self.save_top_k == -1:
+            return set()
+        return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
+
+    def _is_best(self, score: float) -> bool:
+        if self.save_top_k == -1:
+            return True
+        if len(self.best_k_models) < self.save_top_k:
+            return True
+        return self.save_top_k > 0 and self._monitor.is_better(score, self.best_k_models[self._worst()])
+
+    def _worst(self) -> str:
+        return max(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path])
+
+    def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
+        """Return the monitored value, None if there is no new one or it is not finite.
+
+        Raises:
+            LoggerError: No such metric is logged.
+        """
+        metrics, name = trainer.callback_metrics, str(self.monitor)
+        if name not in metrics:
+            if epoch_over and (self._validated or not trainer.num_val_batches):
+                raise LoggerError(
+                    f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged."
+                    f"{did_you_mean(name, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
+                )
+            return None
+        number = trainer._session.results.number(name)
+        if number is not None and number == self._seen:
+            return None  # that of a validation which an earlier checkpoint was judged by
+        self._seen, value = number, float(metrics[name])
+        return value if math.isfinite(value) else None
+
+    def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
+        name = disk.name_of(trainer.global_step, self._suffix(trainer, epoch_over))
+        path, version = self._folder / name, 0
+        mine = {*self.best_k_models, self.last_model_path, self._newest_finite}
+        # An earlier fit's are its own; what is left of a training that crashed is replaced.
+        while not self._resumed and str(path) not in mine and path.exists():
+            version += 1
+            path = self._folder / f"{name}-v{version}"
+        return path
+
+    def _suffix(self, trainer: "Trainer", epoch_over: bool) -> str:
+        """Return the filename with the values that it names.
+
+        Raises:
+            CheckpointError: It names a metric that was not logged.
+        """
+        if self.filename is None:
+            return ""
+        metrics = trainer.callback_metrics
+        known = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
+
+        def fill(field: re.Match[str]) -> str:
+            name, form = field[1], (field[2] or ":")[1:]
+            if name in known:
+                return f"{name}={format(known[name], form)}"
+            if name not in metrics and epoch_over and (self._validated or not trainer.num_val_batches):
+                raise CheckpointError(
+                    f"ModelCheckpoint(filename={self.filename!r}) names {name!r}, which was not logged."
+                    f"{did_you_mean(name, metrics)}"
+                )
+            return f"{name}={format(metrics.get(name, math.nan), form)}"
+
+        return "-" + re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, self.filename))
+
+    @property
+    def state_key(self) -> str:
+        """The class, with what it monitors: values of another metric mean nothing to it."""
+        return type(self).__name__ if self.monitor is None else f"{type(self).__name__}[{self.monitor}, {self.mode}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which checkpoints there are, by their names in the folder."""
+        name = lambda path: os.path.basename(path)  # noqa: E731
+        return {
+            "best_k_models": [[name(path), score] for path, score in self.best_k_models.items()],
+            "last_model": name(self.last_model_path),
+            "best_model": name(self.best_model_path),
+            "newest_finite": name(self._newest_finite),
+            "replaced": self._replaced,
+            "seen": self._seen,
+            "step": self._step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back which checkpoints there are; those that are gone are forgotten."""
+        known = {path.name: str(path) for path in disk.candidates(self._folder)}
+        self.best_k_models = {known[k]: float(v) for k, v in state_dict["best_k_models"] if k in known}
+        self.last_model_path = known.get(state_dict["last_model"], "")
+        self._newest_finite = known.get(state_dict["newest_finite"], "")
+        # A crash may have come before they went.
+        self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
+        self._seen, self._step = state_dict["seen"], state_dict["step"]
+
+
+def _check_filename(filename: str | None) -> None:
+    """Refuse what is no format of names.
+
+    Raises:
+        ArgumentError: A brace is left over, or a value cannot be written so.
+    """
+    for name, form in _FIELD.findall(filename or ""):
+        try:
+            format(1 if name in ("epoch", "step") else 1.0, form[1:])
+        except ValueError as error:
+            raise ArgumentError(
+                f"ModelCheckpoint(filename={filename!r}): {name}{form} is no format: {error}."
+            ) from None
+    if set("{}") & set(_FIELD.sub("", filename or "")):
+        raise ArgumentError(
+            f"ModelCheckpoint(filename={filename!r}) has a brace without its other, or an empty pair. Write "
+            "'{epoch}-{val/loss:.2f}', say."
+        )

@@ -1,0 +1,121 @@
+"""A filesystem that fails where it is told to, to see what a training loses."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from jaxlit.errors import ArgumentError
+
+KINDS = ("kill", "crash", "full", "denied")
+_CREATES = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "jaxlit.fsync")
+_REMOVES = ("os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Crash(BaseException):
+    """The process, as far as a folder is concerned, has died: `jl.testing.faults(kind="crash")`."""
+
+
+class faults:
+    """Count what a program does to the files in a folder, and make it fail at one of these operations.
+
+    Every file that Python opens to write, and every folder made, file renamed, deleted or put onto the disk counts,
+    by any library and in any thread. What a library writes from C++ does not.
+
+    Args:
+        folder: The folder; what is below it counts as well.
+        at: The operation that fails, from 1; None only counts.
+        kind: "kill" ends the process by SIGKILL. "crash" raises `Crash` there and at every later operation, so that
+            the folder is left as by a kill. "full" fails like a full disk from there on, "denied" like a folder that
+            may not be written to.
+
+    Attributes:
+        operations: What was done, in order: (operation, path).
+
+    Raises:
+        ArgumentError: A value is out of its set.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> with jl.testing.faults("checkpoints", at=1000, kind="full") as seen:
+        ...     pass
+        >>> len(seen.operations)
+        0
+    """
+
+    def __init__(self, folder: str | Path, *, at: int | None = None, kind: str = "crash") -> None:
+        if kind not in KINDS:
+            raise ArgumentError(f"jl.testing.faults(kind=...) must be one of {KINDS}, got {kind!r}.")
+        if at is not None and (isinstance(at, bool) or not isinstance(at, int) or at < 1):
+            raise ArgumentError(f"jl.testing.faults(at=...) takes a positive int or None, got {at!r}.")
+        self.folder, self.at, self.kind = os.path.abspath(folder), at, kind
+        self.operations: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "faults":
+        if not _active:
+            _listen()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.remove(self)
+
+    def _note(self, operation: str, path: str) -> None:
+        with self._lock:
+            self.operations.append((operation, path))
+            if self.at is None or len(self.operations) < self.at:
+                return
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "crash":
+            raise Crash(f"{operation} {path}")
+        if self.kind == "full" and operation in _CREATES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if self.kind == "denied":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+_active: list[faults] = []
+_listening: list[bool] = []
+
+
+def _listen() -> None:
+    # An audit hook stays until the process ends; without an active fault it returns at once.
+    if not _listening:
+        _listening.append(True)
+        sys.addaudithook(_hear)
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if not _active or (event not in _CREATES and event not in _REMOVES):
+        return
+    if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITING):
+        return
+    paths = [args[0]]
+    if event in ("os.rename", "os.link", "os.symlink"):  # what is made counts where it is made
+        paths = [args[0], args[1]] if event == "os.rename" else [args[1]]
+    # A path may be relative to a folder that is open.
+    opened = (
+        [x for x in args[1:] if type(x) is int and x >= 0] if event.startswith("os.") and event != "os.mkdir" else []
+    )
+    known = [found for path in paths if (found := _absolute(path, opened)) is not None]
+    for fault in list(_active):
+        inside = [path for path in known if path == fault.folder or path.startswith(fault.folder + os.sep)]
+        if inside:
+            fault._note(event, inside[0])
+
+
+def _absolute(path: Any, opened: list[int]) -> str | None:
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return None
+    path = os.fsdecode(path)
+    if opened and not os.path.isabs(path):
+        with contextlib.suppress(OSError):
+            path = os.path.join(os.readlink(f"/proc/self/fd/{opened[-1]}"), path)
+    return os.path.abspath(path)

@@ -1,0 +1,181 @@
+"""What makes a folder whole: a manifest of its files' sizes and hashes, written last.
+
+The manifest guards against damage, not against forgery: whoever can write the files can write a manifest that fits.
+So whatever is read here is data only, and is looked at before it is used.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlit.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+VERSION = 1  # of the layout of a checkpoint
+MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
+_BLOCK = 2**22
+
+
+def seal(folder: Path, order: int) -> None:
+    """Put every file of a folder onto the disk, and write the manifest behind them.
+
+    Args:
+        folder: The folder.
+        order: A number that is larger for what was written later, whatever clocks say.
+
+    Raises:
+        OSError: The disk is full, or the like.
+    """
+    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": {}}
+    for path in sorted(_files(folder)):
+        name = path.relative_to(folder).as_posix()
+        body["files"][name] = [path.stat().st_size, _digest(path)]
+        fsync(path)
+    body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
+    write(folder / MANIFEST, _canonical(body))
+    for path, _, _ in os.walk(folder, topdown=False):
+        fsync(Path(path))
+
+
+def verify(folder: Path, *, hashes: bool = True) -> None:
+    """Refuse a folder whose files are not those of its manifest.
+
+    Args:
+        folder: The folder.
+        hashes: Read the files too; otherwise only their sizes are compared.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder.")
+    real, entries = os.path.realpath(folder), _entries(folder)
+    for found in _files(folder):
+        name = found.relative_to(folder).as_posix()
+        # Hidden ones are left by file systems and file managers, and read by nobody.
+        if name not in entries and name != MANIFEST and not found.name.startswith("."):
+            raise CheckpointError(f"{folder}: {name} is not in its manifest.")
+    for name, (size, digest) in entries.items():
+        path = folder / name
+        # Neither a link nor a `..` may lead to another file.
+        if os.path.realpath(path) != os.path.join(real, *name.split("/")):
+            raise CheckpointError(f"{folder}: its manifest names {name!r}, which is not a file inside it.")
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing.")
+        if (found := path.stat().st_size) != size:
+            raise CheckpointError(f"{folder}: {name} has {found} bytes, and had {size} when it was written.")
+        if hashes and _digest(path) != digest:
+            raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
+
+
+def order_of(folder: Path) -> int | None:
+    """Return the order of a folder, None if its manifest cannot be read."""
+    try:
+        found = _parse(folder / MANIFEST, _bytes(folder / MANIFEST)).get("order")
+    except CheckpointError:
+        return None
+    return found if type(found) is int else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file of bounded size.
+
+    Raises:
+        CheckpointError: It is missing, too large or no JSON object.
+    """
+    return _parse(path, _bytes(path))
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a new file and put it onto the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+    fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Put a file, or the names in a folder, onto the disk."""
+    sys.audit("jaxlit.fsync", str(path))  # os.fsync has no audit event of its own, for jaxlit.testing.faults
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems put names onto the disk by themselves, and refuse to be asked.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
+
+
+def _entries(folder: Path) -> dict[str, Any]:
+    """Return the manifest's files, once it is known to be one."""
+    path = folder / MANIFEST
+    raw = _bytes(path)
+    body = _parse(path, raw)
+    version, files = body.get("format_version"), body.get("files")
+    if body.get("format") != "jaxlit" or type(version) is not int or not isinstance(files, dict):
+        raise CheckpointError(f"{path} is no manifest of a checkpoint.")
+    if version < 1:
+        raise CheckpointError(f"{path} has the format version {version!r}, which there is not.")
+    if version > VERSION:
+        raise CheckpointError(
+            f"{folder} was written by a newer jaxlit, in format {version}; this one reads formats up to {VERSION}. "
+            "Update jaxlit."
+        )
+    digest = body.pop("digest", None)
+    if digest != hashlib.sha256(_canonical(body)).hexdigest() or raw != _canonical({**body, "digest": digest}):
+        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written.")
+    for name, entry in files.items():
+        steps = name.split("/")
+        sound = not any(step in ("", ".", "..") for step in steps) and not any(c in name for c in "\\\0:")
+        whole = isinstance(entry, list) and [type(x) for x in entry] == [int, str] and entry[0] >= 0
+        if not sound or not whole:
+            raise CheckpointError(f"{path} names {name!r:.80} with {entry!r:.80}, which is no file inside the folder.")
+    return files
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path.parent}: {path.name} is missing, or no file.")
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {MOST_JSON} that are read.")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path} holds a {type(body).__name__}, not a JSON object.")
+    return body
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        yield from (Path(path) / name for name in (*names, *links))
+
+
+def _digest(path: Path) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""Training killed by SIGKILL at every step, and started again, equals the one that was not, bit by bit.
+
+    python tests/sweeps/resume.py [steps between the kills of fsdp] [those of the others]
+
+Each run is one process that kills itself in some hook at some step, and another one with the same command that goes
+on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+STRATEGIES, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 2
+# The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
+KILLS = (
+    "on_train_batch_end",
+    "on_safe_point",
+    "on_validation_batch_end",
+    "on_log",
+    "on_train_batch_start",
+    "on_validation_end",
+    "on_safe_point",
+    "on_train_epoch_end",
+    "on_validation_start",
+)
+
+
+def run(root: Path, strategy: str, step: int) -> str:
+    """Kill and resume once; returns what was seen, which begins with "ok" if all is as it must be."""
+    from resume_model import EPOCHS, STEPS
+    from resume_runs import ended, problems_of, start_child
+
+    every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
+    hook = "on_train_epoch_end" if step == STEPS else hook  # behind the last step there is no validation
+    reference = root / f"{strategy}-whole"
+    folder = root / f"{strategy}-{step}"
+    start = time.monotonic()
+    code, output = ended(start_child(folder, 0, strategy, epochs=EPOCHS, every=every, kill=(hook, step)))
+    if code != -signal.SIGKILL:
+        return f"the first process ended with {code}: {output[-2000:]}"
+    code, output = ended(start_child(folder, 1, strategy, epochs=EPOCHS, every=every))
+    if code:
+        return f"the second process ended with {code}: {output[-2000:]}"
+    found = problems_of(folder, reference, 2)
+    lost = found.pop("lost")
+    told = f"{hook}, checkpoint every {every}: {lost} steps done again, {time.monotonic() - start:.1f} s"
+    return f"{told}; DIFFERENT: {json.dumps(found)[:2000]}" if found else f"ok, {told}"
+
+
+def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
+    """Run all, a few at once; returns how many runs were not as they must be."""
+    from resume_model import EPOCHS, STEPS
+    from resume_runs import ended, start_child
+
+    failed = 0
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
+        root = Path(name)
+        # Every process would compile the same programs.
+        os.environ |= {
+            "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+
+        def whole(strategy: str) -> Any:
+            return ended(start_child(root / f"{strategy}-whole", 0, strategy, epochs=EPOCHS, every=5))
+
+        for strategy, (code, output) in zip(STRATEGIES, pool.map(whole, STRATEGIES), strict=True):
+            if code:
+                print(f"{strategy}: the training without a kill ended with {code}: {output}")
+                return 1
+        runs = [
+            (strategy, step)
+            for strategy in STRATEGIES
+            for step in range(1, STEPS + 1, steps_of_fsdp)
+            if strategy == "fsdp" or step % steps_of_others == 0
+        ]
+        for (strategy, step), seen in zip(runs, pool.map(lambda x: run(root, *x), runs), strict=True):
+            print(f"{strategy:<8}killed at step {step:>2}: {seen}", flush=True)
+            failed += not seen.startswith("ok")
+    print(f"{len(runs)} runs, {failed} of them not as without a kill")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(*map(int, sys.argv[1:])), 1))
