@@ -317,7 +317,8 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
                 manifest.write(temporary / _STATE, text)
                 manifest.seal(temporary, order)
                 _put(temporary, path, token)
-                manifest.verify(path)
+                # Its files were read back for their hashes just now: to read them again would only take the cores.
+                manifest.verify(path, hashes=False)
         except BaseException:
             if leads:
                 _discard(temporary)
@@ -350,8 +351,8 @@ def _put(temporary: Path, path: Path, token: str) -> None:
     old = None
     if path.exists():
         old = path.with_name(f"{path.name}-replaced_{token}")  # found by a resume if this is the end
-        os.rename(path, old)
-    os.rename(temporary, path)
+        manifest.patiently(os.rename, path, old)
+    manifest.patiently(os.rename, temporary, path)
     manifest.fsync(path.parent)
     if old is not None:
         remove(old)

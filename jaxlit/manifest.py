@@ -7,9 +7,12 @@ So whatever is read here is data only, and is looked at before it is used.
 import errno
 import hashlib
 import json
+import logging
 import os
+import random
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ MANIFEST = "MANIFEST.json"
 VERSION = 1  # of the layout of a checkpoint
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
 _BLOCK = 2**22
+_TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
+_WAITS_S = (0.1, 0.5, 2.0)
+
+_logger = logging.getLogger("jaxlit")
 
 
 def seal(folder: Path, order: int) -> None:
@@ -92,10 +99,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file and put it onto the disk."""
-    with path.open("xb") as file:
-        file.write(data)
+    """Write a file and put it onto the disk."""
+    patiently(path.write_bytes, data)
     fsync(path)
+
+
+def patiently(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, tried again where a network file system asks for patience.
+
+    Raises:
+        OSError: The error is of another kind, or stays.
+    """
+    for wait in _WAITS_S:
+        try:
+            return work(*arguments)
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+            _logger.warning("%s; trying again in %.1f s.", error, wait)
+        time.sleep(wait * random.uniform(1.0, 1.5))  # several processes do not come back at once
+    return work(*arguments)
 
 
 def fsync(path: Path) -> None:
@@ -145,7 +168,7 @@ def _bytes(path: Path) -> bytes:
             raise CheckpointError(f"{path.parent}: {path.name} is missing, or no file.")
         if (size := path.stat().st_size) > MOST_JSON:
             raise CheckpointError(f"{path} has {size} bytes, more than the {MOST_JSON} that are read.")
-        return path.read_bytes()
+        return patiently(path.read_bytes)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
@@ -171,11 +194,15 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                digest.update(block[:count])
+        return patiently(_hash, path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _hash(path: Path) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
     return digest.hexdigest()

@@ -1,5 +1,6 @@
 """Writing and reading checkpoints: single cases, each with its own way to go wrong."""
 
+import errno
 import hashlib
 import json
 import os
@@ -299,3 +300,35 @@ def test_a_child_that_a_killed_training_has_forked_does_not_keep_its_folder(tmp_
         finally:
             holder.kill()
             holder.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "code", "fails"), [(2, errno.ESTALE, False), (9, errno.ESTALE, True), (1, errno.EIO, True)]
+)
+def test_an_error_that_passes_is_waited_for_and_no_other(
+    count: int,
+    code: int,
+    fails: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    left, rename = [OSError(code, "the file system is busy")] * count, os.rename
+
+    def flaky(source: Any, target: Any) -> None:
+        if Path(target).name == "kept" and left:
+            raise left.pop()
+        rename(source, target)
+
+    trainer = trainer_of(max_steps=1, enable_checkpointing=False)
+    trainer.fit(Line(), data())
+    monkeypatch.setattr(os, "rename", flaky)
+    monkeypatch.setattr(manifest, "_WAITS_S", (0.0, 0.0, 0.0))
+    if fails:
+        with pytest.raises(CheckpointError, match="the file system is busy"):
+            trainer.save_checkpoint(tmp_path / "kept")
+        assert not (tmp_path / "kept").exists()
+    else:
+        trainer.save_checkpoint(tmp_path / "kept")
+        assert checkpoint.read(tmp_path / "kept").state["global_step"] == 1
+    assert caplog.text.count("trying again") == {2: 2, 9: 3, 1: 0}[count]

@@ -120,6 +120,7 @@ def test_resume_calls_the_safe_point_that_is_still_due_and_no_other(
     assert_same(*([x for x in lines if x[0] == "on_safe_point"] for lines in (found, wanted)))
 
 
+@pytest.mark.smoke
 def test_resuming_twice_from_one_checkpoint_gives_the_same(trained: Any, tmp_path: Path) -> None:
     _, end, saver = trained("fsdp")
     place = ("on_train_batch_end", 114)
