@@ -14,7 +14,6 @@ from jaxlit import checkpoint as disk
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import Monitor
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
-from jaxlit.exchange import agree
 from jaxlit.folder_lock import FolderLock
 
 if TYPE_CHECKING:
@@ -190,9 +189,7 @@ class ModelCheckpoint(Callback):
                 self._delete_replaced(trainer)
         except CheckpointError as error:
             problem = error
-        told = agree("the folder of checkpoints", None if problem is None else str(problem))
-        if problem is not None or any(told):
-            raise problem or CheckpointError(next(x for x in told if x))
+        disk.raise_together("the folder of checkpoints", problem)
         trainer._session.check_saving()
         self._restart_clock()
 
@@ -302,16 +299,11 @@ class ModelCheckpoint(Callback):
         """Wait for the checkpoint that is being written; then delete what it replaces."""
         if (saving := self._saving) is None:
             return
-        self._saving, problem = None, None
+        self._saving = None
         try:
             saving.wait()
         except CheckpointError as error:
-            problem = error
-        told = agree("the checkpoint is written", None if problem is None else str(problem))
-        if problem is None and (their := next((x for x in told if x), None)):
-            problem = CheckpointError(their)
-        if problem is not None:
-            self._failed(problem)
+            self._failed(error)
             return
         self._rests_until = time.monotonic() + 9 * saving.seconds
         self._delete_replaced(trainer)

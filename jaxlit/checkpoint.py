@@ -116,18 +116,32 @@ def read(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: It is damaged, incomplete, or of a newer format.
     """
-    path, problem, state = Path(os.path.abspath(path)), None, {}
+    path, state = Path(os.path.abspath(path)), {}
+    problem: CheckpointError | None = None
     try:
         # One process reads the files: the others would only read the same ones.
         manifest.verify(path, hashes=jax.process_index() == 0)
         state = manifest.read_json(path / _STATE)
         check_state(state, f"{path / _STATE}: the state")
     except CheckpointError as error:
-        problem = str(error)
-    problems = agree(f"verifying {path.name}", problem)
-    if found := next((x for x in problems if x), None):
-        raise CheckpointError(found)
+        problem = error
+    raise_together(f"verifying {path.name}", problem)
     return Checkpoint(path, state)
+
+
+def raise_together(topic: str, problem: CheckpointError | None) -> None:
+    """Raise in every process what one of them has found; all must come here.
+
+    Args:
+        topic: What it is about, for messages.
+        problem: What this process has found.
+
+    Raises:
+        CheckpointError: A process has found something.
+    """
+    told = agree(topic, None if problem is None else str(problem))
+    if found := next(filter(None, told), None):  # the same in every process
+        raise problem if str(problem) == found and problem is not None else CheckpointError(found)
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -244,16 +258,15 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it is written.
+        """Wait until it is written; in several processes all must come here.
 
         Raises:
             CheckpointError: It could not be written; what was there before is as it was.
         """
         if self._thread is not None:
             self._thread.join()
-        if (error := self._error) is not None:
-            self._error = None
-            raise _unwritten(self.path, error)
+        error, self._error = self._error, None
+        raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
 
 def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
@@ -294,9 +307,8 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
         if leads:
             temporary.mkdir(parents=True)
     except OSError as error:
-        problem = str(error)
-    if found := next((x for x in agree("the checkpoint's folder", problem) if x), None):
-        raise _unwritten(path, OSError(found))
+        problem = _unwritten(path, error)
+    raise_together("the checkpoint's folder", problem)
     context = ocp.Context()
     # Weights hardly compress, and the time would be the loop's on a machine with few cores.
     context.array.saving.use_compression = False

@@ -22,8 +22,7 @@ from jaxlit.checkpoint import Checkpoint, last_order
 from jaxlit.creation import build_lazy, check_variables, lazy
 from jaxlit.datamodule import DataModule, Loaders
 from jaxlit.defaults import all_callbacks
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, ModuleError, did_you_mean
-from jaxlit.exchange import agree
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.hyperparams import Hyperparams
 from jaxlit.metrics import active_collector
 from jaxlit.module import STEPS, TrainModule, call_step, is_overridden
@@ -413,15 +412,8 @@ class Trainer:
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
-        where, problem = Path(os.path.abspath(path)), None
-        saving = self._session.save(where, last_order(where.parent) + 1)
-        try:
-            saving.wait()
-        except CheckpointError as error:
-            problem = error
-        told = agree("the checkpoint is written", None if problem is None else str(problem))
-        if problem is not None or any(told):
-            raise problem or CheckpointError(next(x for x in told if x))
+        where = Path(os.path.abspath(path))
+        self._session.save(where, last_order(where.parent) + 1).wait()
 
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
