@@ -1,11 +1,16 @@
 """The base of every callback."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
 
 from jaxlit import metrics
 
 if TYPE_CHECKING:
+    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.module import TrainModule
     from jaxlit.trainer import Trainer
 
@@ -15,7 +20,7 @@ class Callback:
 
     A callback's hook comes before the module's hook of the same name, a DataModule's before both. Only
     hooks that are overridden are called, so an empty hook costs nothing. The order, in which `log`
-    calls `on_log` if there is a row:
+    calls `on_log` if there is a row, and before it `on_trace` if callbacks have looked into its step:
 
     ```
     def fit():
@@ -56,7 +61,8 @@ class Callback:
         log(row)
         on_train_epoch_end()                       # callbacks with runs_last come behind the module
         log(row_of_epoch())
-        on_safe_point(True, training_is_over())    # ModelCheckpoint saves there, behind on_save_checkpoint(checkpoint)
+        on_safe_point(True, training_is_over())    # ModelCheckpoint saves there, behind on_save_checkpoint(checkpoint);
+                                                   # on_checkpoint_saved(callback, path) comes once it is written
 
     def validate(num_batches=None):
         on_validation_start()
@@ -245,6 +251,18 @@ class Callback:
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Run before a checkpoint is written; what is put into `checkpoint`, JSON values, is found at loading."""
 
+    def on_checkpoint_saved(
+        self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
+    ) -> None:
+        """Run when a checkpoint is whole on the disk, which it may be some steps later.
+
+        Args:
+            trainer: The trainer.
+            module: The module.
+            callback: The ModelCheckpoint that wrote it.
+            path: Its folder.
+        """
+
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Run when training has taken back its state from a checkpoint, before `on_fit_start`."""
 
@@ -255,6 +273,43 @@ class Callback:
             trainer: The trainer.
             values: The row's metrics and `epoch`, as Python floats.
             step: 0-based index of the optimizer step that made the values.
+        """
+
+    trace_every_n_steps: int | None = None
+    """Optimizer steps between those that `trace_step` looks into; None for `log_every_n_steps`, 0 for none."""
+
+    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+        """Compute something inside the compiled optimizer step, as a pure function of what is in it.
+
+        It is compiled into the steps on which it fires, the last of each `trace_every_n_steps`; others pay nothing. It
+        has no hooks' rights: it sees traced arrays, sharded as the strategy shards them, and no trainer.
+
+        Args:
+            grads: The gradients, averaged over devices and batches, before clipping.
+            updates: What the optimizer adds to the parameters; zeros for a step that was left out as not finite.
+            params: The parameters before the step.
+            opt_state: The optimizer's state after it.
+
+        Returns:
+            Arrays by name. Scalars are logged under theirs in the row of that step, which is made if there is none;
+            all of them, the scalars too, are given to `on_trace`.
+
+        Example:
+            >>> import jaxlit as jl, optax
+            >>> class UpdateRatio(jl.Callback):
+            ...     trace_every_n_steps = 100
+            ...     def trace_step(self, grads, updates, params, opt_state):
+            ...         return {"update_ratio": optax.tree.norm(updates) / optax.tree.norm(params)}
+        """
+        return {}
+
+    def on_trace(self, trainer: "Trainer", values: dict[str, np.ndarray], step: int) -> None:
+        """Receive what `trace_step` computed, a step later.
+
+        Args:
+            trainer: The trainer.
+            values: Its arrays, on the host.
+            step: 0-based index of the optimizer step.
         """
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:

@@ -233,6 +233,10 @@ class ModelCheckpoint(Callback):
         except Exception as error:
             _logger.warning("No checkpoint of the error's place was written: %s", error)
 
+    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Wait for the last checkpoint, so that whoever speaks of the end of training finds it."""
+        self.finish(trainer)
+
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Wait for the checkpoint that is being written."""
         if stage != "fit":
@@ -307,6 +311,7 @@ class ModelCheckpoint(Callback):
             return
         self._rests_until = time.monotonic() + 9 * saving.seconds
         self._delete_replaced(trainer)
+        trainer._session.tell_saved(self, saving.path)
 
     def _delete_replaced(self, trainer: "Trainer") -> None:
         """Delete what newer checkpoints stand for; a failure loses nothing, and so is only told of."""

@@ -2,7 +2,6 @@
 
 import io
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,9 @@ import jax
 from flax import nnx
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.progress_bar import say
 from jaxlit.errors import ArgumentError
 from jaxlit.state import leaf_name
+from jaxlit.terminal import line_width, say
 
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
@@ -156,26 +155,25 @@ def _table(rows: list[Row]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
-    columns: tuple[tuple[str, Any], ...] = (
-        ("path", "left"),
-        ("type", "left"),
-        ("shape", "left"),
-        ("params", "right"),
-        ("sharding", "left"),
-        ("per device", "right"),
-    )
-    for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")
+    columns = {name: [name] for name in ("path", "type", "shape", "params", "sharding", "per device")}
     for row in rows:
         mark = "" if row.trained == row.params else " (frozen)" if not row.trained else " (partly frozen)"
         shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
         cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, _size(row.bytes_per_device))
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    width = line_width() or 200  # a file has no width
+    if sum(max(map(len, column)) + 3 for column in columns.values()) + 1 > width:
+        del columns["type"]  # tells the least; a path in two lines is hard to read
+    table = Table()
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("params", "per device") else "left", overflow="fold")
+    for cells in list(zip(*columns.values(), strict=True))[1:]:
         # A path may hold [0], which is markup to Rich.
         table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    # Drawn here and printed as text, since Rich ends the process when stdout is closed. A file has no width.
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(file=io.StringIO(), width=None if on_terminal else 200)
+    # Drawn here and printed as text, since Rich ends the process when stdout is closed, shows HTML in a notebook, and
+    # colors in a file where FORCE_COLOR is set.
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

@@ -2,28 +2,41 @@
 
 import contextlib
 import math
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.best_so_far import BestSoFar
+from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.errors import ArgumentError
+from jaxlit.terminal import (
+    LiveLine,
+    NotebookLine,
+    TerminalLine,
+    bar,
+    clock,
+    in_notebook,
+    is_terminal,
+    join,
+    line_width,
+    say,
+    short_path,
+)
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from jaxlit.module import TrainModule
     from jaxlit.trainer import Trainer
 
 
 class ProgressBar(Callback):
-    """Show a live bar for each epoch; without a terminal one plain line.
+    """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
 
-    Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the bar
-    shows those of the last logged row.
+    Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the line shows those of
+    the last logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
+    that monitors one) is the best so far is marked.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -41,148 +54,264 @@ class ProgressBar(Callback):
                 f"ProgressBar(refresh_rate=...) takes a number above 0, at most 10, got {refresh_rate!r}."
             )
         self._interval = 1 / refresh_rate
-        self._progress: Progress | None = None
-        self._batches, self._next = 0, math.inf
-        self._first: int | None = None  # batch of this epoch that the bar has seen
-        self._shown: dict[str, float] = {}
+        self._line: LiveLine | None = None
+        self._next = math.inf  # when to draw next; never where nothing can change in place
+        self._active = self._fitting = self._compiled = False
+        self._start, self._from_validation = 0.0, set[str]()
+        self._error: BaseException | None = None
+        self._best = BestSoFar()
+        self._begin()
 
-    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+    # The run ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Print the header line."""
         from jaxlit import __version__
 
-        self._active, self._terminal = trainer.is_global_zero, _is_terminal()
-        self._start, self._epochs = time.monotonic(), 0
-        count, platform = jax.device_count(), jax.devices()[0].platform
-        self._print(
-            f"jaxlit {__version__} | jax {jax.__version__} | {count} {platform} device{'s' * (count > 1)} | "
-            f"{trainer.strategy.describe()}"
-        )
+        self._active, self._fitting, self._compiled = trainer.is_global_zero, stage == "fit", False
+        self._start = time.monotonic()
+        self._next = self._start if self._active and is_terminal() else math.inf
+        self._error, self._best, self._from_validation = None, BestSoFar(), set()
+        self._begin()
+        if stage != "fit":
+            return
+        devices, used = jax.devices(), trainer.strategy.mesh.size
+        writes = trainer.loggers or trainer.checkpoint_callbacks
+        parts = [
+            f"jaxlit {__version__}",
+            f"jax {jax.__version__}",
+            f"{used}{'' if used == len(devices) else f' of {len(devices)}'} x {devices[0].device_kind}",
+            trainer.strategy.describe(),
+            f"run {short_path(trainer.run_dir)}" if writes else "",
+        ]
+        self._print(join(parts))
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Take the best value of a training that goes on."""
+        self._best.recall(trainer)
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin in the middle of an epoch, if training goes on there."""
+        """Begin, in the middle of an epoch if training goes on there."""
         self._begin()
+
+    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def on_fit_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Print the closing lines: the checkpoints are written by now."""
+        self._conclude(trainer)
+
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """Give the terminal back before other callbacks speak of the error."""
+        self._close()
+        self._error = exception
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Give the terminal back; after an error tell what is left of training."""
+        self._close()
+        if self._error is not None and stage == "fit" and trainer.global_step:
+            self._conclude(trainer)
+
+    # The epoch --------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin the epoch's bar."""
+        """Begin the epoch's line."""
         self._begin()
-        if self._next < math.inf:
-            self._open(trainer)
-
-    def _begin(self) -> None:
-        self._batches, self._first, self._epoch_start, self._shown = 0, None, time.monotonic(), {}
-        self._last = self._epoch_start  # of the newest batch: validation is no part of the rate
-        self._next = self._epoch_start if self._terminal and self._active else math.inf
+        self._compiling_before = _compiling(trainer)
+        if self._last >= self._next:
+            self._next = self._last + self._interval
+            self._draw(trainer, "" if self._compiled else "compiling ...")
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        self._batches, self._last = batch_idx + 1, time.monotonic()
+        self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
         if self._first is None:
             self._first = batch_idx
+            if not self._compiled:
+                self._compiled = True
+                # What it was compiled in is no part of the rate.
+                self._first, self._epoch_start = batch_idx + 1, self._last
+                self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
+                self._tell_compiling(trainer)
         if self._last >= self._next:
             self._next = self._last + self._interval
-            if self._progress is None:
-                self._open(trainer)
             self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Take the values to show."""
+        if self._validating:
+            self._from_validation |= set(values)
         names = list(trainer.progress_bar_metrics)
         self._shown |= {k: v for k, v in values.items() if k in names}
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Leave the epoch's line behind."""
         self._shown = dict(trainer.progress_bar_metrics)
-        self._close()
-        self._epochs += 1
-        total = trainer.num_training_batches
-        of = f"/{total}" if total != math.inf else ""
-        self._print(f"{_epoch_text(trainer)}  {self._batches}{of}  {self._numbers(trainer)}")
+        if not self._validated:  # those of an earlier epoch
+            self._shown = {k: v for k, v in self._shown.items() if k not in self._from_validation}
+        if not (self._paused or trainer.interrupted):
+            self._last = time.monotonic()  # the device has done by now what was sent to it
+        epoch, numbers, width = _epoch(trainer), self._numbers(trainer), line_width()
+        # At the end, where they do not move the columns of the lines before and after.
+        numbers += ["* best" if self._best.update(trainer) else "", self._waiting(trainer)]
+        full = "  ".join(filter(None, [epoch, bar(self._batches, trainer.num_training_batches), *numbers])).rstrip()
+        fits = width is not None and len(full) <= width
+        self._close(full if fits else join([epoch, *numbers], " " * (len(epoch) + 2), between="  "))
 
-    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Print the closing line."""
-        seconds = time.monotonic() - self._start
-        why = f" | {trainer.stop_reason}" if trainer.stop_reason else ""
-        plural = "s" * (self._epochs != 1)
-        self._print(f"done {self._epochs} epoch{plural}, {trainer.global_step} steps in {seconds:.1f} s{why}")
+    def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Stop the clock of the rate: the device has done by now what was sent to it."""
+        if self._fitting and not trainer.sanity_checking:
+            self._last, self._validating = time.monotonic(), True
 
-    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
-        """Give the terminal back before other callbacks speak of the error."""
-        self._close()
+    def on_validation_batch_end(
+        self,
+        trainer: "Trainer",
+        module: "TrainModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draw when it is time."""
+        self._evaluating(trainer, "validating", trainer.num_val_batches, batch_idx, dataloader_idx)
 
-    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Give the terminal back, also after an error."""
-        self._close()
+    def on_test_batch_end(
+        self,
+        trainer: "Trainer",
+        module: "TrainModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draw when it is time."""
+        self._evaluating(trainer, "testing", (), batch_idx, dataloader_idx)
 
-    def _open(self, trainer: "Trainer") -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+    def on_predict_batch_end(
+        self,
+        trainer: "Trainer",
+        module: "TrainModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Draw when it is time."""
+        self._evaluating(trainer, "predicting", (), batch_idx, dataloader_idx)
 
-        class QuietConsole(Console):
-            # Rich's own ends the process.
-            def on_broken_pipe(self) -> None:
-                raise BrokenPipeError
+    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Print the metrics if validation is all that runs, or let the clock of the rate go on."""
+        if not self._fitting:
+            self._close(self._results(trainer, "validated"))
+        elif not trainer.sanity_checking:
+            now, self._validated, self._paused, self._validating = time.monotonic(), True, True, False
+            self._epoch_start, self._last = self._epoch_start + now - self._last, now
 
-        total = trainer.num_training_batches
-        numbers = TextColumn("{task.fields[numbers]}", markup=False)  # a metric's name may hold brackets
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), numbers)
-        # No thread of rich's own: it would wake up beside the training loop. Drawn from the hook.
-        self._progress = Progress(*columns, console=QuietConsole(), auto_refresh=False, transient=True)
-        self._task = self._progress.add_task(
-            _epoch_text(trainer), total=None if total == math.inf else total, numbers=""
-        )
-        self._safely(self._progress.start)
-        if not self._active:
-            self._progress = None  # half started, it cannot be stopped
+    def on_test_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Print the metrics."""
+        self._close(self._results(trainer, "tested"))
 
-    def _draw(self, trainer: "Trainer") -> None:
-        if self._progress is not None:
-            total = self._progress.tasks[0].total
-            of = f"/{int(total)}" if total is not None else ""
-            self._progress.update(
-                self._task, completed=self._batches, numbers=f"{self._batches}{of}  {self._numbers(trainer)}"
-            )
-            self._safely(self._progress.refresh)
+    # Helpers ----------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        if self._progress is not None:
-            self._safely(self._progress.stop)
-            self._progress = None
+    def _begin(self) -> None:
+        self._batches, self._epoch_start = 0, time.monotonic()
+        self._first: int | None = None  # the first batch of this epoch that counts for the rate
+        self._waited_before = self._compiling_before = 0.0
+        self._validated = self._validating = False  # in this epoch; now
+        self._paused = False  # whether nothing was trained since a validation
+        self._shown: dict[str, float] = {}
+        self._last = self._epoch_start  # when the newest batch was done
 
-    def _numbers(self, trainer: "Trainer") -> str:
-        seconds = max(self._last - self._epoch_start, 1e-9)
-        rate, waited = (self._batches - (self._first or 0)) / seconds, min(trainer.data_wait / seconds, 1.0)
-        # Less than a tenth is no reason to look for a faster loader.
-        wait = f"  waits for data {waited:.0%}" if waited >= 0.1 else ""
-        values = "".join(f"  {name} {value:.4g}" for name, value in self._shown.items())
-        return f"{f'{rate / 1000:.1f}k' if rate >= 1000 else f'{rate:.3g}'} it/s{wait}{values}"
+    def _evaluating(self, trainer: "Trainer", what: str, totals: Any, batch_idx: int, dataloader_idx: int) -> None:
+        if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
+            self._next = now + self._interval
+            total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
+            count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")
+            self._draw(trainer, count)
+
+    def _draw(self, trainer: "Trainer", doing: str = "") -> None:
+        """Draw the live line; a terminal that is gone ends the showing, never the training."""
+        text, total = doing, trainer.num_training_batches
+        if self._fitting:
+            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, live=True), self._waiting(trainer)]))
+            # A narrow terminal has a shorter bar, down to where it tells nothing.
+            width = min(max((line_width() or 200) - len(f"{_epoch(trainer)}{numbers}") - 8, 8), 18)
+            text = f"{_epoch(trainer)}  {bar(self._batches, total, width)}  {numbers}"
+
+        def draw() -> None:
+            if self._line is None:
+                self._line = NotebookLine() if in_notebook() else TerminalLine()
+            self._line.show(text)
+
+        self._safely(draw)
+
+    def _close(self, text: str | None = None) -> None:
+        """Take the live line away, and leave a text behind."""
+        line, self._line = self._line, None
+        if line is not None:
+            self._safely(lambda: line.close(text))
+        elif text is not None:
+            self._print(text)
+
+    def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
+        """Return count, rate and metrics, as wide as those of most other epochs."""
+        total, rate = trainer.num_training_batches, self._rate(trainer)
+        speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
+        parts = [f"{self._batches}" + (f"/{total}" if total != math.inf else ""), f"{speed:>4} it/s" if rate else ""]
+        if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
+            parts.append(f"{clock(left)} left")
+        return parts + [f"{name} {value:<7.4g}" for name, value in self._shown.items()]
+
+    def _rate(self, trainer: "Trainer") -> float:
+        """Return batches a second, without validations and compiling; 0 if there is no telling."""
+        first = self._batches if self._first is None else self._first
+        return (self._batches - first) / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
+
+    def _seconds(self, trainer: "Trainer") -> float:
+        return self._last - self._epoch_start - (_compiling(trainer) - self._compiling_before)
+
+    def _waiting(self, trainer: "Trainer") -> str:
+        seconds, waited = self._seconds(trainer), trainer.data_wait - self._waited_before
+        # Less than a tenth of the time, or than half a second, is no reason to look for a faster loader.
+        worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
+        return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
+
+    def _tell_compiling(self, trainer: "Trainer") -> None:
+        if seconds := trainer.compile_seconds:
+            # In place of the line that said so: in a notebook what is printed stands below it.
+            self._close("compiled " + ", ".join(f"{name} in {clock(s)}" for name, s in seconds.items()))
+
+    def _results(self, trainer: "Trainer", done: str) -> str:
+        return done + "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
+
+    def _conclude(self, trainer: "Trainer") -> None:
+        self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
+        seconds, best = time.monotonic() - self._start, self._best.describe(trainer)
+        self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
 
     def _print(self, line: str) -> None:
         if self._active:
             say(line)
 
-    def _safely(self, write: Any) -> None:
-        """Write to the terminal; one that is gone ends the showing, never the training."""
+    def _safely(self, write: Callable[[], None]) -> None:
         try:
             write()
         except (OSError, ValueError):
+            line, self._line = self._line, None
             self._active, self._next = False, math.inf
+            with contextlib.suppress(OSError, ValueError):  # it still gives sys.stdout back
+                if line is not None:
+                    line.close()
 
 
-def say(text: str) -> None:
-    """Print a line; a stdout that is gone never ends training."""
-    # ValueError is what a closed Python file raises.
-    with contextlib.suppress(OSError, ValueError):
-        print(text, flush=True)
-
-
-def _is_terminal() -> bool:
-    from rich.console import Console
-
-    return Console().is_terminal or "ipykernel" in sys.modules
-
-
-def _epoch_text(trainer: "Trainer") -> str:
+def _epoch(trainer: "Trainer") -> str:
     epoch, last = trainer.current_epoch + 1, trainer.max_epochs
     return f"epoch {epoch}" if last is None else f"epoch {epoch:>{len(str(last))}}/{last}"
+
+
+def _compiling(trainer: "Trainer") -> float:
+    """Return the seconds that the steps of training have spent on compiling."""
+    return sum(s for name, s in trainer.compile_seconds.items() if name.startswith(("train_step", "micro_step")))

@@ -1,64 +1,79 @@
 """Logged rows in Weights & Biases."""
 
+import io
 import os
 import secrets
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.progress_bar import say
-from jaxlit.errors import ArgumentError, JaxlitError
-from jaxlit.redaction import redact
+import jax
+import numpy as np
+
+from jaxlit.callbacks.logger import Logger
+from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.exchange import agree
+from jaxlit.histogram import count, histogram, unpack
+from jaxlit.images import as_image, need_pillow
+from jaxlit.state import named_leaves
+from jaxlit.terminal import say, short_path
+from jaxlit.wandb_config import check_arguments, config_of, monitored, read_id, write_id
+from jaxlit.wandb_run import STEP, WandbRun
+from jaxlit.wandb_start import open_run
 
 if TYPE_CHECKING:
     import wandb
 
+    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_STEP = "trainer/global_step"
-_FINISH_MARGIN = 10.0  # seconds beyond wandb's own limit
+_ROOM = 2**17  # bytes that a run needs at its start
+_MOST_BINS = 512  # of W&B's histograms
 
 
-class WandbError(JaxlitError):
-    """W&B is not installed, or failed where `on_error="raise"`."""
+class WandbLogger(Logger):
+    """Send every logged row to Weights & Biases, and images, tables, checkpoints and histograms of gradients if asked.
 
+    The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The run's config
+    holds the module's hyperparameters, the Trainer's arguments, devices and versions; values whose names look like a
+    secret's are left out. The summary holds the last value of each metric, and the best of those that a callback
+    monitors. A training that is resumed from a checkpoint goes on in the same run.
 
-class WandbLogger(Callback):
-    """Send every logged row to Weights & Biases.
-
-    The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The
-    run's config holds the module's hyperparameters, the Trainer's arguments and the strategy; values whose
-    names look like a secret's are left out.
-
-    Without an API key or without network the run is kept on disk, one line says so, and `wandb sync`
-    uploads it later. Training never waits longer than the timeouts. A later fit continues the same run.
+    Nothing that W&B does stops training, or keeps it waiting longer than the timeouts: everything is sent by another
+    thread. Without an API key or without network the run is kept on disk, and one line says how to upload it.
 
     Args:
         project: The project; None for W&B's default.
         name: The run's name; None for one that W&B makes.
-        id: The run's id, to continue a run; None for a new one.
+        id: The run's id, to go on with a run; None for that of the checkpoint, or a new one.
+        entity: The user or team; None for W&B's default.
         group: The group of runs that it belongs to.
-        tags: Its tags.
+        job_type: What kind of run it is.
+        tags: Its tags, of 1 to 64 characters.
         notes: A longer description.
+        config: What the config shall hold beside the rest; redacted as well.
         save_dir: Where W&B writes its files; None for `trainer.run_dir`.
         offline: Write to disk only.
+        log_model: Upload checkpoints as artifacts `model-<id>`, aliases `latest` and `best`: "all" each as soon as it
+            is written, True those that are kept at the end, "best" the best one at the end.
+        watch: "gradients", "parameters" or "all": log a histogram of each one's entries, computed on the devices.
+        watch_every_n_steps: Optimizer steps between histograms.
+        processes: Which of several processes have a run: "first"; "group", each one of its own, with all rows, in one
+            group; or "shared": all write to one run, rows by the first, and each its system metrics.
+        experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
+            the run that is open when training begins.
         on_error: What a failure of W&B does: "offline" goes on without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
     Example:
         >>> import jaxlit as jl
-        >>> logger = jl.callbacks.WandbLogger("digits", offline=True)
+        >>> logger = jl.callbacks.WandbLogger("digits", offline=True, watch="gradients", log_model="best")
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
-
-    in_fast_dev_run = False
 
     def __init__(
         self,
@@ -66,70 +81,106 @@ class WandbLogger(Callback):
         *,
         name: str | None = None,
         id: str | None = None,
+        entity: str | None = None,
         group: str | None = None,
+        job_type: str | None = None,
         tags: Sequence[str] = (),
         notes: str | None = None,
+        config: Mapping[str, Any] | None = None,
         save_dir: str | Path | None = None,
         offline: bool = False,
+        log_model: bool | str = False,
+        watch: str | None = None,
+        watch_every_n_steps: int = 100,
+        processes: str = "first",
+        experiment: "wandb.Run | None" = None,
         on_error: str = "offline",
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:
-        for argument, text in (("project", project), ("name", name), ("id", id), ("group", group), ("notes", notes)):
-            valid = text is None or (isinstance(text, str) and text != "")
-            _check(argument, text, valid, "a string that is not empty, or None")
-        _check("id", id, id is None or not set(id) & set("/\\#?%:"), "an id without any of / \\ # ? % :")
-        tags_valid = isinstance(tags, (list, tuple)) and all(isinstance(tag, str) and tag for tag in tags)
-        _check("tags", tags, tags_valid, "a list of strings that are not empty")
-        _check("save_dir", save_dir, save_dir is None or isinstance(save_dir, (str, Path)), "a path or None")
-        _check("offline", offline, isinstance(offline, bool), "True or False")
-        _check("on_error", on_error, on_error in ("offline", "raise"), "'offline' or 'raise'")
-        for argument, seconds in (("init_timeout", init_timeout), ("finish_timeout", finish_timeout)):
-            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-            _check(argument, seconds, number and 0 < seconds < float("inf"), "seconds, a number above 0")
-        self.project, self.name, self.group, self.tags, self.notes = project, name, group, tuple(tags), notes
-        self.save_dir = None if save_dir is None else Path(save_dir)
-        self.offline, self.on_error = offline, on_error
+        given = {k: v for k, v in locals().items() if k not in ("self", "experiment", "__class__")}
+        check_arguments(given)
+        self.project, self.name, self.entity, self.group, self.job_type = project, name, entity, group, job_type
+        self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
+        self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
+        self.offline, self.on_error, self.processes = offline, on_error, processes
+        self.log_model, self.watch = log_model, watch
+        self.trace_every_n_steps = 0 if watch is None else watch_every_n_steps
         self.init_timeout, self.finish_timeout = float(init_timeout), float(finish_timeout)
-        self._wanted_id = id
-        self._id = id or secrets.token_hex(4)
-        self._run: wandb.Run | None = None
-        self._logging = self._failed = False
+        self._given, self._wanted_id = experiment, id
+        self._id: str | None = experiment.id if experiment is not None else id
+        self._offline_id: str | None = None  # of the run on the disk that stands for it, if it could not be opened
+        self._trainer: Trainer | None = None  # while one runs
+        self._run: WandbRun | None = None
+        self._location: str | None = None
+        self._opened = self._failed = False
 
     @property
-    def id(self) -> str:
-        """The run's id, the same for every fit; a new one if the run had to go offline at its start."""
+    def id(self) -> str | None:
+        """The run's id, the same for every fit and for a training that is resumed; None before it is opened."""
         return self._id
 
     @property
     def experiment(self) -> "wandb.Run | None":
-        """W&B's run while a fit goes on in the process that logs, else None."""
-        return self._run
+        """W&B's run while a fit goes on, in the processes that have one; else None."""
+        return self._run.run if self._run is not None else self._given
+
+    @property
+    def location(self) -> str | None:
+        """The run's address, or its folder if it is offline; None before it is opened, or if there is none."""
+        return self._location
+
+    # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Start the run."""
-        if stage != "fit" or not trainer.is_global_zero:
-            return
-        config = {**module.hparams, "trainer": trainer.config, "strategy": trainer.strategy.describe()}
-        folder = self.save_dir or trainer.run_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = self._start(folder, redact(config))
-        self._logging, self._failed = True, False
-        # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume say.
-        self._run.define_metric(_STEP)
-        self._run.define_metric("*", step_metric=_STEP)
+        """Begin anew; the run is opened when a checkpoint has told which it is."""
+        self._trainer, self._module, self._location = trainer, module, None
+        self._opened = self._failed = False
+        self._sent: set[str] = set()  # checkpoints
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Open the run.
+
+        Raises:
+            ArgumentError: Checkpoints are to be uploaded, and there will be none.
+        """
+        if self.log_model and not trainer.checkpoint_callbacks:
+            raise ArgumentError(
+                f"WandbLogger(log_model={self.log_model!r}) without a ModelCheckpoint has nothing to upload. Leave "
+                "log_model out, or let the Trainer write checkpoints."
+            )
+        self._open(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Send one row."""
-        if self._run is None or not self._logging:
+        self._open(trainer)  # in validate and test, which have a run only if they have something to send
+        if self._run is not None and (trainer.is_global_zero or self.processes == "group"):
+            self._run.log({**values, STEP: step})
+
+    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+        """Compute the histograms that `watch` asks for."""
+        watched = {"gradients": grads, "parameters": params}
+        kinds = watched if self.watch == "all" else [self.watch]
+        return {f"{kind}/{name}": histogram(x) for kind in kinds for name, x in named_leaves(watched[str(kind)])}
+
+    def on_trace(self, trainer: "Trainer", values: dict[str, np.ndarray], step: int) -> None:
+        """Send the histograms."""
+        if self._run is None or not trainer.is_global_zero:
             return
-        try:
-            self._run.log({**values, _STEP: step})
-        except Exception as error:
-            if self.on_error == "raise":
-                raise
-            self._logging = False
-            say(f"W&B: off for the rest of this run, logging failed ({_first_line(error)})")
+
+        def make() -> dict[str, Any]:
+            import wandb
+
+            return {name: wandb.Histogram(np_histogram=unpack(packed)) for name, packed in values.items()}
+
+        self._run.log(lambda: {**make(), STEP: step}, what="a row of histograms")
+
+    def on_checkpoint_saved(
+        self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
+    ) -> None:
+        """Upload the checkpoint, if each is to be."""
+        if self.log_model == "all":
+            self._upload(trainer, callback, path, lasts=False)
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Mark the run as failed."""
@@ -137,109 +188,253 @@ class WandbLogger(Callback):
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Finish the run, in bounded time."""
-        if stage != "fit" or self._run is None:
+        self._trainer = None
+        if self._run is None:
             return
-        run, self._run = self._run, None
-        errors: list[Exception] = []
-
-        def finish() -> None:
-            try:
-                run.finish(exit_code=int(self._failed))
-            except Exception as error:
-                errors.append(error)
-
-        # A thread that may be left behind: W&B's own limit does not cover its every wait.
-        thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
-        start = time.monotonic()
-        thread.start()
-        thread.join(self.finish_timeout + _FINISH_MARGIN)
-        # At its own limit W&B gives up without an exception.
-        if (waited := time.monotonic() - start) >= self.finish_timeout and not errors:
-            errors.append(TimeoutError(f"no end after {waited:.0f} s"))
-        if errors and self.on_error == "raise":
-            raise WandbError(f"W&B could not finish run {self._id}: {errors[0]}.") from errors[0]
-        if errors:
-            say(f"W&B: the upload did not finish ({_first_line(errors[0])}); later: wandb sync {_folder(run)}")
-
-    def _start(self, folder: Path, config: dict[str, Any]) -> "wandb.Run":
         try:
-            import wandb
-            from wandb import Settings
-            from wandb.errors import UsageError
-        except ImportError as error:
-            raise WandbError(
-                "WandbLogger needs the wandb package, which is not installed. Run `pip install wandb`, or leave "
-                "WandbLogger out."
-            ) from error
+            if stage == "fit":
+                self._conclude(trainer)
+        except Exception:  # with on_error="raise"; the run ends all the same
+            self._finish(failed=True)
+            raise
+        self._finish(failed=self._failed)
 
-        settings: dict[str, Any] = {
-            "init_timeout": self.init_timeout,
-            "x_disable_meta": True,  # the command line and the environment may hold secrets
-            "save_code": False,
-            "console": "off",  # what the bar draws is no log
-            "silent": True,
-        }
-        if "finish_timeout" in Settings.model_fields:
-            settings["finish_timeout"] = self.finish_timeout
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's id."""
+        return {"id": self._id}
 
-        def init(mode: Any) -> "wandb.Run":
-            with _without_prompt():
-                return wandb.init(
-                    project=self.project,
-                    name=self.name,
-                    id=self._id,
-                    group=self.group,
-                    tags=self.tags,
-                    notes=self.notes,
-                    dir=str(folder),
-                    config=config,
-                    mode=mode,
-                    resume="allow",
-                    reinit="create_new",
-                    settings=Settings(**settings),
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the run of the checkpoint, unless another was asked for."""
+        if self._wanted_id is None and self._given is None and state_dict["id"] is not None:
+            self._id = str(state_dict["id"])
+
+    # What is no number ------------------------------------------------------------------------------
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Send a text."""
+        found = str(text)
+        self._log(key, lambda: found, step)
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+    ) -> None:
+        """Send a table."""
+        names, rows = list(columns), [list(row) for row in data]
+        for i, row in enumerate(rows):
+            if len(row) != len(names):
+                raise ArgumentError(
+                    f"WandbLogger.log_table({key!r}, ...): row {i} has {len(row)} cells, and there are {len(names)} "
+                    "columns. Give each row a cell for each column."
                 )
 
-        why, wanted = "", self._wanted_id
-        try:
-            run = init("offline" if self.offline else None)  # None leaves the choice to WANDB_MODE
-        except Exception as error:
-            if self.on_error == "raise":
-                raise
-            why = f" ({_first_line(error)})"
-            # The SDK holds a failed run's id until the process ends; without a key there is no run yet.
-            if not isinstance(error, UsageError):
-                self._id = secrets.token_hex(4)
-            run = init("offline")
-        if run.disabled:
-            say("W&B: disabled")
-        elif run.offline:
-            onto = f"--id {wanted} " if wanted not in (None, self._id) else ""
-            say(f"W&B: offline{why} -> {_folder(run)}; upload: wandb sync {onto}{_folder(run)}")
-        else:
-            say(f"W&B: {run.url}")
+        def make() -> Any:
+            import wandb
+
+            return wandb.Table(columns=names, data=rows, allow_mixed_types=True)  # type: ignore[arg-type]
+
+        self._log(key, make, step)
+
+    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
+        """Send a histogram of at most 512 bins."""
+        if isinstance(bins, bool) or not isinstance(bins, int) or not 0 < bins <= _MOST_BINS:
+            raise ArgumentError(
+                f"WandbLogger.log_histogram(bins=...) takes an int from 1 to {_MOST_BINS}, W&B's most, got {bins!r}."
+            )
+        found = count(values, bins)
+
+        def make() -> Any:
+            import wandb
+
+            return wandb.Histogram(np_histogram=found)
+
+        self._log(key, make, step)
+
+    def log_image(
+        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+    ) -> None:
+        """Send images.
+
+        Raises:
+            LoggerError: Pillow is not installed.
+            ArgumentError: There are not as many captions as images, or an array is no image.
+        """
+        need_pillow("WandbLogger.log_image")
+        images = list(images) if isinstance(images, (list, tuple)) else [images]
+        if captions is not None and len(captions) != len(images):
+            raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(captions)} captions.")
+        texts = captions if captions is not None else [None] * len(images)
+        pairs = [
+            (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
+        ]
+
+        def make() -> Any:
+            import wandb
+
+            return [wandb.Image(x, caption=text) for x, text in pairs]
+
+        self._log(key, make, step)
+
+    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+        """Send a matplotlib figure.
+
+        Raises:
+            LoggerError: Pillow is not installed.
+        """
+        need_pillow("WandbLogger.log_figure")
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+
+        def make() -> Any:
+            import wandb
+            from PIL import Image
+
+            return wandb.Image(Image.open(picture))
+
+        self._log(key, make, step)
+
+    def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
+        self._check_key(key)
+        trainer = self._trainer
+        if trainer is None or trainer._session.active is None:  # which run it is, is known behind setup
+            raise LoggerError(
+                "WandbLogger has no run open. Log from a hook of fit, validate, test or predict other than setup and "
+                "teardown."
+            )
+        self._open(trainer)
+        if self._run is not None:
+            at = max(trainer.global_step - 1, 0) if step is None else step
+            self._run.log(lambda: {key: make(), STEP: at}, what=key)
+
+    # Helpers ----------------------------------------------------------------------------------------
+
+    def _open(self, trainer: "Trainer") -> None:
+        """Open the run, where this process has one and it is not open yet."""
+        if self._opened:
+            return
+        self._opened, raises = True, self.on_error == "raise"
+        run = self._given or self._find_open()
+        own, self._id = run is None, self._id if run is None else run.id
+        self._find_id(trainer)
+        if not trainer.is_global_zero and self.processes == "first":
+            return
+        if own and self._prepare(trainer):
+            arguments, settings, alone = self._arguments(trainer)
+            run = open_run(
+                arguments, settings, alone=alone, earlier=self._offline_id, offline=self.offline, raises=raises
+            )
+            if run is not None and run.id != arguments["id"]:
+                self._offline_id = run.id
+        if run is None:
+            return
+        self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
+        self._location = None if run.disabled else run.url or str(self._run.folder)
+        if not own:
+            self._run.update_config(config_of(trainer, self._module, self.config))
+        # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume say.
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        for name, mode in monitored(trainer).items():
+            self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
+
+    def _find_open(self) -> "wandb.Run | None":
+        """Return the run that the program has opened itself, as the agents of sweeps ask for, unless it is another."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None or self._wanted_id not in (None, run.id):
+            return None
+        say(f"W&B {short_path(Path(run.dir).parent) if run.offline else run.url} (the run that is open)")
         return run
 
+    def _prepare(self, trainer: "Trainer") -> bool:
+        """Make the folder and note the id; returns whether that could be done.
 
-@contextmanager
-def _without_prompt() -> Iterator[None]:
-    """Let W&B find no one to ask for an API key: a job that waits for an answer has stopped."""
-    stdin = sys.stdin
-    with open(os.devnull) as nobody:
-        sys.stdin = nobody
+        Raises:
+            LoggerError: It can never be done.
+        """
+        folder = self._folder(trainer)
         try:
-            yield
-        finally:
-            sys.stdin = stdin
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(_ROOM))  # on a full disk the SDK would print a traceback for every row
+            if trainer.is_global_zero and trainer.resume == "auto":
+                write_id(Path(trainer.run_dir), self._key, str(self._id))
+        except OSError as error:
+            if isinstance(error, (NotADirectoryError, FileExistsError, PermissionError)) or self.on_error == "raise":
+                raise LoggerError(
+                    f"WandbLogger cannot write to {folder}: {error}. Pass another WandbLogger(save_dir=...)."
+                ) from error
+            say(f"W&B: off for this run ({error})")
+            return False
+        return True
 
+    def _folder(self, trainer: "Trainer") -> Path:
+        return self.save_dir or Path(os.path.abspath(trainer.run_dir))
 
-def _folder(run: "wandb.Run") -> Path:
-    return Path(run.dir).parent
+    def _arguments(self, trainer: "Trainer") -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return the arguments of `wandb.init`, those of `wandb.Settings`, and what is another for a run alone."""
+        rank, several = jax.process_index(), trainer.strategy.num_processes > 1
+        arguments = {
+            "project": self.project,
+            "entity": self.entity,
+            "name": self.name,
+            "id": self._id,
+            "group": self.group,
+            "job_type": self.job_type,
+            "tags": self.tags,
+            "notes": self.notes,
+            "dir": str(self._folder(trainer)),
+            "config": config_of(trainer, self._module, self.config),
+        }
+        settings: dict[str, Any] = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
+        alone: dict[str, Any] = {}
+        if several and self.processes != "first":
+            alone = {"group": self.group or self._id, "job_type": self.job_type or f"process_{rank}"}
+            alone |= {"id": f"{self._id}-{rank}"} if rank else {}
+        if several and self.processes == "shared":
+            settings |= {"mode": "shared", "x_primary": rank == 0, "x_update_finish_state": rank == 0}
+            settings["x_label"] = f"process_{rank}"
+        else:
+            arguments |= alone
+        return arguments, settings, alone
 
+    @property
+    def _key(self) -> str:
+        return f"{self.entity or ''}/{self.project or ''}"
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    def _find_id(self, trainer: "Trainer") -> None:
+        """Choose the run's id, unless it was given or is in the checkpoint."""
+        if self._id is None and trainer.resume == "auto":  # a training that was killed before its first checkpoint
+            self._id = read_id(Path(trainer.run_dir), self._key)
+        self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        if self.processes != "first" and trainer.strategy.num_processes > 1:
+            self._id = agree("the id of the W&B run", self._id)[0]
 
+    def _finish(self, *, failed: bool) -> None:
+        assert self._run is not None
+        run, self._run = self._run, None
+        run.finish(failed=failed)
 
-def _check(name: str, value: Any, allowed: bool, rule: str) -> None:
-    if not allowed:
-        raise ArgumentError(f"WandbLogger({name}=...) takes {rule}, got {value!r}.")
+    def _conclude(self, trainer: "Trainer") -> None:
+        """Send what there is at the end of training."""
+        assert self._run is not None
+        if not trainer.is_global_zero:
+            return
+        for i, callback in enumerate(trainer.checkpoint_callbacks):
+            best, score = callback.best_model_path, callback.best_model_score
+            if score is not None:
+                self._run.update_summary({f"best/{callback.monitor}": score})
+                self._run.update_summary({} if i else {"best/checkpoint": Path(best).name})
+            kept = {True: [*callback.best_k_models, callback.last_model_path], "best": [best]}.get(self.log_model, [])
+            for path in sorted({path for path in kept if path}, key=lambda path: Path(path).name):
+                self._upload(trainer, callback, Path(path), lasts=True)
+
+    def _upload(self, trainer: "Trainer", callback: "ModelCheckpoint", path: Path, *, lasts: bool) -> None:
+        """Send a checkpoint; unless it `lasts`, it may be deleted as soon as this returns."""
+        if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
+            return
+        self._sent.add(str(path))
+        metadata = {"monitor": callback.monitor, "score": callback.best_k_models.get(str(path))}
+        marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
+        aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+        index = trainer.checkpoint_callbacks.index(callback)  # each has a best of its own
+        name = f"model-{self._id}" + (f"-{index}" if index else "")
+        self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)

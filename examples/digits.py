@@ -66,7 +66,10 @@ def main() -> None:
         devices=arguments.devices,
         max_epochs=arguments.epochs,
         log_every_n_steps=10,
-        callbacks=[jl.callbacks.WandbLogger(project=arguments.wandb)] if arguments.wandb else [],
+        callbacks=[
+            jl.callbacks.ModelCheckpoint(monitor="val/accuracy", mode="max"),
+            *([jl.callbacks.WandbLogger(project=arguments.wandb)] if arguments.wandb else []),
+        ],
     )
     trainer.fit(jl.lazy(Digits), train, val)
     print(f"validation accuracy {trainer.callback_metrics['val/accuracy']:.4f}")

@@ -5,9 +5,12 @@ from typing import Any
 from jaxlit import arguments as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.file_logger import FileLogger
+from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
+from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 
@@ -32,9 +35,12 @@ def all_callbacks(
         raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
     if not isinstance(logger, bool):
         extra = check.callbacks("logger", logger)
-    elif logger and not any(isinstance(c, CSVLogger) for c in found):
-        found.append(CSVLogger())
     found += extra
+    uses_wandb = any(isinstance(c, WandbLogger) for c in found)
+    if logger is True or (logger is not False and uses_wandb):
+        # A W&B run that is killed loses what it has not sent: the rows are kept here, too.
+        for kind in (CSVLogger, JSONLLogger)[: 2 if uses_wandb else 1]:
+            found += [] if any(isinstance(c, kind) for c in found) else [kind()]
     # The bar's header comes before the summary's table.
     _add(found, ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar))
     _add(found, ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary))
@@ -60,11 +66,16 @@ def check_together(callbacks: list[Callback]) -> list[Callback]:
                 raise ArgumentError(
                     f"The callbacks hold two {name}s that write to one folder. Give one of them a dirpath of its own."
                 )
-        files = [other.filename for other in callbacks[:i] if isinstance(other, CSVLogger)]
-        if isinstance(c, CSVLogger) and c.filename in files:
+        files = [other.filename for other in callbacks[:i] if isinstance(other, FileLogger)]
+        if isinstance(c, FileLogger) and c.filename in files:
             raise ArgumentError(
-                f"The callbacks hold two {name}s that write to {c.filename}. Leave one of them out, or pass "
-                "Trainer(logger=False)."
+                f"The callbacks hold two loggers that write to {c.filename}. Leave one of them out, give it another "
+                "filename, or pass Trainer(logger=False)."
+            )
+        projects = [(other.entity, other.project) for other in callbacks[:i] if isinstance(other, WandbLogger)]
+        if isinstance(c, WandbLogger) and (c.entity, c.project) in projects:
+            raise ArgumentError(
+                f"The callbacks hold two {name}s of one project. Leave one of them out, or give it its own project."
             )
     # A checkpoint holds what the other callbacks have decided.
     return sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))

@@ -121,7 +121,7 @@ class Engine:
             reduce_outputs(replica, outputs, noted.rows_of, "training_step")
 
         self._trace("training", None, look, batch)
-        step = TrainStep(self.model, self.tx, self.layout, self.nan_policy, self._clip)
+        step = self._step = TrainStep(self.model, self.tx, self.layout, self.nan_policy, self._clip)
         table = self.model.table("training")
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
@@ -146,6 +146,26 @@ class Engine:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
         self.leaves, logs, loss, outputs = program(self.leaves, batch)
         return logs, loss, outputs
+
+    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
+        """Take an optimizer step that functions look into.
+
+        Args:
+            traced: Functions of (grads, updates, params, opt_state), compiled in once for each set of them.
+            batch: The placed batch.
+
+        Returns:
+            What `train_step` returns, and a tuple of the functions' results.
+        """
+        if traced not in self._programs:
+            loss = None if self._at.window is None else EACH
+            out = (self.shardings, SHARED, loss, self._outputs("training"), SHARED)
+            step = replace(self._step, traced=traced)
+            self._programs[traced] = self._compile(
+                Program("train_step_traced", step.update, (self.shardings,), out, donate=(0,))
+            )
+        self.leaves, logs, loss, outputs, seen = self._programs[traced](self.leaves, batch)
+        return logs, loss, outputs, seen
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ _IN_STEP = "The step is compiled whole"
 _GONE = {
     **dict.fromkeys(
         ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step", "backward"),
-        f"{_IN_STEP}: transform gradients in configure_optimizers, with optax.chain.",
+        f"{_IN_STEP}: transform gradients in configure_optimizers, with optax.chain; look at them in "
+        "Callback.trace_step.",
     ),
     **dict.fromkeys(
         ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
@@ -46,16 +48,42 @@ _GONE = {
 }
 
 
+# Hooks that are about numbers.
+_WITHOUT_MODULE = ("on_log", "on_trace")
+
+
+class TimedFunction:
+    """One owner's hook, and how long its calls took, without hooks that ran inside it.
+
+    Args:
+        owner: The name of the class it belongs to.
+        function: What is called; it takes the trainer and the module first.
+    """
+
+    __slots__ = ("calls", "function", "longest", "owner", "seconds")
+
+    def __init__(self, owner: str, function: Callable[..., Any]) -> None:
+        self.owner, self.function = owner, function
+        self.calls, self.seconds, self.longest = 0, 0.0, 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.seconds += seconds
+        if seconds > self.longest:
+            self.longest = seconds
+
+
 class Hook:
     """Every hook of one name; calling it calls them in order.
 
     Args:
         hooks: The hooks that it belongs to.
         name: The name.
-        functions: (owner's name, function) of each; functions take the trainer and the module first.
+        functions: Those of each owner.
     """
 
-    def __init__(self, hooks: "Hooks", name: str, functions: list[tuple[str, Callable[..., Any]]]) -> None:
+    def __init__(self, hooks: "Hooks", name: str, functions: list[TimedFunction]) -> None:
         self.hooks, self.name, self.functions = hooks, name, functions
 
     def __bool__(self) -> bool:
@@ -66,14 +94,30 @@ class Hook:
         hooks, skip = self.hooks, False
         if not self.functions:
             return skip
-        hooks.log.hook = self.name
-        if hooks.log.named:
-            hooks.log.named = set()
-        with collecting(hooks.log):
-            for owner, function in self.functions:
-                result = function(hooks.trainer, hooks.module, *args)
-                skip |= isinstance(result, (int, np.integer)) and result == -1
-                hooks.settle(owner, self.name)
+        log, live = hooks.log, hooks.live
+        outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, by a checkpoint say
+        log.hook, hooks.inside = self.name, 0.0
+        if log.named:
+            log.named = set()
+        begun = start = perf_counter()
+        with collecting(log):
+            for function in self.functions:
+                try:
+                    result = function.function(hooks.trainer, hooks.module, *args)
+                except BaseException:
+                    now = perf_counter()
+                    function.note(now - start - hooks.inside)
+                    hooks.inside = outer[2] + now - begun
+                    raise
+                if result is not None and isinstance(result, (int, np.integer)) and result == -1:
+                    skip = True
+                if live is not None and live.touched:
+                    hooks.settle(function.owner, self.name)
+                now = perf_counter()
+                function.note(now - start - hooks.inside)
+                start, hooks.inside = now, 0.0
+        log.hook, log.named = outer[:2]
+        hooks.inside = outer[2] + start - begun
         return skip
 
 
@@ -104,9 +148,13 @@ class Hooks:
             datamodule,
         )
         self.live: Live | None = None  # set while a fit owns the state
-        self._bound: dict[str, Hook] = {}
+        self.inside = 0.0  # seconds of hooks inside the one that runs
+        self._bound: dict[Any, Hook] = {}
         for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
             _refuse_gone(owner)
+        for name in ("trace_step", "on_trace"):
+            if callable(getattr(type(module), name, None)):
+                raise ModuleError(f"{type(module).__name__}.{name} would never be called. Put it into a Callback.")
         for name in vars(Callback):
             if name.startswith("on_") or name in ("setup", "teardown"):
                 self._find(name)  # a wrong signature is refused now, not in the middle of training
@@ -114,13 +162,13 @@ class Hooks:
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
         if name not in self._bound:
-            self._bound[name] = Hook(self, name, self._find(name))
+            self._bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
         return self._bound[name]
 
     def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order behind the module.
         late = name == "on_train_epoch_end"
-        owners = [c for c in self.callbacks if _overrides(c, name)]
+        owners = [c for c in self.callbacks if overrides(c, name)]
         found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
         if callable(getattr(type(self.module), name, None)):
             found.append((False, type(self.module).__name__, _without_trainer(self.module, name)))
@@ -134,10 +182,22 @@ class Hooks:
         """Call every hook of this name."""
         self.bind(name)(*args)
 
+    def call_one(self, callback: Callback, name: str, *args: Any) -> None:
+        """Call the hook of one callback only."""
+        key = id(callback), name  # not the callback, which may have no hash, or equal another
+        if key not in self._bound:
+            function = TimedFunction(type(callback).__name__, _of_callback(callback, name))
+            self._bound[key] = Hook(self, name, [function])
+        self._bound[key](*args)
+
+    def functions(self) -> list[tuple[str, TimedFunction]]:
+        """Return every (hook, function) that was bound so far."""
+        return [(hook.name, function) for hook in self._bound.values() for function in hook.functions]
+
     def settle(self, owner: str, hook: str) -> None:
         """Take over, or refuse, what a hook wrote to the module."""
         if self.live is not None and self.live.touched:
-            self.live.settle(owner, hook, adopt="_batch_" not in hook and hook != "on_log")
+            self.live.settle(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
 
 
 def _refuse_gone(owner: Any) -> None:
@@ -151,16 +211,25 @@ def _refuse_gone(owner: Any) -> None:
         )
 
 
-def _overrides(callback: Callback, hook: str) -> bool:
+def overrides(callback: Callback, hook: str) -> bool:
+    """Tell whether a callback has a hook of its own."""
     if not hasattr(Callback, hook):  # prepare_data belongs to modules and DataModules
         return False
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
+def fitting(callback: Callback, hook: str) -> Callable[..., Any]:
+    """Return a callback's method that can be called as `Callback`'s is.
+
+    Raises:
+        ModuleError: It takes other arguments.
+    """
+    return _fitting(callback, hook, _arguments(hook))
+
+
 def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
-    method = _fitting(callback, hook, _arguments(hook))
-    # on_log takes no module: it is about numbers.
-    return method if hook != "on_log" else lambda trainer, module, *args: method(trainer, *args)
+    method = fitting(callback, hook)
+    return method if hook not in _WITHOUT_MODULE else lambda trainer, module, *args: method(trainer, *args)
 
 
 def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxlit.data import Source
 from jaxlit.errors import LogError, NonFiniteError
 from jaxlit.exchange import fetch
-from jaxlit.results import Total
+from jaxlit.results import TRACED, Total
 from jaxlit.rollback import roll_back
 from jaxlit.run import Bound, Evaluation, Outputs, Run, validation_interval
 
@@ -66,7 +66,8 @@ def train_epoch(run: Run) -> None:
     source, limit = run.train
     starts, ends = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
     safe, accumulate = hooks.bind("on_safe_point"), trainer.accumulate_grad_batches
-    wait = Bound(run.trainer.max_in_flight)
+    wait, tracing = Bound(run.trainer.max_in_flight), run.tracing
+    tracing.seek(position.global_step)
 
     if not position.begun:
         position.begun, position.first_step = True, position.global_step
@@ -95,8 +96,14 @@ def train_epoch(run: Run) -> None:
             ready = True
             engine.prepare_training(feeder.example)
             results.show_steps(engine.training_table)
+            tracing.check(engine, results)
         stepping = last or position.filled + 1 >= accumulate
-        logs, loss, outputs = engine.train_step(batch) if stepping else engine.micro_step(batch)
+        if not stepping:
+            logs, loss, outputs = engine.micro_step(batch)
+        elif position.global_step != tracing.next:
+            logs, loss, outputs = engine.train_step(batch)
+        else:
+            logs, loss, outputs = tracing.step(engine, batch)
         results.latest = feeder.token = logs
         position.data, position.batch_idx, position.over = at, i + 1, last
         position.total_batch_idx += 1
@@ -107,13 +114,14 @@ def train_epoch(run: Run) -> None:
             position.global_step, position.filled = position.global_step + 1, 0
         else:
             position.filled += 1
+        step = position.global_step
         if ends:
             ends(Outputs(logs, loss, outputs), host_batch, i)
         wait(logs)
         if run.pending is not None:
             publish(run)
         run.check_time()
-        settle(run, logs)
+        settle(run, logs if position.global_step == step else None)  # after a rollback it has no row
         if run.done:
             break
         position.left = 0
@@ -144,11 +152,16 @@ def settle(run: Run, logs: Any) -> None:
         logs: The step's table of metrics.
     """
     trainer, position, log = run.trainer, run.position, run.hooks.log
-    if not position.filled and run.evaluation is None:
+    if logs is not None and not position.filled and run.evaluation is None:
         window = log.take_window() if log.window else {}
         every = trainer.log_every_n_steps
+        # Read one step late, when it is ready.
         if every and (position.global_step % every == 0 or trainer.should_stop):
-            run.pending = (logs, window, position.global_step - 1)  # read one step late, when it is ready
+            run.pending = (logs, window, position.global_step - 1)
+        elif traced := {name: total for name, total in window.items() if total.hook == TRACED}:
+            run.pending = (None, traced, position.global_step - 1)
+        elif run.tracing.seen:
+            run.pending = (None, {}, position.global_step - 1)
     if run.every_check:
         check_finite(run)
     if run.evaluation is None and run.validation_due(position.over):
@@ -334,7 +347,12 @@ def publish(run: Run) -> None:
     """Read the pending row and log it."""
     if run.pending is None:
         return
-    (logs, window, step), run.pending = run.pending, None
+    logs, window, step = run.pending
+    run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
+    run.pending = None
+    if logs is None:  # only what was traced
+        log_row(run, window, step)
+        return
     values = run.results.steps(logs)
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}

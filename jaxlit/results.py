@@ -16,6 +16,8 @@ from jaxlit.metrics import Metric, active_collector, check_average, check_scalar
 from jaxlit.replica import num_rows
 from jaxlit.table import Table
 
+TRACED = "trace_step"  # where a callback's traced values come from
+
 
 class MetricView(Mapping[str, float]):
     """A read-only mapping of metrics; a value comes from the device when its key is read."""
@@ -259,6 +261,17 @@ class HostLog:
         if total.hook != self.hook:
             raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: {total.hook} logs this name. Use another.")
         return total
+
+    def add_traced(self, values: Mapping[str, Any]) -> None:
+        """Take scalars of an optimizer step, device arrays: they are in its row whether it would be logged or not."""
+        for name, value in values.items():
+            if name in self.window:
+                raise LogError(
+                    f"self.log({name!r}, ...) in {self.window[name].hook}: a trace_step returns this name. Use another."
+                )
+            total = self.window[name] = Total(Metric(name), TRACED)
+            total.add(value, 1)
+            self._results.put_step(total.metric, total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hooks have logged and no row has taken."""

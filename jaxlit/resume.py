@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.progress_bar import say
 from jaxlit.checkpoint import FOLDER, Checkpoint, locate, newest, read
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.terminal import say, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -80,7 +80,7 @@ def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if found is None:
-            _tell(trainer, f"resume: no checkpoint in {own}, training begins anew")
+            _tell(trainer, f"resume: no checkpoint in {short_path(own)}, training begins anew")
     else:
         found, skipped = locate(wanted, argument)
     for reason in skipped:
@@ -88,7 +88,7 @@ def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
     if found is not None:
         state = found.state
         what = "resume" if verb == "fit" else verb
-        _tell(trainer, f"{what}: {found.path} (step {state['global_step']}, epoch {state['epoch']})")
+        _tell(trainer, f"{what}: {short_path(found.path)} (step {state['global_step']}, epoch {state['epoch']})")
     return found
 
 

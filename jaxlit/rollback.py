@@ -54,9 +54,8 @@ def roll_back(run: Run, what: str) -> None:
         engine.clear_sums()
     run.hooks.log.take_window()
     run.pending, run.noted_bad_step = None, -1
+    run.tracing.seen.clear()
+    run.tracing.seek(was.global_step)
     if run.hooks.live is not None:
         run.hooks.live.stale = True
-    log = run.hooks.log
-    outer = log.hook, log.named
     run.hooks("on_load_checkpoint", dict(found.state))
-    log.hook, log.named = outer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxlit.compile_log import CompileLog
 from jaxlit.data import Source
 from jaxlit.datamodule import Loaders
 from jaxlit.engine import Engine
@@ -18,6 +19,7 @@ from jaxlit.feed import Feeder
 from jaxlit.hooks import Hooks
 from jaxlit.results import Results
 from jaxlit.table import Table
+from jaxlit.tracing import Tracing
 
 if TYPE_CHECKING:
     from jaxlit.module import TrainModule
@@ -77,13 +79,17 @@ class Run:
     val: Sequence[tuple[Source, int | None]] = ()
     evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
     val_every: int | None = None  # batches between validations; None for the end of the epoch
-    # A row not yet read: the step's table, what hooks logged, and the step.
+    # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
+    tracing: Tracing = field(init=False)
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     noted_bad_step: int = -1
     every_check: bool = False  # look at the guard's mark after every step
+    compiles: CompileLog = field(default_factory=CompileLog)
+    _started: float = field(default_factory=time.monotonic)
+    _ended: float | None = None
     _deadline: float | None = None
     _next_validation: float | None = None  # where validation goes by the clock
     _told: bool = False
@@ -98,6 +104,15 @@ class Run:
         """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
         if isinstance(interval := self.trainer.val_check_interval, datetime.timedelta):
             self._next_validation = time.monotonic() + interval.total_seconds()
+
+    def end_clock(self) -> None:
+        """Note that the run is over."""
+        self._ended = self._ended or time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken so far."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._started
 
     def close(self) -> None:
         """Let go of the loaders."""

@@ -76,7 +76,7 @@ STATE = {
     "optimizer": str,
     "metrics": [_METRIC],
     "latest": _Maybe(_ARRAY),
-    "pending": _Maybe((_ARRAY, _Values(_is_number), _is_count)),
+    "pending": _Maybe((_Maybe(_ARRAY), _Values(_is_number), _is_count)),
     "results": [(str, _METRIC, _is_number, bool, bool, _Maybe(_is_count))],
     "log": {
         "window": [(str, _TOTAL)],

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from jaxlit.precision import Precision
 from jaxlit.restore import Resume, load_engine
 from jaxlit.results import HostLog, Results
 from jaxlit.run import Position, Run, validation_interval
+from jaxlit.tracing import Tracing
 from jaxlit.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -102,8 +104,11 @@ class Session:
             self.current = run = Run(
                 trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug
             )
-            self._guarded(run, verb, work, own)
+            with run.compiles:
+                self._guarded(run, verb, work, own)
         finally:
+            if self.current is not None:
+                self.current.end_clock()
             self.running, self.active = False, None
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
@@ -161,6 +166,7 @@ class Session:
             _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
             load_engine(run.engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if fitting:
+            run.tracing = Tracing(hooks, trainer.log_every_n_steps)
             self.engine, self._fitted = run.engine, run
         else:
             position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
@@ -223,7 +229,9 @@ class Session:
 
     def _load_callbacks(self, run: Run, checkpoint: Checkpoint) -> None:
         left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
-        left = [name for name in left if not name.startswith(("ModelCheckpoint", "CSVLogger"))]  # about files only
+        left = [
+            name for name in left if not name.startswith(("ModelCheckpoint", "CSVLogger", "JSONLLogger"))
+        ]  # about files only
         if left:
             _logger.warning(
                 "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
@@ -252,7 +260,13 @@ class Session:
         if self.running and run.hooks.live is not None and run.hooks.live.touched:
             run.hooks.settle("Trainer.save_checkpoint", run.hooks.log.hook)  # what the hook has written so far
         check_finite(run)
+        run.tracing.deliver()
         return save(path, dict(enumerate(self.engine.leaves)), snapshot.take(run), order)
+
+    def tell_saved(self, callback: ModelCheckpoint, path: Path) -> None:
+        """Tell the callbacks that a checkpoint is whole on the disk."""
+        assert self.current is not None
+        self.current.hooks("on_checkpoint_saved", callback, path)
 
     def check_saving(self) -> None:
         """Refuse now what could not be saved later."""
@@ -309,16 +323,17 @@ def _each(hooks: Hooks, hook: str, argument: Any, first: BaseException | None) -
 
     A later error is noted on the first: it never hides it.
     """
-    for owner, function in hooks.bind(hook).functions:
-        hooks.log.hook = hook
+    for function in hooks.bind(hook).functions:
+        hooks.log.hook, hooks.inside, start = hook, 0.0, time.perf_counter()
         try:
             with collecting(hooks.log):
-                function(hooks.trainer, hooks.module, argument)
+                function.function(hooks.trainer, hooks.module, argument)
         except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
             if first is None:
                 first = error
             else:
-                first.add_note(f"{owner}.{hook} raised as well: {error!r}")
+                first.add_note(f"{function.owner}.{hook} raised as well: {error!r}")
+        function.note(time.perf_counter() - start - hooks.inside)
     return first
 
 

@@ -53,7 +53,11 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "latest": None if latest is None else _pack(fetch(latest)),
         "pending": None
         if pending is None
-        else [_pack(fetch(pending[0])), {k: float(v) for k, v in pending[1].items()}, pending[2]],
+        else [
+            None if pending[0] is None else _pack(fetch(pending[0])),
+            {k: float(v) for k, v in pending[1].items()},
+            pending[2],
+        ],
         "results": run.results.state_dict(),
         "log": run.hooks.log.state_dict(),
         "callbacks": {key: callback.state_dict() for key, callback in keyed(run.hooks.callbacks).items()},
@@ -64,11 +68,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
-    log = run.hooks.log
-    outer = log.hook, log.named
     if ask:
         run.hooks("on_save_checkpoint", state)
-    log.hook, log.named = outer  # those of the hook that asked for the checkpoint
     return _plain(state, "")
 
 
@@ -143,7 +144,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     run.results.load_state_dict(_section(state, "results"))
     run.hooks.log.load_state_dict(_section(state, "log"))
     if (pending := state["pending"]) is not None:
-        run.pending = (_unpack(pending[0]), pending[1], int(pending[2]))
+        run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
         now = run.evaluation = Evaluation(**{k: saved[k] for k in _PLAIN})
         if saved["sums"] is not None:

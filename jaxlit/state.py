@@ -107,6 +107,11 @@ def _key_impl(x: Any) -> Any:
     return impls[0]
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return the (name, leaf) of each leaf of a pytree, named as a user writes it."""
+    return [(leaf_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
     name = ""

@@ -4,6 +4,7 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.replica.Replica`; the bodies are the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ class TrainStep:
         layout: How the flat state is laid out.
         nan_policy: "raise", "skip" or "ignore".
         clip: What is done to the gradients of an optimizer step first; it must be without state.
+        traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
     """
 
     model: Model
@@ -37,6 +39,7 @@ class TrainStep:
     layout: Layout
     nan_policy: str
     clip: optax.GradientTransformation | None = None
+    traced: tuple[Callable[..., Any], ...] = ()
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -50,11 +53,12 @@ class TrainStep:
         table, state = state.window.metrics, state.advance(steps=0)
         return self.layout.flatten(state), self._logs(table, state), loss, outputs
 
-    def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, Any, Any]:
+    def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Take an optimizer step with one batch, or with the window that it completes.
 
         Returns:
-            The state, the table of the batch or window, the batch's loss if it ends a window, and its outputs.
+            The state, the table of the batch or window, the batch's loss if it ends a window, its outputs, and with
+            traced functions a tuple of their results.
         """
         old = self.layout.unflatten(leaves)
         if old.window is None:
@@ -72,8 +76,10 @@ class TrainStep:
             grads, rows = replica.psum((new.window.grads, rows))
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
             new = replace(new, window=self._empty_window(new.window))
-        new = self._apply(old, new, replica.constrain_grads(grads), table)
-        return self.layout.flatten(new), self._logs(table, new), loss, outputs
+        grads = replica.constrain_grads(grads)
+        new, updates = self._apply(old, new, grads, table)
+        seen = tuple(fn(grads, updates, old.params, new.opt_state) for fn in self.traced)
+        return self.layout.flatten(new), self._logs(table, new), loss, outputs, *([seen] if self.traced else [])
 
     @property
     def table(self) -> Table:
@@ -131,7 +137,9 @@ class TrainStep:
             jnp.broadcast_to(self.table.empty(), window.metrics.shape),
         )
 
-    def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> TrainState:
+    def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
+        """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out."""
+
         def update() -> tuple[Any, ...]:
             tx, clipped = optax.with_extra_args_support(self.tx), grads
             if self.clip is not None:
@@ -149,13 +157,14 @@ class TrainStep:
                 ) from error
             params = optax.apply_updates(old.params, updates)
             opt_state = jax.tree.map(_like, old.opt_state, opt_state)
-            return params, opt_state, new.frozen, new.model_state
+            # Kept for traced functions only: otherwise they would be one more copy of the parameters.
+            return params, opt_state, new.frozen, new.model_state, updates if self.traced else None
 
         loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
         checks = self.nan_policy != "ignore"
         if not checks and old.loss_scale is None:
-            params, opt_state, _, _ = update()
-            return replace(new, params=params, opt_state=opt_state, sums=sums).advance(steps=1)
+            params, opt_state, _, _, updates = update()
+            return replace(new, params=params, opt_state=opt_state, sums=sums).advance(steps=1), updates
         # Leaf by leaf: the norm of finite gradients may overflow.
         finite_grads = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
         overflow = jnp.zeros((), bool)
@@ -171,14 +180,15 @@ class TrainStep:
             frozen, model_state = jax.tree.map(
                 _keep_counters, (old.frozen, old.model_state), (new.frozen, new.model_state)
             )
-            return old.params, old.opt_state, frozen, model_state
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
+            return old.params, old.opt_state, frozen, model_state, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
-        params, opt_state, frozen, model_state = jax.lax.cond(ok, update, keep)
+        params, opt_state, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
         mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, frozen=frozen, model_state=model_state)
         new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
-        return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step))
+        return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
 
     def _logs(self, table: jax.Array, state: TrainState) -> jax.Array:
         if self.nan_policy == "ignore":

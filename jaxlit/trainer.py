@@ -14,15 +14,16 @@ import jax
 from jaxlit import arguments as check
 from jaxlit import loop, settings
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.file_logger import FileLogger
+from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.checkpoint import Checkpoint, last_order
 from jaxlit.creation import build_lazy, check_variables, lazy
 from jaxlit.datamodule import DataModule, Loaders
 from jaxlit.defaults import all_callbacks
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.explanation import Explanation, explain
 from jaxlit.hyperparams import Hyperparams
 from jaxlit.metrics import active_collector
 from jaxlit.module import STEPS, TrainModule, call_step, is_overridden
@@ -60,7 +61,9 @@ class Trainer:
             unless `min_epochs` is given.
         max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
-        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks).
+        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). Beside a
+            WandbLogger here or in `callbacks` stand a CSVLogger and a JSONLLogger, unless it is False: W&B loses rows
+            when a process is killed.
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.
@@ -415,6 +418,25 @@ class Trainer:
         where = Path(os.path.abspath(path))
         self._session.save(where, last_order(where.parent) + 1).wait()
 
+    def explain(self) -> Explanation:
+        """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
+
+        Returns:
+            The seconds that each hook kept the loop waiting; printed, it is a table.
+
+        Raises:
+            ArgumentError: Nothing has run yet.
+
+        Example:
+            >>> import jaxlit as jl
+            >>> class TellAtTheEnd(jl.Callback):
+            ...     def on_train_end(self, trainer, module):
+            ...         print(trainer.explain())
+        """
+        if self._session.current is None:
+            raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
+        return explain(self._session.current)
+
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
         self.should_stop, self.stop_reason = True, self.stop_reason or reason
@@ -481,6 +503,12 @@ class Trainer:
         return 0.0 if run is None or run.train is None else run.train[0].waited
 
     @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
+        run = self._session.current
+        return {} if run is None else dict(run.compiles.seconds)
+
+    @property
     def run_dir(self) -> Path:
         """The run's folder; whoever writes first makes it."""
         return self._folder.path
@@ -493,7 +521,12 @@ class Trainer:
     @property
     def loggers(self) -> list[Callback]:
         """The callbacks that log rows to somewhere."""
-        return [c for c in self.callbacks if isinstance(c, (CSVLogger, WandbLogger)) or c in self._extra_loggers]
+        return [c for c in self.callbacks if isinstance(c, Logger) or c in self._extra_loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which takes everything and keeps nothing."""
+        return next(iter(self.loggers), NoLogger())
 
     @property
     def checkpoint_callback(self) -> ModelCheckpoint | None:
@@ -535,7 +568,7 @@ class Trainer:
         return found
 
     def _claim_folder(self, found: Checkpoint | None, *, refuse: bool = True) -> None:
-        files = [c.filename for c in self.callbacks if isinstance(c, CSVLogger)]
+        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
         several = self.strategy.num_processes > 1
         self._folder.claim(files, self.resume, found, several=several, refuse=refuse)
 

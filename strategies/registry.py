@@ -105,5 +105,5 @@ def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
 def _choose(devices: int | None) -> Strategy:
     count = jax.device_count() if devices is None else devices
     chosen: Strategy = SingleDevice() if count == 1 else DDP()
-    chosen.reason = f"chosen by 'auto' for {count} device{'s' * (count > 1)}"
+    chosen.reason = f"auto: {count} device{'s' * (count > 1)}"
     return chosen

@@ -363,7 +363,9 @@ class Listener(jl.Callback):
 
 
 FIT = [name for name in vars(jl.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
-FIT = [name for name in FIT if not any(word in name for word in ("test", "predict", "exception", "checkpoint"))]
+FIT = [
+    name for name in FIT if not any(word in name for word in ("test", "predict", "exception", "checkpoint", "trace"))
+]
 OTHERS = ["prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers", "training_step"]
 OTHERS += ["validation_step", "on_before_batch_transfer"]
 

@@ -122,7 +122,7 @@ def test_each_hook_of_a_callback_comes_just_before_that_of_the_module() -> None:
     class Early(jl.Callback):
         pass
 
-    hooks = [name for name in HOOKS if name not in ("on_exception", "on_log") and "test" not in name]
+    hooks = [name for name in HOOKS if name not in ("on_exception", "on_log", "on_trace") and "test" not in name]
     hooks = [name for name in hooks if "predict" not in name and "checkpoint" not in name]
     for name in hooks:
         setattr(Both, name, lambda self, *args, name=name: called.append(("module", name)))
@@ -376,7 +376,9 @@ def test_after_an_error_in_a_hook_every_callback_gets_on_exception_and_teardown(
     def fail(*_: Any) -> None:
         raise RuntimeError("the first")
 
-    trainer = make_trainer(Listens(), make_callback(**{hook: fail}), Listens(), max_epochs=1, log_every_n_steps=1)
+    looks = {"trace_step": lambda *_: {"one": jnp.ones(())}}
+    failing = make_callback(**looks, **{hook: fail})
+    trainer = make_trainer(Listens(), failing, Listens(), max_epochs=1, log_every_n_steps=1)
     with pytest.raises(RuntimeError, match="the first") as raised:
         trainer.fit(Linear(), make_batches(3), make_batches(2))
     assert told == [("on_exception", raised.value)] * 2 + [("teardown", "fit")] * 2

@@ -5,7 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 
 class Metrics(Mapping[str, float]):
@@ -26,6 +28,21 @@ class Metrics(Mapping[str, float]):
         return len(self.values_of)
 
 
+class StandInModule(nnx.Module):
+    """Six parameters, and hyperparameters that are no part of the graph."""
+
+    def __init__(self, hparams: dict[str, Any]) -> None:
+        self.weight = nnx.Param(jnp.zeros((3, 2)))
+        _hparams[id(self)] = hparams
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        return _hparams[id(self)]
+
+
+_hparams: dict[int, dict[str, Any]] = {}
+
+
 class StandInTrainer:
     def __init__(self, run_dir: Path, **attributes: Any) -> None:
         self.run_dir = run_dir
@@ -40,11 +57,17 @@ class StandInTrainer:
         self.sanity_checking = self.should_stop = False
         self.stop_reason: str | None = None
         self.callback_metrics = self.logged_metrics = self.progress_bar_metrics = Metrics()
-        self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8")
+        mesh = SimpleNamespace(shape={"data": 8}, size=8)
+        self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1)
         self.config: dict[str, Any] = {"max_epochs": 10}
-        self.module = SimpleNamespace(hparams={})
+        self.module = StandInModule(attributes.pop("hparams", {}))
         self.state: Any = None
         self.is_global_zero, self.data_wait, self.resume = True, 0.0, None
+        self.interrupted, self.compile_seconds = False, {}
+        self._session = SimpleNamespace(active=object())
+        self.callbacks: list[Any] = []
+        self.loggers: list[Any] = []
+        self.checkpoint_callbacks: list[Any] = []
         vars(self).update(attributes)
 
     def stop(self, reason: str) -> None:

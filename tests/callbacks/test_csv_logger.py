@@ -82,7 +82,7 @@ def test_a_second_logger_keeps_the_rows_that_are_there(make_trainer, make_logger
     assert [row[0] for row in read(trainer, "rows.csv")] == ["step", "0", "1"]
 
 
-def test_a_failure_while_widening_leaves_the_old_file_whole(make_trainer, make_logger, monkeypatch):
+def test_a_failure_while_widening_leaves_the_old_file_whole(make_trainer, make_logger, monkeypatch, capsys):
     logger, trainer = make_logger(), make_trainer()
     trainer.log(logger, {"a": 1.0}, 0)
     before = read(trainer)
@@ -90,17 +90,28 @@ def test_a_failure_while_widening_leaves_the_old_file_whole(make_trainer, make_l
     def fail(*paths):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(JaxlitError, match="No space left"):
-        trainer.log(logger, {"b": 1.0}, 1)
-    assert read(trainer) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        for step in (1, 2):
+            trainer.log(logger, {"b": 1.0}, step)
+            assert read(trainer) == before
+    assert capsys.readouterr().out.count("No space left") == 1
+    trainer.log(logger, {"b": 3.0}, 3)
+    assert read(trainer) == [["step", "epoch", "a", "b"], ["0", "0", "1.0", ""], ["3", "0", "", "3.0"]]
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(make_trainer, make_logger, tmp_path):
-    (tmp_path / "file").write_text("")
-    trainer = make_trainer(run_dir=tmp_path / "file" / "run")
-    with pytest.raises(JaxlitError, match=r"file/run/metrics\.csv.*default_root_dir"):
-        trainer.log(make_logger(), {"a": 1.0}, 0)
+def test_a_disk_that_is_full_from_the_beginning_is_said_once(make_trainer, make_logger, capsys):
+    logger, trainer = make_logger(), make_trainer()
+    trainer.run_dir.mkdir()
+    path = trainer.run_dir / "metrics.csv"
+    path.symlink_to("/dev/full")  # the kernel's own full disk
+    for step in range(3):
+        trainer.log(logger, {"a": 1.0}, step)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert str(path) in line and "No space left on device" in line and "Training goes on" in line
+    path.unlink()
+    trainer.log(logger, {"a": 1.0}, 3)
+    assert read(trainer) == [["step", "epoch", "a"], ["3", "0", "1.0"]]
 
 
 def test_only_the_first_process_writes(make_trainer, make_logger):
@@ -109,7 +120,7 @@ def test_only_the_first_process_writes(make_trainer, make_logger):
     assert not trainer.run_dir.exists()
 
 
-@pytest.mark.parametrize("name", ["", ".", 3, None])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b.csv", "/a.csv", "./a.csv", 3, None])
 def test_a_wrong_filename_is_refused(name):
     with pytest.raises(ArgumentError, match=r"CSVLogger\(filename=...\)"):
         CSVLogger(name)

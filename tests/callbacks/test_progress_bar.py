@@ -1,14 +1,20 @@
 """ProgressBar on a stream that is a terminal, and on one that is not."""
 
 import io
+import itertools
 import re
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import pyte
 import pytest
 
-from jaxlit.callbacks import ProgressBar
+from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from jaxlit.errors import ArgumentError
+
+SEVENTEEN = 1 / 17
 
 
 class Terminal(io.StringIO):
@@ -19,19 +25,12 @@ class Terminal(io.StringIO):
 
     @property
     def lines(self):
-        """What a reader sees in the end: cursor movements are carried out."""
-        seen, row = [""], 0
-        for token in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", self.getvalue()):
-            if token == "\n":
-                row += 1
-                seen += [""] * (row + 1 - len(seen))
-            elif token.endswith("A") and token.startswith("\x1b"):
-                row -= int(token[2:-1] or 1)
-            elif token == "\x1b[2K":
-                seen[row] = ""
-            elif not token.startswith("\x1b") and token != "\r":
-                seen[row] += token
-        return [line.rstrip() for line in seen]
+        """What a reader sees in the end."""
+        screen = pyte.Screen(int(self.width), 100)
+        pyte.Stream(screen).feed(self.getvalue().replace("\n", "\r\n"))
+        return [line.rstrip() for line in screen.display if line.strip()]
+
+    width = 160
 
 
 @pytest.fixture
@@ -40,13 +39,22 @@ def open_terminal(monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
 
-    def open_it():
+    def open_it(width=160):
+        monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(sys, "stdout", Terminal())
+        sys.stdout.width = width
         return sys.stdout
 
     return open_it
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves on."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: now.seconds)
+    return now
 
 
 def fit(trainer, bar, *, epochs=2):
@@ -56,45 +64,199 @@ def fit(trainer, bar, *, epochs=2):
     trainer.end(bar)
 
 
+def monitoring(trainer, monitor="val/loss", mode="min"):
+    """Give a Trainer a ModelCheckpoint that has written nothing yet."""
+    checkpoint = ModelCheckpoint(monitor=monitor, mode=mode)
+    trainer.checkpoint_callbacks = trainer.callbacks = [checkpoint]
+    return checkpoint
+
+
+def written(checkpoint, folder, *, best=None, last):
+    """Make a ModelCheckpoint one that has written checkpoints of these steps."""
+    place = lambda step: str(folder / "checkpoints" / f"step_{step:08d}")  # noqa: E731
+    if best is not None:
+        checkpoint.best_k_models = {place(best[0]): best[1]}
+    checkpoint.last_model_path = place(last)
+
+
+def epoch_lines(text):
+    return [line for line in text.splitlines() if line.startswith("epoch ")]
+
+
+# The header ---------------------------------------------------------------------------------------
+
+
+def test_the_header_is_printed_before_anything_is_opened(make_trainer, capsys):
+    trainer, bar = make_trainer(), ProgressBar()
+    bar.setup(trainer, trainer.module, "fit")
+    line = capsys.readouterr().out
+    assert line.startswith("jaxlit ") and " jax " in line and "8 x cpu" in line and "DDP on mesh data=8" in line
+
+
+def test_the_header_says_how_many_of_the_devices_are_used(make_trainer, capsys):
+    strategy = SimpleNamespace(describe=lambda: "x", mesh=SimpleNamespace(shape={"data": 2}, size=2), num_processes=1)
+    trainer = make_trainer(strategy=strategy)
+    ProgressBar().setup(trainer, trainer.module, "fit")
+    assert "2 of 8 x cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_the_header_names_the_run_folder_only_if_there_will_be_one(make_trainer, capsys, writes):
+    trainer = make_trainer(run_dir=Path("runs/mine"))
+    trainer.checkpoint_callbacks = [ModelCheckpoint()] if writes else []
+    ProgressBar().setup(trainer, trainer.module, "fit")
+    assert ("run runs/mine" in capsys.readouterr().out) == writes
+
+
+def test_compile_times_are_told_once(make_trainer, capsys):
+    trainer = make_trainer(compile_seconds={"eval_step": 0.1, "train_step": 123.0})
+    fit(trainer, ProgressBar())
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled ")]
+    assert told == ["compiled eval_step in 0.10 s, train_step in 0:02:03"]
+
+
+# An epoch's line ----------------------------------------------------------------------------------
+
+
 def test_without_a_terminal_an_epoch_is_one_line(make_trainer, capsys):
     fit(make_trainer(), ProgressBar())
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:12] for line in lines[1:-1]] == ["epoch  1/10 ", "epoch  2/10 "]
+    lines = epoch_lines(capsys.readouterr().out)
+    assert [line[:12] for line in lines] == ["epoch  1/10 ", "epoch  2/10 "]
 
 
-def test_without_a_terminal_no_control_codes_are_written(make_trainer, capsys):
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_without_a_terminal_no_control_codes_are_written(make_trainer, capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")  # as build servers do
     fit(make_trainer(), ProgressBar())
-    assert "\x1b" not in capsys.readouterr().out
+    assert not re.search(r"[^\x20-\x7e\n·]", capsys.readouterr().out)
 
 
 def test_a_line_shows_count_and_metrics(make_trainer, capsys):
     fit(make_trainer(), ProgressBar())
-    line = capsys.readouterr().out.splitlines()[2]
+    line = epoch_lines(capsys.readouterr().out)[1]
     assert "4/4" in line and line.endswith("val/loss 0.25")
 
 
-def test_the_header_names_the_strategy(make_trainer, capsys):
-    fit(make_trainer(), ProgressBar())
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("jaxlit ") and "8 cpu devices" in line and line.endswith("DDP on mesh data=8")
-
-
-def test_the_last_line_counts_what_was_done_and_says_why_it_ended(make_trainer, capsys):
+def test_metrics_stand_below_one_another(make_trainer, capsys, clock):
     trainer, bar = make_trainer(), ProgressBar()
     trainer.start(bar)
-    trainer.train_epoch(bar)
-    trainer.stop("the loss is flat")
-    trainer.end(bar)
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("done 1 epoch, 4 steps in ") and line.endswith("the loss is flat")
+    for loss, seconds in ((SEVENTEEN, 0.2), (0.5, 0.01), (-2.0, 0.0002)):
+        trainer.callback_metrics.values_of["train/loss"] = loss
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(4):
+            clock.seconds += seconds
+            bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
+        trainer.validate(bar, {"val/loss": loss})
+        bar.on_train_epoch_end(trainer, trainer.module)
+    columns = {(line.index("train/loss"), line.index("val/loss")) for line in epoch_lines(capsys.readouterr().out)}
+    assert len(columns) == 1
+
+
+def test_an_endless_loader_has_no_total(make_trainer, capsys):
+    fit(make_trainer(num_training_batches=float("inf"), max_epochs=None), ProgressBar())
+    line = epoch_lines(capsys.readouterr().out)[0]
+    assert line.startswith("epoch 1 ") and "inf" not in line and "/4" not in line
 
 
 def test_on_a_terminal_each_epoch_leaves_its_final_line(make_trainer, open_terminal):
     terminal = open_terminal()
     fit(make_trainer(), ProgressBar())
     left = [line for line in terminal.lines if line.startswith("epoch")]
-    assert len(left) == 2
     assert [line.split()[-1] for line in left] == ["0.5", "0.25"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_a_line_that_is_too_long_breaks_between_metrics(make_trainer, open_terminal, width):
+    terminal, names = open_terminal(width), [f"metric_{i}" for i in range(9)]
+    trainer, bar = make_trainer(), ProgressBar()
+    trainer.callback_metrics.values_of |= dict.fromkeys(names, SEVENTEEN)
+    trainer.start(bar)
+    trainer.train_epoch(bar)
+    shown = [line for line in terminal.lines if "metric_" in line]
+    assert re.findall(r"(metric_\d) 0.05882", "\n".join(shown)) == names and len(shown) > 1
+
+
+def test_the_best_epochs_are_marked(make_trainer, capsys):
+    trainer, bar = make_trainer(), ProgressBar()
+    monitoring(trainer, "val/accuracy", "max")
+    trainer.start(bar)
+    for accuracy in (0.5, 0.7, 0.6, float("nan"), 0.8):
+        trainer.train_epoch(bar, val={"val/accuracy": accuracy})
+    marked = ["* best" in line for line in epoch_lines(capsys.readouterr().out)]
+    assert marked == [True, True, False, False, True]
+
+
+def test_an_epoch_without_validation_is_not_marked(make_trainer, capsys):
+    trainer, bar = make_trainer(), ProgressBar()
+    monitoring(trainer)
+    trainer.start(bar)
+    trainer.train_epoch(bar, val={"val/loss": 0.5})
+    trainer.train_epoch(bar)
+    assert ["* best" in line for line in epoch_lines(capsys.readouterr().out)] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "stopping"])
+def test_a_resumed_training_knows_the_earlier_best(make_trainer, capsys, kind):
+    trainer, bar = make_trainer(global_step=8, current_epoch=2), ProgressBar()
+    if kind == "checkpoint":
+        written(monitoring(trainer), trainer.run_dir, best=(4, 0.3), last=8)
+    else:
+        stopping = EarlyStopping("val/loss")
+        stopping.best_score, trainer.callbacks = 0.3, [stopping]
+    trainer.start(bar)
+    for loss in (0.4, 0.2):
+        trainer.train_epoch(bar, val={"val/loss": loss})
+    assert ["* best" in line for line in epoch_lines(capsys.readouterr().out)] == [False, True]
+
+
+def test_the_rate_is_that_of_training_alone(make_trainer, capsys, clock):
+    trainer, bar = make_trainer(num_training_batches=11), ProgressBar()
+    trainer.start(bar)
+    bar.on_train_epoch_start(trainer, trainer.module)
+    for i in range(11):
+        # 30 s of compiling in the first batch, and 7 s for a last one of another shape.
+        clock.seconds += 30.0 if i == 0 else 7.5 if i == 10 else 0.5
+        trainer.compile_seconds = {"train_step": 29.0 + 7.0 * (i == 10), "eval_step": 4.0}
+        bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
+        if i in (5, 10):
+            bar.on_validation_start(trainer, trainer.module)
+            clock.seconds += 60.0
+            bar.on_validation_end(trainer, trainer.module)
+    bar.on_train_epoch_end(trainer, trainer.module)
+    # Ten batches behind the first, of half a second each.
+    assert "11/11  2.00 it/s" in epoch_lines(capsys.readouterr().out)[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waited", "said"), [(8.0, 4.0, "waits for data 50%"), (8.0, 0.7, None), (0.5, 0.4, None)]
+)
+def test_a_slow_loader_is_told_of(make_trainer, capsys, clock, seconds, waited, said):
+    trainer, bar = make_trainer(), ProgressBar()
+    for _ in range(2):
+        trainer.data_wait = 0.0
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(4):
+            clock.seconds += seconds / 4
+            trainer.data_wait += waited / 4
+            bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
+        bar._active = True
+        bar.on_train_epoch_end(trainer, trainer.module)
+    line = epoch_lines(capsys.readouterr().out)[1]
+    assert line.endswith(said) if said else "waits" not in line
+
+
+def test_an_epoch_without_validation_shows_no_earlier_one(make_trainer, capsys):
+    trainer, bar = make_trainer(), ProgressBar()
+    trainer.callback_metrics.values_of["train/loss"] = SEVENTEEN
+    trainer.start(bar)
+    for validated in (True, False, True):
+        trainer.train_epoch(bar, val={"val/loss": 0.5} if validated else None)
+    lines = epoch_lines(capsys.readouterr().out)
+    assert ["val/loss" in line for line in lines] == [True, False, True]
+    assert all("train/loss" in line for line in lines)
+
+
+# The live line ------------------------------------------------------------------------------------
 
 
 def test_a_users_print_stays_a_line_of_its_own(make_trainer, open_terminal):
@@ -109,12 +271,29 @@ def test_a_users_print_stays_a_line_of_its_own(make_trainer, open_terminal):
     assert "hello from the user" in terminal.lines
 
 
+@pytest.mark.parametrize("width", [8, 30, 80, 120])
+def test_the_live_line_leaves_room_for_what_the_terminal_echoes(make_trainer, open_terminal, width):
+    terminal = open_terminal(width)
+    trainer, bar = make_trainer(), ProgressBar()
+    trainer.start(bar)
+    before = len(terminal.getvalue())
+    bar.on_train_epoch_start(trainer, trainer.module)
+    trainer.log(bar, {f"metric_{i}": SEVENTEEN for i in range(20)}, 0)
+    bar._next = 0.0
+    bar.on_train_batch_end(trainer, trainer.module, {}, None, 0)
+    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "\n", terminal.getvalue()[before:]).replace("\r", "\n").split("\n")
+    bar.on_exception(trainer, trainer.module, ValueError())
+    # With its two characters, ^C is still in the line that the next drawing clears.
+    assert "…" in "".join(drawn) and max(map(len, drawn)) + len("^C") < width
+
+
 @pytest.mark.parametrize("hook", ["on_exception", "teardown"])
 def test_stdout_and_cursor_are_given_back(make_trainer, open_terminal, hook):
     terminal = open_terminal()
     trainer, bar = make_trainer(), ProgressBar()
     trainer.start(bar)
     bar.on_train_epoch_start(trainer, trainer.module)
+    assert "\x1b[?25l" in terminal.getvalue()
     if hook == "on_exception":
         bar.on_exception(trainer, trainer.module, ValueError())
     else:
@@ -123,74 +302,149 @@ def test_stdout_and_cursor_are_given_back(make_trainer, open_terminal, hook):
     assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
 
 
-def test_the_bar_is_drawn_only_when_the_interval_has_passed(make_trainer, open_terminal, monkeypatch):
-    terminal = open_terminal()
-    trainer, bar = make_trainer(num_training_batches=1000), ProgressBar(refresh_rate=10)
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    trainer.start(bar)
-    bar.on_train_epoch_start(trainer, trainer.module)
+@pytest.mark.parametrize(("rate", "batches"), [(10, 1), (10, 20), (10, 2000), (2, 20)])
+def test_nothing_is_drawn_more_often_than_the_rate_says(make_trainer, open_terminal, clock, monkeypatch, rate, batches):
+    """Over an epoch of two seconds or a hundred of 20 ms, with validations: each drawing counts."""
+    open_terminal()
     drawn = []
-    for i in range(1000):
-        before = len(terminal.getvalue())
-        now[0] = 100.0 + i / 1000
-        bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
-        drawn += [i] if len(terminal.getvalue()) > before else []
-    bar.on_exception(trainer, trainer.module, ValueError())
-    assert 8 <= len(drawn) <= 11  # ten a second, in one second
+    monkeypatch.setattr("jaxlit.terminal.TerminalLine.show", lambda self, text: drawn.append(clock.seconds))
+    trainer, bar = make_trainer(num_training_batches=batches, max_epochs=None), ProgressBar(refresh_rate=rate)
+    trainer.start(bar)
+    for _ in range(2000 // batches):
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(batches):
+            clock.seconds += 0.001
+            bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
+        bar.on_validation_start(trainer, trainer.module)
+        for i in range(batches):
+            clock.seconds += 0.001
+            bar.on_validation_batch_end(trainer, trainer.module, {}, None, i)
+        bar.on_validation_end(trainer, trainer.module)
+        bar.on_train_epoch_end(trainer, trainer.module)
+    trainer.end(bar)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(drawn)]
+    assert min(gaps) > 1 / rate - 1e-6
+    assert 0.8 * 4 * rate <= len(drawn) <= 4 * rate + 1  # in four seconds
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_no_metric_is_read_during_an_epoch(make_trainer, open_terminal, on_terminal):
+def test_no_metric_is_read_during_an_epoch(make_trainer, open_terminal, clock, on_terminal):
     if on_terminal:
         open_terminal()
     trainer, bar = make_trainer(), ProgressBar()
+    monitoring(trainer)
     trainer.start(bar)
-    trainer.callback_metrics.values_of["train/loss"] = 1.0
+    trainer.callback_metrics.values_of |= {"train/loss": 1.0, "val/loss": 1.0}
     bar.on_train_epoch_start(trainer, trainer.module)
     for i in range(4):
+        clock.seconds += 1.0  # so that each is drawn
         bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
     bar.on_log(trainer, {"train/loss": 1.0, "epoch": 0}, 3)
+    bar.on_validation_start(trainer, trainer.module)
+    bar.on_validation_batch_end(trainer, trainer.module, {}, None, 0)
     reads = trainer.progress_bar_metrics.reads
     bar.on_exception(trainer, trainer.module, ValueError())
     assert reads == 0
 
 
-def test_sanity_validation_prints_nothing(make_trainer, capsys):
+def test_a_logged_row_is_shown_in_the_live_line(make_trainer, open_terminal, clock):
+    terminal = open_terminal()
+    trainer, bar = make_trainer(), ProgressBar()
+    trainer.start(bar)
+    bar.on_train_epoch_start(trainer, trainer.module)
+    trainer.log(bar, {"train/loss": SEVENTEEN}, 0)
+    clock.seconds += 1.0
+    bar.on_train_batch_end(trainer, trainer.module, {}, None, 0)
+    seen = terminal.lines[-1]
+    bar.on_exception(trainer, trainer.module, ValueError())
+    assert seen.startswith("epoch  1/10") and "1/4" in seen and "train/loss 0.05882" in seen and "epoch 0" not in seen
+
+
+def test_the_live_line_of_a_long_epoch_says_how_much_is_left(make_trainer, open_terminal, clock):
+    terminal = open_terminal()
+    trainer, bar = make_trainer(num_training_batches=1000), ProgressBar()
+    trainer.start(bar)
+    bar.on_train_epoch_start(trainer, trainer.module)
+    for i in range(101):
+        clock.seconds += 0.5
+        bar.on_train_batch_end(trainer, trainer.module, {}, None, i)
+    seen = terminal.lines[-1]
+    bar.on_exception(trainer, trainer.module, ValueError())
+    assert "101/1000  2.00 it/s  0:07:30 left" in seen  # 899 batches at two a second
+
+
+def test_sanity_validation_prints_nothing(make_trainer, open_terminal, clock):
+    terminal = open_terminal()
     trainer, bar = make_trainer(sanity_checking=True), ProgressBar()
     trainer.start(bar)
-    capsys.readouterr()
+    before = terminal.getvalue()
+    clock.seconds += 1.0
+    bar.on_validation_batch_end(trainer, trainer.module, {}, None, 0)
     trainer.validate(bar, {"val/loss": 1.0})
-    assert capsys.readouterr().out == ""
+    assert terminal.getvalue() == before
 
 
-def test_only_the_first_process_prints(make_trainer, capsys):
-    fit(make_trainer(is_global_zero=False), ProgressBar())
-    assert capsys.readouterr().out == ""
+def test_only_the_first_process_prints(make_trainer, open_terminal):
+    terminal = open_terminal()
+    trainer = make_trainer(is_global_zero=False, compile_seconds={"train_step": 1.0})
+    written(monitoring(trainer), trainer.run_dir, last=8)
+    fit(trainer, ProgressBar())
+    assert terminal.getvalue() == ""
+
+
+# A stdout that cannot be written ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("I/O operation on closed file.")])
 @pytest.mark.parametrize("isatty", [True, False])
-def test_a_stdout_that_is_gone_does_not_end_training(make_trainer, open_terminal, monkeypatch, error, isatty):
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_stdout_that_is_gone_does_not_end_training(
+    make_trainer, open_terminal, clock, monkeypatch, error, isatty, epochs
+):
     terminal = open_terminal()
     trainer, bar = make_trainer(), ProgressBar()
     monkeypatch.setattr(Terminal, "isatty", lambda self: isatty)
     trainer.start(bar)
+    for _ in range(epochs):  # after which a line is live
+        trainer.train_epoch(bar)
+        clock.seconds += 1.0
+        bar.on_train_epoch_start(trainer, trainer.module)
 
     def fail(*text):
         raise error
 
     monkeypatch.setattr(Terminal, "write", fail)
     for _ in range(2):
+        clock.seconds += 1.0
         trainer.train_epoch(bar, val={"val/loss": 1.0})
     trainer.end(bar)
-    assert trainer.current_epoch == 2 and sys.stdout is terminal
+    assert trainer.current_epoch == 2 + epochs and sys.stdout is terminal
 
 
-def test_an_endless_loader_has_no_total(make_trainer, capsys):
-    fit(make_trainer(num_training_batches=float("inf"), max_epochs=None), ProgressBar())
-    line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith("epoch 1 ") and "inf" not in line and "/4" not in line
+@pytest.mark.parametrize("gone", ["closed", "none"])
+def test_a_stdout_that_was_never_there_does_not_end_training(make_trainer, open_terminal, monkeypatch, gone):
+    terminal = open_terminal()
+    if gone == "closed":
+        terminal.close()
+    else:
+        monkeypatch.setattr(sys, "stdout", None)
+    trainer = make_trainer()
+    fit(trainer, ProgressBar())
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_stdout_of_ascii_gets_readable_lines(make_trainer, open_terminal, monkeypatch, isatty):
+    open_terminal()
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(stdout, "isatty", lambda: isatty)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    fit(make_trainer(), ProgressBar())
+    stdout.flush()
+    text = stdout.buffer.getvalue().decode("ascii")
+    assert "?" not in text.replace("\x1b[?", "")
+    assert text.count("val/loss 0.5") == text.count("val/loss 0.25") == 1 and "done 2 epochs" in text
+    assert ("====" in text) == isatty  # the bar
 
 
 @pytest.mark.parametrize("rate", [0, -1, 10.1, float("nan"), "fast", True, None])

@@ -1,181 +1,95 @@
 """WandbLogger with the real SDK, without network, read back by W&B's own reader."""
 
+import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import wandb
+from flax import nnx
+from wandb_model import Line, by_hand, data
+from wandb_offline import history, records, run_file, summary
 
-from jaxlit.callbacks import WandbLogger
-from jaxlit.callbacks.wandb_logger import redact
-from jaxlit.errors import ArgumentError, JaxlitError
+import jaxlit as jl
+from jaxlit.callbacks import EarlyStopping, WandbLogger
+from jaxlit.errors import ArgumentError, JaxlitError, LoggerError
+from jaxlit.redaction import redact
 
 STEP = "trainer/global_step"
 
 
-def read(run_dir, *options):
-    """Return what W&B reads in the newest offline run below a folder: one object, or a list of records."""
-    newest = max(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(newest)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
-    return json.loads(out) if options else [json.loads(line) for line in out.splitlines()]
-
-
-def summary(run_dir):
-    return read(run_dir, "--summary")
-
-
-def train(trainer, logger, rows=((0, {"loss": 1.0}),), error=None):
-    trainer.start(logger)
-    for step, values in rows:
-        trainer.log(logger, values, step)
-    if error is not None:
-        logger.on_exception(trainer, trainer.module, error)
-    logger.teardown(trainer, trainer.module, "fit")
-
-
-def test_rows_come_back_with_the_steps_that_made_them(make_trainer):
-    trainer = make_trainer()
-    # A step that goes back, as after a resume, is kept too.
-    rows = [(4, {"loss": 1.5}), (9, {"loss": 0.5, "val/loss": 2.0}), (7, {"loss": 0.25})]
-    train(trainer, WandbLogger(offline=True), rows)
-    items = [record["history"]["item"] for record in read(trainer.run_dir) if record["type"] == "history"]
-    found = [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
-    assert found == [{**values, STEP: step, "epoch": 0} for step, values in rows]
-
-
-def test_every_metric_has_the_global_step_as_its_axis(make_trainer):
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True))
-    metrics = [record["metric"] for record in read(trainer.run_dir) if record["type"] == "metric"]
-    assert {(m.get("glob_name") or m.get("name"), m.get("step_metric")) for m in metrics} == {(STEP, None), ("*", STEP)}
-
-
-def test_the_run_holds_its_description(make_trainer):
-    trainer = make_trainer(module=SimpleNamespace(hparams={"width": 8}), config={"max_epochs": 3})
-    logger = WandbLogger("digits", name="first", id="abc123", tags=["a", "b"], notes="why", offline=True)
-    train(trainer, logger)
-    found = summary(trainer.run_dir)
-    described = {k: found[k] for k in ("project", "name", "run_id", "tags", "notes")}
-    assert described == {
-        "project": "digits",
-        "name": "first",
-        "run_id": "abc123",
-        "tags": ["a", "b"],
-        "notes": "why",
-    }
-    assert found["config"] == {"width": 8, "trainer": {"max_epochs": 3}, "strategy": "DDP on mesh data=8"}
-
-
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (ValueError("bad batch"), 1)])
-def test_the_exit_code_tells_of_an_error(make_trainer, error, code):
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True), error=error)
-    assert summary(trainer.run_dir)["exit_code"] == code
-
-
-def test_a_second_fit_has_the_same_id(make_trainer):
-    trainer, logger = make_trainer(), WandbLogger(offline=True, id="abc123")
-    train(trainer, logger)
-    train(trainer, logger, [(1, {"loss": 0.5})])
-    files = [path.name for path in trainer.run_dir.glob("wandb/offline-run-*/*.wandb")]
-    assert files == ["run-abc123.wandb"] * 2
-
-
-def test_offline_is_said_in_one_line_with_the_command_that_uploads(make_trainer, capfd):
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True))
-    out, err = capfd.readouterr()
-    (folder,) = trainer.run_dir.glob("wandb/offline-run-*")
-    assert len(out.splitlines()) == 1 and out.rstrip().endswith(f"wandb sync {folder}") and err == ""
-
-
-def test_without_a_key_the_run_goes_offline(make_trainer, capfd):
-    trainer, logger = make_trainer(), WandbLogger()
-    train(trainer, logger)
-    out = capfd.readouterr().out
-    assert len(out.splitlines()) == 1 and "No API key" in out
-    assert summary(trainer.run_dir)["summary"]["loss"] == 1.0
-
-
-def test_without_a_key_on_error_raise_raises(make_trainer):
-    logger, trainer = WandbLogger(on_error="raise"), make_trainer()
-    with pytest.raises(wandb.errors.UsageError, match="API key"):
-        trainer.start(logger)
-
-
-def test_nothing_asks_for_a_key_on_a_terminal(make_trainer, monkeypatch):
-    class Keyboard:
-        def isatty(self):
-            return True
-
-        def readline(self, *size):
-            raise AssertionError("someone was asked")
-
-    keyboard, trainer = Keyboard(), make_trainer()
-    monkeypatch.setattr(sys, "stdin", keyboard)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    train(trainer, WandbLogger())
-    assert sys.stdin is keyboard
-
-
-UNREACHABLE = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from jaxlit.callbacks import WandbLogger
-trainer = SimpleNamespace(run_dir=Path(sys.argv[1]), is_global_zero=True, config={},
-                          strategy=SimpleNamespace(describe=lambda: "DDP"))
-module = SimpleNamespace(hparams={"api_key": "planted-1", "nested": [{"db_password": "planted-2"}], "width": 8})
-logger = WandbLogger(init_timeout=5, finish_timeout=5)
-logger.setup(trainer, module, "fit")
-logger.on_log(trainer, {"loss": 1.0}, 0)
-logger.teardown(trainer, module, "fit")
-"""
-
-
 @pytest.fixture(scope="module")
-def unreachable(tmp_path_factory):
-    """Return a run whose server does not answer, with secrets everywhere, in a process of its own.
-
-    W&B reads its environment once in a process.
-    """
-    home = tmp_path_factory.mktemp("unreachable")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"HOME": str(home), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "planted3" * 5}
-    env |= {"MY_SECRET": "planted-4", "PYTHONPATH": str(Path(__file__).parents[2])}
-    env |= {f"WANDB_{kind}_DIR": str(home / kind) for kind in ("CACHE", "DATA", "CONFIG")}
-    command = [sys.executable, "-c", UNREACHABLE, str(home / "run"), "--password=planted-5"]
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    return home, done
-
-
-def test_a_server_that_does_not_answer_leaves_the_run_on_disk(unreachable):
-    home, done = unreachable
-    assert done.returncode == 0, done.stderr
-    assert summary(home / "run")["summary"]["loss"] == 1.0
-
-
-def test_a_server_that_does_not_answer_is_said_in_one_line(unreachable):
-    _, done = unreachable
-    lines = done.stdout.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("W&B: offline (") and "wandb sync" in lines[0]
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real training of 2 epochs, of 2 steps each."""
+    folder = tmp_path_factory.mktemp("fitted")
+    logger = WandbLogger("digits", offline=True, config={"extra": {"size": 3, "db_password": "planted"}})
+    trainer = jl.Trainer(
+        strategy="ddp",
+        max_epochs=2,
+        log_every_n_steps=1,
+        callbacks=[
+            logger,
+            EarlyStopping("val/loss", patience=9),
+            EarlyStopping("val/score", mode="max", patience=9),
+        ],
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Line(rngs=nnx.Rngs(0)), data(), data())
+    return folder
 
 
-def test_no_secret_is_written_anywhere(unreachable):
-    home, done = unreachable
-    files = [path for path in home.rglob("*") if path.is_file()]
-    assert any(path.suffix == ".wandb" for path in files)
-    assert [path for path in files if b"planted" in path.read_bytes()] == []
-    assert "planted" not in done.stdout + done.stderr
+def test_every_row_of_a_training_comes_back(fitted: Path) -> None:
+    rows, expected = history(fitted), by_hand(2)
+    lines = [json.loads(line) for line in (fitted / "metrics.jsonl").read_text().splitlines()]
+    assert [{"step": row.pop(STEP), **row} for row in rows] == lines
+    assert [row.pop("epoch") for row in lines] == [0, 0, 0, 1, 1, 1]
+    assert [set(row) for row in lines] == [set(row) for row in expected]
+    for row, wanted in zip(lines, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5)
 
 
-def test_what_looks_like_a_secret_is_redacted_at_any_depth():
+def test_the_config_says_what_was_trained_and_how_without_secrets(fitted: Path) -> None:
+    config = summary(fitted)["config"]
+    trainer = config.pop("trainer")
+    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (2, "ddp", None)
+    assert trainer["callbacks"][:3] == ["WandbLogger", "EarlyStopping", "EarlyStopping"]
+    versions = config.pop("versions")
+    assert versions.pop("jaxlit") == jl.__version__
+    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    assert config.pop("strategy").startswith("DDP")
+    assert config == {
+        "mesh": {"data": 8},
+        "devices": {"kind": "cpu", "count": 8, "processes": 1},
+        "num_params": 1,
+        "start": 2.0,
+        "api_key": "<redacted>",
+        "extra": {"size": 3, "db_password": "<redacted>"},
+    }
+
+
+def test_the_summary_has_the_best_of_what_is_monitored(fitted: Path) -> None:
+    found, rows = summary(fitted)["summary"], [row for row in history(fitted) if "val/loss" in row]
+    losses, scores = ([row[name] for row in rows] for name in ("val/loss", "val/score"))
+    assert losses[0] < losses[1]
+    assert found["val/loss"] == {"min": losses[0], "last": losses[1]}
+    assert found["val/score"] == {"max": scores[0], "last": scores[1]}
+    assert found["val/other"] == losses[1]
+
+
+def test_a_trial_of_a_few_batches_has_no_run(tmp_path: Path) -> None:
+    logger = WandbLogger(offline=True)
+    trainer = jl.Trainer(fast_dev_run=True, callbacks=[logger], default_root_dir=tmp_path)
+    trainer.fit(Line(rngs=nnx.Rngs(0)), data(), data())
+    assert logger.experiment is None and list(tmp_path.iterdir()) == []
+
+
+def test_what_looks_like_a_secret_is_redacted_at_any_depth() -> None:
     config = {
         "API_KEY": "x",
         "apiKey": ["x"],
@@ -186,109 +100,225 @@ def test_what_looks_like_a_secret_is_redacted_at_any_depth():
     assert "x" not in (text := json.dumps(redact(config)).replace("<redacted>", "")) and "1234" not in text
 
 
-def test_ordinary_hyperparameters_are_kept():
-    config = {"width": 8, "max_tokens": 4096, "names": ["a", {"lr": 0.1}], "key": None}
+def test_a_password_in_a_url_is_redacted() -> None:
+    config = {"db": "postgres://me:planted@host:5432/x", "all": ["see redis://:planted@host and s3://u:planted@b/c"]}
+    assert redact(config) == {
+        "db": "postgres://me:<redacted>@host:5432/x",
+        "all": ["see redis://:<redacted>@host and s3://u:<redacted>@b/c"],
+    }
+    for plain in ("http://host:80/a@b", "https://me@host/a:b", "a: b@c", "host:80"):
+        assert redact({"url": plain}) == {"url": plain}
+
+
+def test_ordinary_hyperparameters_are_kept() -> None:
+    config = {"width": 8, "max_tokens": 4096, "names": ["a", {"lr": 0.1}], "key": None, "tokenizer": "bpe"}
     assert redact(config) == config
 
 
-class FakeRun:
-    """A run whose server does as a test says."""
-
-    dir = "/there/files"
-
-    def __init__(self, log=lambda row: None, finish=lambda: None):
-        self._log, self._finish, self.rows = log, finish, []
-
-    def log(self, row):
-        self.rows.append(row)
-        self._log(row)
-
-    def finish(self, exit_code):
-        self._finish()
-
-    def define_metric(self, *args, **kwargs):
-        pass
+# With a stand-in for the Trainer -----------------------------------------------------------------------
 
 
-def fail(*args):
-    raise RuntimeError("the service is gone")
+def train(
+    trainer: Any,
+    logger: WandbLogger,
+    rows: Sequence[tuple[int, dict[str, float]]] = ((0, {"loss": 1.0}),),
+    error: Exception | None = None,
+) -> None:
+    trainer.start(logger)
+    for step, values in rows:
+        trainer.log(logger, values, step)
+    if error is not None:
+        logger.on_exception(trainer, trainer.module, error)
+    logger.teardown(trainer, trainer.module, "fit")
 
 
-@pytest.fixture
-def make_logger(monkeypatch):
-    """Return a function that makes a logger on a fake run."""
-
-    def make(run, **arguments):
-        logger = WandbLogger(**arguments)
-        monkeypatch.setattr(logger, "_start", lambda folder, config: run)
-        return logger
-
-    return make
+def test_rows_come_back_with_the_steps_that_made_them(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer()
+    # A step that goes back, as after a resume, is kept too.
+    rows = [(4, {"loss": 1.5}), (9, {"loss": 0.5, "val/loss": 2.0}), (7, {"loss": 0.25})]
+    train(trainer, WandbLogger(offline=True), rows)
+    assert history(trainer.run_dir) == [{**values, STEP: step, "epoch": 0} for step, values in rows]
 
 
-def test_logging_that_fails_is_said_once_and_not_tried_again(make_trainer, make_logger, capsys):
-    run = FakeRun(log=fail)
-    train(make_trainer(), make_logger(run), [(i, {"loss": 1.0}) for i in range(3)])
-    assert len(run.rows) == 1
-    assert capsys.readouterr().out.count("the service is gone") == 1
+def test_every_metric_has_the_global_step_as_its_axis(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer()
+    train(trainer, WandbLogger(offline=True))
+    metrics = [record["metric"] for record in records(trainer.run_dir) if record["type"] == "metric"]
+    assert {(m.get("glob_name") or m.get("name"), m.get("step_metric")) for m in metrics} == {(STEP, None), ("*", STEP)}
 
 
-def test_logging_that_fails_raises_if_asked(make_trainer, make_logger):
-    with pytest.raises(RuntimeError, match="the service is gone"):
-        train(make_trainer(), make_logger(FakeRun(log=fail), on_error="raise"))
-
-
-def test_a_finish_that_hangs_is_left_behind(make_trainer, make_logger, monkeypatch, capsys):
-    monkeypatch.setattr("jaxlit.callbacks.wandb_logger._FINISH_MARGIN", 0.0)
-    release = threading.Event()
-    train(make_trainer(), make_logger(FakeRun(finish=release.wait), finish_timeout=0.01))
-    release.set()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("wandb sync /there")
-
-
-def test_a_finish_that_fails_is_said_in_one_line(make_trainer, make_logger, capsys):
-    train(make_trainer(), make_logger(FakeRun(finish=fail)))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "the service is gone" in line
-
-
-def test_only_the_first_process_has_a_run(make_trainer):
-    logger, trainer = WandbLogger(offline=True), make_trainer(is_global_zero=False)
+def test_the_run_holds_its_description(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer()
+    logger = WandbLogger(
+        "digits",
+        name="first",
+        id="abc123",
+        entity="team",
+        group="sweep",
+        job_type="train",
+        tags=["a", "b"],
+        notes="why",
+        offline=True,
+    )
     train(trainer, logger)
-    assert logger.experiment is None and not trainer.run_dir.exists()
+    (run,) = [record["run"] for record in records(trainer.run_dir) if record["type"] == "run"]
+    names = ("project", "display_name", "run_id", "entity", "run_group", "job_type", "tags", "notes")
+    assert [run[k] for k in names] == ["digits", "first", "abc123", "team", "sweep", "train", ["a", "b"], "why"]
 
 
-def test_without_the_package_the_error_says_what_to_do(make_trainer, monkeypatch):
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (ValueError("bad batch"), 1)])
+def test_the_exit_code_tells_of_an_error(make_trainer: Callable[..., Any], error: Exception | None, code: int) -> None:
+    trainer = make_trainer()
+    train(trainer, WandbLogger(offline=True), error=error)
+    assert summary(trainer.run_dir)["exit_code"] == code
+
+
+def test_save_dir_takes_the_place_of_the_folder_of_the_run(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make_trainer()
+    train(trainer, WandbLogger(offline=True, save_dir="elsewhere"))
+    assert summary(tmp_path / "elsewhere")["summary"]["loss"] == 1.0 and not trainer.run_dir.exists()
+
+
+# Which run ---------------------------------------------------------------------------------------------
+
+
+def test_two_trainings_have_different_ids(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = WandbLogger(offline=True), WandbLogger(offline=True)
+    assert first.id is None
+    for i, logger in enumerate((first, second)):
+        train(make_trainer(run_dir=tmp_path / str(i)), logger)
+    assert first.id != second.id
+
+
+def test_a_second_fit_has_the_same_id(make_trainer: Callable[..., Any]) -> None:
+    trainer, logger = make_trainer(), WandbLogger(offline=True, id="abc123")
+    train(trainer, logger)
+    train(trainer, logger, [(1, {"loss": 0.5})])
+    files = [path.name for path in trainer.run_dir.glob("wandb/offline-run-*/*.wandb")]
+    assert files == ["run-abc123.wandb"] * 2
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "ofcheckpoint"), ({"id": "mine"}, "mine")])
+def test_a_checkpoint_says_which_run_goes_on_unless_an_id_was_given(
+    make_trainer: Callable[..., Any], given: dict[str, Any], expected: str
+) -> None:
+    state = WandbLogger(id="ofcheckpoint").state_dict()
+    trainer, logger = make_trainer(resume="auto"), WandbLogger(offline=True, **given)
+    trainer.run_dir.mkdir()
+    file = trainer.run_dir / "wandb_run_ids.json"
+    file.write_text(json.dumps({"/": "offile", "me/other": "another"}))  # the checkpoint knows better
+    logger.setup(trainer, trainer.module, "fit")
+    logger.load_state_dict(json.loads(json.dumps(state)))
+    logger.on_fit_start(trainer, trainer.module)
+    logger.teardown(trainer, trainer.module, "fit")
+    assert run_file(trainer.run_dir).name == f"run-{expected}.wandb"
+    assert json.loads(file.read_text()) == {"/": expected, "me/other": "another"}
+
+
+@pytest.mark.parametrize(("resume", "same"), [("auto", True), (None, False)])
+def test_a_training_killed_before_its_first_checkpoint_goes_on_in_its_run(
+    make_trainer: Callable[..., Any], resume: str | None, same: bool
+) -> None:
+    first, second = WandbLogger(offline=True), WandbLogger(offline=True)
+    train(make_trainer(resume=resume), first)
+    train(make_trainer(resume=resume), second)
+    assert (first.id == second.id) is same
+
+
+def test_an_agent_says_which_run_it_is(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "ofagent")
+    trainer = make_trainer()
+    train(trainer, WandbLogger(offline=True))
+    assert run_file(trainer.run_dir).name == "run-ofagent.wandb"
+
+
+def test_a_run_of_the_users_own_is_used_and_left_open(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make_trainer(hparams={"width": 8})
+    run = wandb.init(mode="offline", dir=str(tmp_path), config={"mine": 1}, reinit="create_new")
+    logger = WandbLogger(experiment=run)
+    assert logger.id == run.id and logger.experiment is run
+    train(trainer, logger)
+    run.log({"after": 1})
+    run.finish()
+    rows = history(tmp_path)
+    assert [row.get("loss") for row in rows] == [1.0, None] and rows[1]["after"] == 1
+    config = summary(tmp_path)["config"]
+    assert (config["mine"], config["width"], config["mesh"]) == (1, 8, {"data": 8})
+    assert not trainer.run_dir.exists()
+
+
+def test_only_the_first_process_has_a_run(make_trainer: Callable[..., Any]) -> None:
+    logger, trainer = WandbLogger(offline=True), make_trainer(is_global_zero=False)
+    trainer.start(logger)
+    trainer.log(logger, {"loss": 1.0}, 0)
+    logger.log_text("note", "of this process")
+    assert logger.experiment is None
+    logger.teardown(trainer, trainer.module, "fit")
+    assert not trainer.run_dir.exists()
+
+
+# What is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "") for name in ("project", "name", "id", "entity", "group", "job_type", "notes")),
+        *((name, 3) for name in ("project", "name", "id", "entity", "group", "job_type", "notes", "save_dir")),
+        *(("id", f"a{sign}b") for sign in "/\\#?%:"),
+        *(("tags", value) for value in ("one", [1], [""], ["x" * 65])),
+        ("config", [("a", 1)]),
+        ("offline", "yes"),
+        *(("log_model", value) for value in ("latest", 1, None)),
+        *(("watch", value) for value in ("grads", True)),
+        *(("watch_every_n_steps", value) for value in (0, -1, 1.5, True)),
+        ("processes", "all"),
+        ("on_error", "ignore"),
+        *((name, value) for name in ("init_timeout", "finish_timeout") for value in (0, -1.0, float("inf"), True, "5")),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError) as error:
+        WandbLogger(**{name: value})
+    assert f"WandbLogger({name}=...)" in str(error.value) and repr(value) in str(error.value)
+
+
+def test_a_shared_run_cannot_be_offline() -> None:
+    with pytest.raises(ArgumentError, match="processes='group'"):
+        WandbLogger(processes="shared", offline=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("log_text", ("k", "text")),
+        ("log_table", ("k", ["a"], [[1]])),
+        ("log_histogram", ("k", [1.0])),
+        ("log_image", ("k", np.zeros((2, 2)))),
+    ],
+)
+def test_nothing_can_be_logged_before_the_run_is_open(
+    make_trainer: Callable[..., Any], method: str, arguments: tuple[Any, ...]
+) -> None:
+    logger, trainer = WandbLogger(offline=True), make_trainer()
+    with pytest.raises(LoggerError, match="no run open"):
+        getattr(logger, method)(*arguments)
+    logger.setup(trainer, trainer.module, "fit")
+    trainer._session.active = None  # nothing is known yet of the checkpoint that training goes on from
+    with pytest.raises(LoggerError, match="no run open"):
+        getattr(logger, method)(*arguments)
+
+
+def test_without_the_package_the_error_says_what_to_do(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger, trainer = WandbLogger(offline=True), make_trainer()
     with pytest.raises(JaxlitError, match="pip install wandb"):
         trainer.start(logger)
 
 
-def test_two_loggers_have_different_ids():
-    assert WandbLogger().id != WandbLogger().id
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("project", ""),
-        ("name", 3),
-        ("id", "a/b"),
-        ("group", ""),
-        ("tags", "one"),
-        ("tags", [1]),
-        ("notes", 1),
-        ("save_dir", 1),
-        ("offline", "yes"),
-        ("on_error", "ignore"),
-        ("init_timeout", 0),
-        ("finish_timeout", -1.0),
-        ("finish_timeout", float("inf")),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(name, value):
-    with pytest.raises(ArgumentError) as error:
-        WandbLogger(**{name: value})
-    assert f"WandbLogger({name}=...)" in str(error.value) and repr(value) in str(error.value)
+def test_a_folder_that_can_never_be_written_is_refused_at_once(make_trainer: Callable[..., Any]) -> None:
+    Path("file").write_text("no folder")
+    with pytest.raises(LoggerError, match="save_dir"):
+        make_trainer().start(WandbLogger(offline=True, save_dir="file"))

@@ -1,0 +1,74 @@
+"""What is said when training has ended: what came of it, where it is, and how to go on."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxlit.callbacks.logger import Logger
+from jaxlit.checkpoint import FOLDER
+from jaxlit.terminal import clock, join, short_path
+
+if TYPE_CHECKING:
+    from jaxlit.trainer import Trainer
+
+
+def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
+    """Return the last lines of a training.
+
+    Args:
+        trainer: Its Trainer.
+        seconds: How long it took.
+        error: What ended it; None if nothing was raised.
+        best: The best value of what is monitored, in words; "" if there is none.
+    """
+    epoch, compiling = trainer.current_epoch, sum(trainer.compile_seconds.values())
+    took = clock(seconds) + (f" ({clock(compiling)} compiling)" if compiling >= 0.05 else "")
+    ended = f"done {_count(epoch, 'epoch')}"
+    if error is not None:
+        ended = f"ended by {type(error).__name__} in epoch {epoch + 1}"
+    elif trainer.interrupted:
+        ended = f"interrupted in epoch {max(epoch, 1)}"
+    lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
+    checkpoints = _checkpoints(trainer)
+    for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer))):
+        lines += [join([f"  {name:<10}  {places[0]}", *places[1:]], indent=" " * 14)] if places else []
+    if checkpoints:
+        lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
+    return "\n".join(lines)
+
+
+def _checkpoints(trainer: "Trainer") -> list[str]:
+    """Return the best and the last checkpoint of each ModelCheckpoint."""
+    marks: dict[str, list[str]] = {}
+    for callback in trainer.checkpoint_callbacks:
+        best = callback.best_model_path if callback.monitor is not None else ""
+        for path, mark in ((best, "best"), (callback.last_model_path, "last")):
+            if path and mark not in marks.setdefault(path, []):
+                marks[path].append(mark)
+    return [f"{short_path(Path(path))} ({', '.join(said)})" for path, said in marks.items()]
+
+
+def _reports(trainer: "Trainer") -> list[str]:
+    """Return where the loggers' rows can be seen."""
+    places = [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
+    return [str(short_path(Path(place))) if "://" not in place else place for place in places if place]
+
+
+def _resume(trainer: "Trainer", *, cut: bool) -> str:
+    """Return how to go on; a training that has reached its limit ends at once, unless that is larger."""
+    limit = ""
+    if not cut and trainer.stop_reason is None:
+        limits = {"max_epochs": (trainer.max_epochs, trainer.current_epoch)}
+        limits["max_steps"] = trainer.max_steps, trainer.global_step
+        limit = next((name for name, (most, reached) in limits.items() if most == reached), "")
+    if trainer.resume == "auto":
+        return "run the same command" + (f" with a larger {limit}" if limit else " again")
+    home = Path(os.path.abspath(trainer.run_dir)) / FOLDER
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.last_model_path]
+    found = any(callback.folder(trainer) == home for callback in callbacks)
+    place = trainer.run_dir if found else Path(callbacks[0].last_model_path)
+    return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,186 @@
+"""What loggers that write rows to a file of the run have in common."""
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from jaxlit.callbacks.logger import Logger
+from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.terminal import say
+
+if TYPE_CHECKING:
+    from jaxlit.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class FileLogger(Logger, ABC):
+    """Writes rows to a file in the run's folder, each flushed at once, and drops those that a resume makes again.
+
+    Args:
+        filename: The file's name in `trainer.run_dir`.
+        on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
+            "raise" ends training.
+    """
+
+    def __init__(self, filename: str, *, on_error: str = "warn") -> None:
+        name = type(self).__name__
+        if not isinstance(filename, str) or Path(filename).name != filename or filename in ("", ".."):
+            raise ArgumentError(f"{name}(filename=...) takes a file name without folders, got {filename!r}.")
+        if on_error not in ("warn", "raise"):
+            raise ArgumentError(f"{name}(on_error=...) takes 'warn' or 'raise', got {on_error!r}.")
+        self.filename, self.on_error = filename, on_error
+        self.path: Path | None = None
+        self._trainer: Trainer | None = None
+        self._file: TextIO | None = None
+        self._size = 0  # bytes of whole rows
+        self._rows = 0
+        self._keep: dict[str, Any] | None = None  # what a checkpoint knows of the file
+        self._told = False  # of a failure
+
+    @property
+    def location(self) -> str | None:
+        """The file."""
+        return None if self.path is None else str(self.path)
+
+    # What a kind of file defines --------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, path: Path) -> None:
+        """Get to know a file that is there, or make one; sets `_rows`.
+
+        Raises:
+            LoggerError: It is no file of this logger's.
+        """
+
+    @abstractmethod
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        """Write one row."""
+
+    @abstractmethod
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        """Return the whole rows of the file."""
+
+    @abstractmethod
+    def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        """Replace the file by one that has these rows; a crash leaves the old one or the new one."""
+
+    # Hooks ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Take note of the trainer."""
+        self._trainer, self._told = trainer, False
+
+    def on_log(self, trainer: "Trainer", values: dict[str, Any], step: int) -> None:
+        """Write one row.
+
+        Raises:
+            LoggerError: The file is no logger's; or, with `on_error="raise"`, it cannot be written.
+        """
+        if not trainer.is_global_zero:
+            return
+        path = trainer.run_dir / self.filename
+        try:
+            if path != self.path:
+                self._close()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._open(path)
+                self.path = path
+            self._append(path, {"step": step, **values})
+            self._rows += 1
+        except OSError as error:
+            self._drop_torn_row()
+            problem = f"{type(self).__name__} cannot write {path}: {error}."
+            if self.on_error == "raise":
+                raise LoggerError(
+                    f"{problem} Free the disk, pass another Trainer(default_root_dir=...), or Trainer(logger=False)."
+                ) from error
+            if not self._told:
+                self._told = True
+                say(f"{problem} Training goes on; rows are missing until it can.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows the file has."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what the file had; `on_load_checkpoint` drops what has come since."""
+        self._keep = {**state_dict, "rows": int(state_dict["rows"])}
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Drop the rows that training will make again."""
+        self._drop(trainer, checkpoint["global_step"])
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Drop the rows of a training that left no checkpoint, and begins anew.
+
+        Raises:
+            LoggerError: The run's folder can never be made.
+        """
+        if trainer.is_global_zero:
+            self._check_folder(Path(os.path.abspath(trainer.run_dir)))
+        if trainer.resume == "auto" and not trainer.global_step and self.path is None:
+            self._drop(trainer, 0)
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Close the file; a later run of the same Trainer goes on with it."""
+        self._close()
+
+    def _check_folder(self, folder: Path) -> None:
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "is a file" if not there.is_dir() else "is write-protected"
+            raise LoggerError(
+                f"{type(self).__name__} writes to {folder / self.filename}, but {there} {why}. Pass another "
+                "Trainer(default_root_dir=...), or Trainer(logger=False)."
+            )
+
+    def _drop(self, trainer: "Trainer", step: int) -> None:
+        """Drop rows from a step on, and those that a checkpoint does not know."""
+        path, kept, self._keep = trainer.run_dir / self.filename, self._keep, None
+        if not trainer.is_global_zero or not path.exists():
+            return
+        self._close()
+        try:
+            self._open(path)
+            rows = self._read(path)
+            if kept is not None:
+                rows = rows[: kept["rows"]]
+            else:  # then all that tells is the step
+                rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
+            self._restore(kept or {})
+            self._rewrite(path, rows)
+        except OSError as error:  # rows that come twice are worse than none: nothing has been trained yet
+            raise LoggerError(
+                f"{type(self).__name__} cannot drop from {path} the rows that training makes again: {error}. Free the "
+                "disk, or pass Trainer(logger=False)."
+            ) from error
+        self.path, self._rows = path, len(rows)
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        """Take what else a checkpoint knows of the file."""
+
+    def _write(self, path: Path, text: str) -> None:
+        """Append whole lines, and flush them."""
+        if self._file is None:
+            self._file = path.open("a", newline="")
+            self._size = path.stat().st_size
+        self._file.write(text)
+        self._file.flush()
+        self._size = self._file.tell()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _drop_torn_row(self) -> None:
+        """Close after a failure, and leave whole rows only, so that later ones can follow."""
+        if self._file is not None:
+            # Closing tries to write what is left once more; the first error is what counts.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                os.truncate(self._file.name, self._size)
+            self._file = None

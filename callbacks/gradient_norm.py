@@ -1,0 +1,52 @@
+"""The size of the gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError
+from jaxlit.state import named_leaves
+
+
+class GradientNorm(Callback):
+    """Log the norm of the gradients, before they are clipped, as `grad_norm`.
+
+    It is computed in the compiled step, on the steps that are logged; the others pay nothing.
+
+    Args:
+        norm_type: The p of the norm, above 0; `float("inf")` for the largest absolute value.
+        every_n_steps: Optimizer steps between values; None for the Trainer's `log_every_n_steps`.
+        per_parameter: Log each parameter's norm too, as `grad_norm/<path>`.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.GradientNorm(every_n_steps=10), logger=False)
+    """
+
+    def __init__(
+        self, norm_type: float = 2.0, *, every_n_steps: int | None = None, per_parameter: bool = False
+    ) -> None:
+        if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
+            raise ArgumentError(f"GradientNorm(norm_type=...) takes a number above 0, got {norm_type!r}.")
+        if every_n_steps is not None and (
+            isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1
+        ):
+            raise ArgumentError(f"GradientNorm(every_n_steps=...) takes an int of at least 1, got {every_n_steps!r}.")
+        if not isinstance(per_parameter, bool):
+            raise ArgumentError(f"GradientNorm(per_parameter=...) takes True or False, got {per_parameter!r}.")
+        self.norm_type, self.per_parameter = float(norm_type), per_parameter
+        self.trace_every_n_steps = every_n_steps
+
+    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+        """Compute the norms."""
+        norms = {name: self._norm(x) for name, x in named_leaves(grads)}
+        # The norm of the norms is that of all entries together.
+        total = self._norm(jnp.stack(list(norms.values())))
+        return {"grad_norm": total, **({f"grad_norm/{k}": v for k, v in norms.items()} if self.per_parameter else {})}
+
+    def _norm(self, x: jax.Array) -> jax.Array:
+        # Without a reshape, for which a sharded gradient would be gathered.
+        size, p = jnp.abs(x.astype(jnp.float32)), self.norm_type
+        return jnp.max(size, initial=0.0) if p == float("inf") else jnp.sum(size**p) ** (1 / p)

@@ -1,0 +1,130 @@
+"""The base of callbacks that send rows somewhere."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError, LoggerError
+
+
+class Logger(Callback):
+    """A callback that sends rows somewhere: `on_log` takes them, and what is no number has methods of its own.
+
+    A logger of one's own overrides `on_log`, and of the others what it can hold; the rest is refused by name.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> class Printer(jl.callbacks.Logger):
+        ...     def on_log(self, trainer, values, step):
+        ...         print(step, values)
+        ...     def log_text(self, key, text, *, step=None):
+        ...         print(key, text)
+        >>> trainer = jl.Trainer(max_epochs=1, logger=Printer())
+    """
+
+    in_fast_dev_run = False
+
+    @property
+    def location(self) -> str | None:
+        """Where the rows can be seen, a file or an address; None while there is nothing to see."""
+        return None
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Log a text.
+
+        Args:
+            key: Its name.
+            text: The text.
+            step: 0-based index of an optimizer step; None for the newest.
+        """
+        raise self._cannot("a text")
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+    ) -> None:
+        """Log a table.
+
+        Args:
+            key: Its name.
+            columns: The columns' names.
+            data: Its rows, each with a cell for each column.
+            step: 0-based index of an optimizer step; None for the newest.
+        """
+        raise self._cannot("a table")
+
+    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
+        """Log how numbers are distributed.
+
+        Args:
+            key: Its name.
+            values: An array of any shape; those that are not finite are left out.
+            bins: How many bins of equal width.
+            step: 0-based index of an optimizer step; None for the newest.
+        """
+        raise self._cannot("a histogram")
+
+    def log_image(
+        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+    ) -> None:
+        """Log images.
+
+        Args:
+            key: Their name.
+            images: An image or a list of them: (height, width) or (height, width, 1, 3 or 4) arrays, of uint8 or of
+                floats from 0 to 1; Pillow images; or paths.
+            captions: A text for each.
+            step: 0-based index of an optimizer step; None for the newest.
+        """
+        raise self._cannot("an image")
+
+    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+        """Log a matplotlib figure, as an image.
+
+        Args:
+            key: Its name.
+            figure: The `matplotlib.figure.Figure`.
+            step: 0-based index of an optimizer step; None for the newest.
+        """
+        raise self._cannot("a figure")
+
+    def _cannot(self, what: str) -> LoggerError:
+        return LoggerError(
+            f"{type(self).__name__} cannot hold {what}. Log it to a logger that can, "
+            "jl.callbacks.WandbLogger or jl.callbacks.JSONLLogger say: both are in trainer.loggers if they are used."
+        )
+
+    def _check_key(self, key: object) -> None:
+        if not isinstance(key, str) or not key or key in ("step", "epoch"):
+            raise ArgumentError(
+                f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
+                f"every row, got {key!r}."
+            )
+
+
+class NoLogger(Logger):
+    """Takes everything and keeps nothing: `trainer.logger` where there is none, in `fast_dev_run` say.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(fast_dev_run=True)
+        >>> trainer.logger.log_text("note", "goes nowhere")
+    """
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Drop a text."""
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+    ) -> None:
+        """Drop a table."""
+
+    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
+        """Drop a histogram."""
+
+    def log_image(
+        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+    ) -> None:
+        """Drop images."""
+
+    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+        """Drop a figure."""

@@ -1,0 +1,32 @@
+"""How long the steps of a run took to compile."""
+
+from typing import Any
+
+import jax
+
+_EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
+_STEPS = ("train_step", "train_step_traced", "micro_step", "eval_step", "test_step", "predict_step")
+
+
+class CompileLog:
+    """Listens to jax while it is open, and adds up tracing, lowering and compiling of each kind of step.
+
+    Attributes:
+        seconds: Seconds by the step's name, in order of their first compile.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __enter__(self) -> "CompileLog":
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
+        # Named train_step while it is traced, jit(train_step) later.
+        name = str(details.get("fun_name")).removeprefix("jit(").removesuffix(")")
+        if name in _STEPS and event.rpartition("/")[2] in _EVENTS:
+            self.seconds[name] = self.seconds.get(name, 0.0) + duration_secs

@@ -1,0 +1,163 @@
+"""What is shown to people: lines, and one line that changes in place."""
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_BAR_WIDTH = 18
+_ASCII = str.maketrans("·…━─│┃┏┳┓┡╇┩└┴┘", "|.=-||+++++++++")
+
+
+def say(text: str) -> None:
+    """Print lines; a stdout that is gone, or that cannot write a character, never ends training."""
+    # ValueError is what a closed Python file raises, AttributeError what an object without flush does.
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
+        print(_writable(text), flush=True)
+
+
+def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
+    """Return parts as a line, on a terminal as so many lines as its width asks for."""
+    width, lines = line_width(), [""]
+    for part in filter(None, parts):
+        longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
+        if width is not None and len(longer.rstrip()) > width and lines[-1]:
+            fits = len(indent) + len(part.rstrip()) <= width
+            lines.append((indent if fits else "  ") + part)
+        else:
+            lines[-1] = longer
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def line_width() -> int | None:
+    """Return how many characters a line of the terminal has; None if there is none."""
+    return shutil.get_terminal_size().columns if is_terminal() and not in_notebook() else None
+
+
+def bar(done: int, total: float, width: int = _BAR_WIDTH) -> str:
+    """Return how much is done as a bar; a full one if there is no telling."""
+    filled = width if total == math.inf else round(width * min(done / max(total, 1), 1.0))
+    return "━" * filled + "─" * (width - filled)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as people say it."""
+    if seconds >= 100:
+        return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
+
+
+def short_path(path: Path) -> Path:
+    """Return a path relative to the working folder, if it is below it."""
+    absolute, here = Path(os.path.abspath(path)), Path.cwd()
+    return absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+
+
+def is_terminal() -> bool:
+    """Tell whether a line can change in place: on a terminal, or in a notebook."""
+    # Not Rich's answer, which is yes for a file too where FORCE_COLOR is set, as build servers do.
+    stdout = _stdout()
+    try:
+        moves = stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    except (AttributeError, ValueError):  # it is None, somebody's own object, or closed
+        moves = False
+    return moves or in_notebook()
+
+
+def in_notebook() -> bool:
+    """Tell whether the code runs in a notebook, whose stdout only grows."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _stdout() -> Any:
+    """Return the stdout that Rich puts something before while a line is live."""
+    return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+
+
+def _writable(text: str) -> str:
+    """Return a text as stdout can write it: lines of ASCII for drawn ones, and "?" for what has no like."""
+    encoding = getattr(_stdout(), "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+    return text
+
+
+class LiveLine(ABC):
+    """One line that changes in place, until it is closed."""
+
+    @abstractmethod
+    def show(self, text: str) -> None:
+        """Draw the line anew."""
+
+    @abstractmethod
+    def close(self, text: str | None = None) -> None:
+        """Leave a last text behind, or nothing."""
+
+
+class TerminalLine(LiveLine):
+    """A line at the bottom of the terminal, that what is printed meanwhile stands above."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class QuietConsole(Console):
+            # Rich's own ends the process.
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError
+
+        # No thread of rich's own: it would wake up beside the training loop. It is drawn from hooks.
+        self._live = Live(console=QuietConsole(force_terminal=True), auto_refresh=False, transient=True)
+        self._live.start()
+
+    def show(self, text: str) -> None:
+        """Draw the line, cut at the terminal's width."""
+        from rich.text import Text
+
+        line = Text(text)
+        # Three are left free: in a full line the ^C that a terminal shows would begin another, and leave this one.
+        line.truncate(max((line_width() or 80) - 3, 1), overflow="ellipsis")
+        self._live.update(Text(_writable(line.plain), no_wrap=True, overflow="crop"), refresh=True)
+
+    def close(self, text: str | None = None) -> None:
+        """Take the line away, and print the last text where it was."""
+        self._live.stop()
+        if text is not None:
+            say(text)
+
+
+class NotebookLine(LiveLine):
+    """An output of a notebook's cell that is replaced each time."""
+
+    def __init__(self) -> None:
+        from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
+
+        self._handle: Any = display(_Plain(""), display_id=True)
+
+    def show(self, text: str) -> None:
+        """Replace the output."""
+        self._handle.update(_Plain(text))
+
+    def close(self, text: str | None = None) -> None:
+        """Leave the last text as the output."""
+        self._handle.update(_Plain(text or ""))
+
+
+class _Plain:
+    """An object that a notebook shows as a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text

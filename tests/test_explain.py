@@ -1,0 +1,344 @@
+"""trainer.explain() tells which callback's hook kept the loop waiting, and compile_seconds what compiling took."""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxlit as jl
+from jaxlit import hooks, session
+from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.run import Run
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+
+
+class Clock:
+    """Time that passes only where a test lets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(hooks, "perf_counter", found)
+    monkeypatch.setattr(time, "perf_counter", found)
+    monkeypatch.setattr(time, "monotonic", found)
+    # Its default was bound when the class was made.
+    monkeypatch.setattr(session, "Run", lambda *args, **named: Run(*args, **named, _started=found()))
+    return found
+
+
+class Net(jl.TrainModule):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.zeros(()))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        self.log("mean", batch["x"].mean())
+        return jnp.mean((self.w - batch["x"]) ** 2)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", batch["x"].mean())
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(0.1)
+
+
+class Slow(jl.Callback):
+    """Lets time pass in its hooks."""
+
+    def __init__(self, clock: Clock, seconds: float = 1.0) -> None:
+        self.clock, self.seconds, self.trace_every_n_steps = clock, seconds, 2
+
+    def _spend(self, seconds: float) -> None:
+        self.clock.now += seconds * self.seconds
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._spend(1 + batch_idx)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self._spend(32)
+
+    def on_log(self, trainer: Any, values: Any, step: int) -> None:
+        self._spend(0.25)
+
+    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+        return {"x": jnp.zeros(2)}
+
+    def on_trace(self, trainer: Any, values: Any, step: int) -> None:
+        self._spend(0.5)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._spend(64)
+
+
+class Quick(jl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def batches(count: int = 4) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.ones(2, np.float32)}] * count
+
+
+def fit(callbacks: Any, module: Any = None, **arguments: Any) -> jl.Trainer:
+    given = {"strategy": "single", "max_epochs": 2, "log_every_n_steps": 2, **QUIET, **arguments}
+    trainer = jl.Trainer(callbacks=callbacks, **given)
+    trainer.fit(module or Net(), batches(), batches(1))
+    return trainer
+
+
+def times(trainer: jl.Trainer) -> dict[tuple[str, str], tuple[int, float, float]]:
+    return {(x.owner, x.hook): (x.calls, x.seconds, x.longest) for x in trainer.explain().hooks}
+
+
+def test_each_hook_has_its_calls_its_time_and_its_longest_call(clock: Clock) -> None:
+    found = times(fit([Quick(), Slow(clock)]))
+    assert found["Slow", "on_train_batch_end"] == (8, 2 * (1 + 2 + 3 + 4), 4)
+    assert found["Slow", "on_validation_end"] == (2, 64, 32)
+    assert found["Slow", "on_trace"] == (4, 2, 0.5)
+    assert found["Slow", "on_log"] == (6, 1.5, 0.25)  # two rows of steps and one of validation an epoch
+    assert found["Slow", "teardown"] == (1, 64, 64)
+    assert found["Quick", "on_train_batch_end"] == (8, 0, 0)
+    assert set(found) == {("Quick", "on_train_batch_end")} | {
+        ("Slow", hook) for hook in ("on_train_batch_end", "on_validation_end", "on_trace", "on_log", "teardown")
+    }
+
+
+def test_the_longest_comes_first_and_the_whole_run_is_counted(clock: Clock) -> None:
+    explanation = fit([Quick(), Slow(clock)]).explain()
+    seconds = [hook.seconds for hook in explanation.hooks]
+    assert seconds == sorted(seconds, reverse=True)
+    assert explanation.seconds == sum(seconds) == 20 + 64 + 2 + 1.5 + 64  # nothing else lets time pass
+
+
+def test_hooks_of_the_module_and_the_datamodule_stand_under_their_names(clock: Clock) -> None:
+    class Timed(Net):
+        def on_train_epoch_end(self) -> None:
+            clock.now += 3
+
+    class Data(jl.DataModule):
+        def setup(self, stage: str) -> None:
+            clock.now += 5
+
+        def train_dataloader(self) -> Any:
+            return batches()
+
+    trainer = jl.Trainer(strategy="single", max_epochs=2, **QUIET)
+    trainer.fit(Timed(), datamodule=Data())
+    found = {key: spent for key, spent in times(trainer).items() if spent[1]}
+    assert found == {("Timed", "on_train_epoch_end"): (2, 6, 3), ("Data", "setup"): (1, 5, 5)}
+
+
+def test_two_callbacks_of_one_class_have_a_line_each(clock: Clock) -> None:
+    explanation = fit([Slow(clock), Slow(clock, 3.0)]).explain()
+    for hook, calls, seconds in (("on_train_batch_end", 8, 20), ("on_trace", 4, 2), ("teardown", 1, 64)):
+        found = [(x.owner, x.calls, x.seconds) for x in explanation.hooks if x.hook == hook]
+        assert found == [("Slow:1", calls, 3 * seconds), ("Slow", calls, seconds)]
+
+
+class Saves(jl.Callback):
+    """Writes a checkpoint in a hook, in which other hooks run."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.clock.now += 2
+        trainer.save_checkpoint(f"step_{trainer.global_step}")
+        self.clock.now += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hook_inside_another_is_counted_once(clock: Clock, fails: bool) -> None:
+    class Inside(jl.Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            clock.now += 5
+            if fails and trainer.global_step == 8:
+                raise RuntimeError("no")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            clock.now += 7
+
+    trainer = jl.Trainer(strategy="single", max_epochs=2, callbacks=[Saves(clock), Inside(), Inside()], **QUIET)
+    with contextlib.ExitStack() as stack:
+        if fails:
+            stack.enter_context(pytest.raises(RuntimeError, match="no"))
+        trainer.fit(Net(), batches())
+    found, explanation = times(trainer), trainer.explain()
+    assert found["Inside", "on_save_checkpoint"] == (2, 10, 5)
+    assert found.get(("Inside:1", "on_save_checkpoint")) == ((1, 5, 5) if fails else (2, 10, 5))
+    # What follows the error is left out.
+    assert found["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
+    assert found["Inside", "teardown"] == found["Inside:1", "teardown"] == (1, 7, 7)
+    assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
+
+
+def test_a_hook_that_raises_is_counted(clock: Clock) -> None:
+    class Fails(jl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            clock.now += 7
+            raise RuntimeError("no")
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            clock.now += 2
+
+    trainer = jl.Trainer(strategy="single", max_epochs=1, callbacks=Fails(), **QUIET)
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.fit(Net(), batches())
+    assert times(trainer) == {("Fails", "on_train_batch_end"): (1, 7, 7), ("Fails", "on_exception"): (1, 2, 2)}
+
+
+def test_before_any_run_there_is_nothing_to_tell() -> None:
+    trainer = jl.Trainer(strategy="single", max_epochs=1, **QUIET)
+    assert trainer.compile_seconds == {}
+    with pytest.raises(ArgumentError, match=r"Trainer\.explain has nothing to tell.*after fit"):
+        trainer.explain()
+
+
+def test_it_may_be_asked_while_the_run_goes_on(clock: Clock) -> None:
+    class Asks(jl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            told.append((times(trainer), trainer.explain().seconds))
+            clock.now += 1
+
+    told: list[Any] = []
+    fit([Asks()], max_epochs=1)
+    assert [calls.get(("Asks", "on_train_batch_end"), (0, 0, 0)) for calls, _ in told] == [
+        (0, 0, 0),
+        *((n, n, 1) for n in (1, 2, 3)),
+    ]
+    assert [seconds for _, seconds in told] == [0, 1, 2, 3]
+
+
+def test_it_is_about_the_newest_run_and_does_not_grow_afterwards(clock: Clock) -> None:
+    trainer = fit([Slow(clock)])
+    first = trainer.explain()
+    clock.now += 1000
+    assert trainer.explain() == first
+    trainer.validate(Net(), batches(1))
+    found = times(trainer)
+    assert found == {
+        ("Slow", "on_validation_end"): (1, 32, 32),
+        ("Slow", "on_log"): (1, 0.25, 0.25),
+        ("Slow", "teardown"): (1, 64, 64),
+    }
+
+
+def test_as_text_it_is_a_table(clock: Clock) -> None:
+    text = str(fit([Slow(clock, 2e-3), Quick()]).explain())
+    head, *rest = text.splitlines()
+    assert head == "Callbacks and hooks took 0.303 s of 0.303 s (100.0%)."
+    table = [line.split() for line in rest if not line.startswith("Compiling: ")]
+    assert table[0] == ["owner", "hook", "calls", "total", "mean", "longest"]
+    rows = {(row[0], row[1]): row[2:] for row in table[1:]}
+    assert rows["Slow", "on_train_batch_end"] == ["8", "40", "ms", "5", "ms", "8", "ms"]
+    assert rows["Slow", "on_log"] == ["6", "3", "ms", "500", "us", "500", "us"]
+    assert rows["Quick", "on_train_batch_end"] == ["8", *["0", "us"] * 3]
+    starts = [line.index(word) for line, word in zip(rest[-6:], [row[1] for row in table[-6:]], strict=True)]
+    assert len(set(starts)) == 1  # columns stand below each other
+
+
+def test_a_run_that_took_no_time_has_a_table_too(clock: Clock) -> None:
+    assert "took 0 s of 0 s (0.0%)" in repr(fit([Quick()]).explain())
+
+
+# Checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_told_once_of_each_checkpoint_that_is_whole() -> None:
+    told: list[Any] = []
+
+    class Told(jl.Callback):
+        def on_checkpoint_saved(self, trainer: Any, module: Any, callback: ModelCheckpoint, path: Path) -> None:
+            assert isinstance(module, Net) and trainer.checkpoint_callbacks[len(path.parent.name) - 1] is callback
+            told.append((path.parent.name, path.name, contents(path)))
+
+    def contents(path: Path) -> dict[str, bytes]:
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    kinds = [ModelCheckpoint("a", monitor="val", save_top_k=-1), ModelCheckpoint("bb", every_n_train_steps=3)]
+    trainer = fit([Told(), *kinds])
+    # The one behind the last step is that of the training's end.
+    assert [x[:2] for x in told if x[0] == "a"] == [("a", f"step_{step:08}") for step in (4, 8)]
+    assert [x[:2] for x in told if x[0] == "bb"] == [("bb", f"step_{step:08}") for step in (3, 6, 8)]
+    assert all(found for *_, found in told)
+    for folder, name, found in told:
+        if (path := Path(folder, name)).exists():  # the others were replaced
+            assert contents(path) == found
+    assert {path.name for path in Path("a").glob("step_*")} == {"step_00000004", "step_00000008"}
+    assert times(trainer)["Told", "on_checkpoint_saved"][0] == 5
+
+
+def test_other_arguments_are_refused_before_the_first_step() -> None:
+    class Wrong(jl.Callback):
+        def on_checkpoint_saved(self, trainer: Any, path: Path) -> None:  # type: ignore[override]
+            raise AssertionError("it was called")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise AssertionError("a step was taken")
+
+    with pytest.raises(ModuleError, match=r"Wrong\.on_checkpoint_saved.*\(trainer, module, callback, path\)\. Give it"):
+        fit([Wrong(), ModelCheckpoint()])
+
+
+# Compiling -------------------------------------------------------------------------------------------
+
+
+def test_compile_seconds_are_what_jax_says_of_each_step() -> None:
+    said: dict[str, float] = {}
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        name = str(details.get("fun_name"))
+        for step in ("train_step", "micro_step", "eval_step", "train_step_traced"):
+            if name in (step, f"jit({step})") and event.startswith("/jax/core/compile/"):
+                said[step] = said.get(step, 0.0) + seconds
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        trainer = fit([jl.callbacks.GradientNorm(every_n_steps=2)], accumulate_grad_batches=2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    found = trainer.compile_seconds
+    assert found == pytest.approx(said) and set(found) == {"micro_step", "train_step", "train_step_traced", "eval_step"}
+    assert all(seconds > 0 for seconds in found.values())
+    assert trainer.explain().compile_seconds == found
+    assert all(f"{name} {seconds:.2g} s" in str(trainer.explain()) for name, seconds in found.items())
+
+
+def test_compile_seconds_are_of_the_newest_run_only() -> None:
+    trainer = fit([])
+    assert set(trainer.compile_seconds) == {"train_step", "eval_step"}
+    trainer.validate(Net(), batches(1))
+    assert set(trainer.compile_seconds) == {"eval_step"}
+    before = trainer.compile_seconds
+    fit([])  # another Trainer's
+    assert trainer.compile_seconds == before
+
+
+def test_nothing_listens_once_a_run_is_over() -> None:
+    from jax._src import monitoring
+
+    before = list(monitoring._event_duration_secs_listeners)
+    fit([])
+    with pytest.raises(RuntimeError, match="stop here"):
+
+        class Fails(jl.Callback):
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                raise RuntimeError("stop here")
+
+        fit([Fails()])
+    assert list(monitoring._event_duration_secs_listeners) == before

@@ -1,0 +1,365 @@
+"""A W&B server for tests: it keeps what the real SDK sends over HTTP, and fails in the ways a server can fail.
+
+It understands GraphQL (runs and artifacts), `file_stream` (history, summary, output) and PUT (the contents of files),
+which is all that the SDK uses while a run goes on. Seen with wandb 0.31.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import quote, unquote
+
+Json = dict[str, Any]
+Fault = Literal["500", "401", "hang", "drop"]
+HISTORY, EVENTS, OUTPUT, SUMMARY = "wandb-history.jsonl", "wandb-events.jsonl", "output.log", "wandb-summary.json"
+
+_VIEWER = {"id": "1", "entity": "tests", "username": "tests", "email": "", "flags": "{}", "teams": None}
+_CONSTANT: dict[str, Json] = {"Viewer": {"viewer": _VIEWER}, "ArtifactType": {"project": {"artifact": None}}}
+
+
+@dataclass
+class ReceivedRun:
+    """A run as the server knows it.
+
+    Only in shared mode does the SDK say which process sends something: by the header `X-Wandb-Async-Client-Id`, a new
+    id for each process. Otherwise the client is "". The process's `x_label` is not in its history; it stands in the
+    names of system metrics (`.../l:label`), in lines of output (`[label] ...`) and in the file `output_label.log`.
+
+    In shared mode every process counts its lines from 0, otherwise a resumed process goes on where the run ended. So
+    lines are kept by client and offset: what is sent twice is kept once, and a process that starts at 0 overwrites.
+
+    Args:
+        id: What `wandb.init` was given.
+        sessions: How many times a process has opened the run.
+        resumed: Whether a process asked for the state of the run and got it.
+        exit_code: None until a process has finished the run.
+        settings: The config as the SDK sends it, with the SDK's own entry.
+        lines: Lines of the streamed files, by file, then by (client, offset), in the order of their first arrival.
+        files: Contents of the uploaded files, by name.
+    """
+
+    id: str
+    project: str
+    entity: str
+    display_name: str
+    group: str | None = None
+    job_type: str | None = None
+    notes: str | None = None
+    tags: list[str] = field(default_factory=list)
+    sessions: int = 0
+    resumed: bool = False
+    exit_code: int | None = None
+    summary: Json = field(default_factory=dict)
+    settings: Json = field(default_factory=dict)
+    lines: defaultdict[str, dict[tuple[str, int], str]] = field(default_factory=lambda: defaultdict(dict))
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Json:
+        return {key: entry["value"] for key, entry in self.settings.items() if key != "_wandb"}
+
+    @property
+    def history(self) -> list[Json]:
+        return [json.loads(line) for line in self.lines[HISTORY].values()]
+
+    @property
+    def clients(self) -> dict[str, list[Json]]:
+        """Return the history by the client that sent it."""
+        rows = defaultdict(list)
+        for (client, _), line in self.lines[HISTORY].items():
+            rows[client].append(json.loads(line))
+        return rows
+
+    @property
+    def events(self) -> list[Json]:
+        """Return the system metrics."""
+        return [json.loads(line) for line in self.lines[EVENTS].values()]
+
+    @property
+    def output(self) -> list[str]:
+        return list(self.lines[OUTPUT].values())
+
+
+@dataclass
+class ReceivedArtifact:
+    """An artifact: its files by their path in it, whether they were committed, and the run that logged it."""
+
+    id: str
+    name: str
+    type: str
+    digest: str
+    aliases: list[str]
+    metadata: Json
+    run_id: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    manifest: Json = field(default_factory=dict)
+    committed: bool = False
+
+
+class Backend:
+    """A server on this computer, from its construction until it is closed.
+
+    Attributes:
+        url: Its address, for `WANDB_BASE_URL`.
+        runs: By run id.
+        artifacts: In the order of their creation; the SDK makes one for each logged table too.
+        operations: Names of the GraphQL operations received, without those that a fault answered.
+        fault: What happens to every request from now on. "500", "401": answered by that status. "hang": not answered
+            before the backend is closed. "drop": the connection is closed.
+        fail_operations: Names of GraphQL operations that are answered by an error.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[str, ReceivedRun] = {}
+        self.artifacts: list[ReceivedArtifact] = []
+        self.operations: list[str] = []
+        self.fault: Fault | None = None
+        self.fail_operations: set[str] = set()
+        self.closing = threading.Event()
+        self._death: tuple[int, Fault] | None = None
+        self._received = threading.Condition()
+        self._server = _Server(self)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Refuse connections from now on, end the open ones and their threads, and raise what they had raised."""
+        self.closing.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        if self._server.errors:
+            raise self._server.errors[0]
+
+    def env(self, folder: Path) -> dict[str, str]:
+        """Return the environment for a process that logs here and writes nothing outside of the folder."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and not k.lower().endswith("_proxy")}
+        kept.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX warns about a cache that another computer has written
+        paths = [str(Path(__file__).parents[1]), kept.get("PYTHONPATH", "")]
+        kept |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HOME": str(folder), "NETRC": str(folder / "none")}
+        kept |= {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": 40 * "a", "WANDB_DIR": str(folder)}
+        return kept | {f"WANDB_{kind}_DIR": str(folder / kind.lower()) for kind in ("CACHE", "DATA", "CONFIG")}
+
+    def die_after(self, rows: int, fault: Fault = "drop") -> None:
+        """Keep this many history rows, of all runs together, and let the fault begin within the request of the last."""
+        self._death = (rows, fault)
+
+    def wait_for(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        """Wait until something received has made the condition true."""
+        with self._received:
+            assert self._received.wait_for(condition, timeout), "The SDK did not send what the test waits for."
+
+    def receive(self, method: str, path: str, client: str, body: bytes) -> Json:
+        """Keep a request, one at a time, and return its answer."""
+        with self._received:
+            parts = path.strip("/").split("/")
+            answer: Json = {}  # all that the SDK's telemetry needs
+            if parts == ["graphql"]:
+                answer = self._operate(json.loads(body), client)
+            elif parts[-1] == "file_stream":
+                self._stream(self.runs[parts[-2]], client, json.loads(body))
+            elif method == "PUT":
+                kind, owner, name = parts[0], parts[1], unquote("/".join(parts[2:]))
+                if kind == "manifest":
+                    self.artifacts[int(owner)].manifest = json.loads(body)
+                else:
+                    (self.runs[owner] if kind == "run" else self.artifacts[int(owner)]).files[name] = body
+            self._received.notify_all()
+            return answer
+
+    def _stream(self, run: ReceivedRun, client: str, sent: Json) -> None:
+        for file, part in (sent.get("files") or {}).items():
+            if file == SUMMARY:
+                received = json.loads(part["content"][-1])
+                run.summary = run.summary | received if client else received  # a shared run has one of all processes
+                continue
+            for offset, line in enumerate(part["content"], part["offset"]):
+                run.lines[file][client, offset] = line
+                if self._death and sum(len(run.lines[HISTORY]) for run in self.runs.values()) >= self._death[0]:
+                    self.fault, self._death = self._death[1], None
+                    return
+        if sent.get("complete"):
+            run.exit_code = sent["exitcode"]
+
+    def _operate(self, request: Json, client: str) -> Json:
+        found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+        assert found, request["query"]
+        name = found.group(1)
+        self.operations.append(name)
+        if name in self.fail_operations:
+            return {"data": None, "errors": [{"message": f"{name} fails on request"}]}
+        asked = request.get("variables") or {}
+        if name == "UpsertBucket":
+            return {"data": self._open_run(asked, shared=bool(client))}
+        operation = getattr(self, f"_{name}", None)
+        return {"data": operation(asked) if operation else _CONSTANT.get(name, {})}  # the SDK can do without the others
+
+    def _open_run(self, asked: Json, *, shared: bool) -> Json:
+        """Open a run, or change its config later in the session (only the first request tells the host)."""
+        new = asked["name"] not in self.runs
+        if new:
+            entity = asked.get("entity") or "tests"
+            self.runs[asked["name"]] = ReceivedRun(asked["name"], asked["project"], entity, asked["name"])
+        run = self.runs[asked["name"]]
+        names = {"displayName": "display_name", "groupName": "group", "jobType": "job_type"}
+        for theirs, ours in (names | {"notes": "notes", "tags": "tags"}).items():
+            if asked.get(theirs) is not None:
+                setattr(run, ours, asked[theirs])
+        run.sessions += asked.get("host") is not None
+        if asked.get("config"):
+            run.settings = (run.settings if shared else {}) | json.loads(asked["config"])
+        bucket = self._bucket(run) | {"description": "", "sweepName": None, "project": self._project(run)}
+        return {"upsertBucket": {"bucket": bucket, "inserted": new}}
+
+    def _RunResumeStatus(self, asked: Json) -> Json:
+        run = self.runs.get(asked["name"])
+        if run is None:
+            return {"model": None}
+        run.resumed = True
+        bucket = self._bucket(run) | {"tags": run.tags, "notes": run.notes, "summaryMetrics": json.dumps(run.summary)}
+        for name, file in (("history", HISTORY), ("events", EVENTS), ("log", OUTPUT)):
+            bucket[f"{name}LineCount"] = 1 + max((offset for _, offset in run.lines[file]), default=-1)
+            bucket[f"{name}Tail"] = json.dumps(list(run.lines[file].values())[-1:])
+        bucket["wandbConfig"] = json.dumps({"t": 1})  # without it the SDK thinks that the run has never started
+        return {"model": self._project(run) | {"bucket": bucket}}
+
+    def _bucket(self, run: ReceivedRun) -> Json:
+        return {"id": run.id, "name": run.id, "displayName": run.display_name, "config": json.dumps(run.settings)}
+
+    def _project(self, run: ReceivedRun) -> Json:
+        return {"id": "1", "internalId": "1", "name": run.project, "entity": {"id": "1", "name": run.entity}}
+
+    def _upload(self, kind: str, owner: str, name: str) -> Json:
+        return {"id": "1", "uploadUrl": f"{self.url}/{kind}/{owner}/{quote(name)}", "uploadHeaders": []}
+
+    def _CreateRunFiles(self, asked: Json) -> Json:
+        files = [self._upload("run", asked["run"], name) | {"name": name} for name in asked["files"]]
+        return {"createRunFiles": {"runID": asked["run"], "uploadHeaders": [], "files": files}}
+
+    def _CreateArtifact(self, asked: Json) -> Json:
+        given = asked["input"]
+        made = ReceivedArtifact(
+            id=str(len(self.artifacts)),
+            name=given["artifactCollectionName"],
+            type=given["artifactTypeName"],
+            digest=given["digest"],
+            aliases=[alias["alias"] for alias in given.get("aliases") or []],
+            metadata=json.loads(given.get("metadata") or "{}"),
+            run_id=given["runName"],
+        )
+        self.artifacts.append(made)
+        sequence = {"id": made.name, "latestArtifact": None}
+        return {"createArtifact": {"artifact": {"id": made.id, "state": "PENDING", "artifactSequence": sequence}}}
+
+    def _CreateArtifactManifest(self, asked: Json) -> Json:
+        manifest = {"id": asked["artifactID"], "file": self._upload("manifest", asked["artifactID"], "json")}
+        return {"createArtifactManifest": {"artifactManifest": manifest}}
+
+    def _CreateArtifactFiles(self, asked: Json) -> Json:
+        nodes = []
+        for file in asked["input"]["artifactFiles"]:
+            node = self._upload("artifact", file["artifactID"], file["name"]) | {"uploadMultipartUrls": None}
+            nodes.append({"node": node | {"storagePath": file["name"], "artifact": {"id": file["artifactID"]}}})
+        return {"createArtifactFiles": {"files": {"edges": nodes}}}
+
+    def _CommitArtifact(self, asked: Json) -> Json:
+        artifact = self.artifacts[int(asked["artifactID"])]
+        artifact.committed = True
+        return {"commitArtifact": {"artifact": {"id": artifact.id, "digest": artifact.digest}}}
+
+    def _ArtifactByID(self, asked: Json) -> Json:
+        """Answer what `Artifact.wait` asks after the upload; the SDK insists on every key."""
+        artifact = self.artifacts[int(asked["id"])]
+        version = sum(other.name == artifact.name for other in self.artifacts[: int(artifact.id)])
+        project = self._project(self.runs[artifact.run_id])
+        collection = {"__typename": "ArtifactSequence", "name": artifact.name, "project": project}
+        answer: Json = dict.fromkeys(("description", "historyStep", "commitHash", "updatedAt"))
+        answer |= {"__typename": "Artifact", "id": artifact.id, "digest": artifact.digest, "state": "COMMITTED"}
+        answer |= {"artifactSequence": collection, "versionIndex": version, "artifactType": {"name": artifact.type}}
+        answer |= {"metadata": json.dumps(artifact.metadata), "tags": [], "ttlIsInherited": False}
+        answer |= {"fileCount": len(artifact.files), "size": sum(map(len, artifact.files.values()))}
+        return {"artifact": answer | {"ttlDurationSeconds": -1, "createdAt": "2026-01-01T00:00:00Z"}}
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection; closing ends them all, also those that hang or that a process keeps open."""
+
+    daemon_threads = False  # so that closing waits for them
+    request_queue_size = 128  # of the SDK's many connections at once none is reset: it would try again after seconds
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.backend = backend
+        self.errors: list[BaseException] = []
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):  # the other side may have left
+                    connection.shutdown(socket.SHUT_RD)
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if error and not isinstance(error, ConnectionError):  # a process may leave at any time
+            self.errors.append(error)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_POST(self) -> None:
+        backend = self.server.backend
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        client = self.headers.get("X-Wandb-Async-Client-Id") or self.headers.get("X-Wandb-Client-Id") or ""
+        answer = {} if backend.fault else backend.receive(self.command, self.path, client, body)
+        fault = backend.fault  # read again: the request may have been the last before it
+        if fault == "hang":
+            backend.closing.wait()
+        if fault in ("hang", "drop"):
+            self.close_connection = True
+            return
+        text = json.dumps({"errors": [{"message": f"status {fault}"}]} if fault else answer).encode()
+        self.send_response(int(fault or 200))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_PUT = do_POST
+
+    def log_message(self, *args: object) -> None:
+        pass
