@@ -327,7 +327,7 @@ class WandbLogger(Logger):
         if run is None:
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
-        self._location = None if run.disabled else run.url or str(self._run.folder)
+        self._location = None if run.disabled else str(self._run.folder) if run.offline else run.url
         if not own:
             self._run.update_config(config_of(trainer, self._module, self.config))
         # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume say.

@@ -21,6 +21,7 @@ STEP = "trainer/global_step"
 
 _MOST_WAITING = 10_000  # rows that a run may lag behind
 _MOST_COPIES = 3  # of checkpoints that wait to be sent
+_LAST = 2.0  # seconds until the outcome of the last upload is known, once the run is finished
 
 
 class WandbRun:
@@ -39,9 +40,9 @@ class WandbRun:
         self.run, self._finish_timeout, self._raises, self._own = run, finish_timeout, raises, own
         self._error: Exception | None = None
         self._copies = 0  # of checkpoints, until they are sent
-        # A checkpoint whose end was not waited for: its name, the SDK's object, and what deletes our copy.
-        self._in_flight: tuple[str, Any, Callable[[], None]] | None = None
+        self._sending_since = math.inf  # when the newest of them began to be sent; inf if none is
         self._failed = self._cut = False
+        self._late: list[tuple[str, Exception]] = []  # what failed while the run was being finished
         self._told: set[str] = set()
         self._send_until = math.inf  # what is not sent by then is left out
         self._rows, self._uploads = Background("wandb", self._fail), Background("wandb-upload", self._fail)
@@ -93,8 +94,10 @@ class WandbRun:
         folder = path
         try:
             if not lasts:
-                if self._copies >= _MOST_COPIES:  # each keeps on the disk what was to be deleted
-                    raise TimeoutError(f"{_MOST_COPIES} before it are still being sent")
+                # Each keeps on the disk what was to be deleted: there are only a few of them while one gets nowhere.
+                busy = time.monotonic() - self._sending_since
+                if self._copies >= _MOST_COPIES and busy > self._finish_timeout:
+                    raise TimeoutError(f"one before it is not through after {self._finish_timeout:g} s")
                 # Beside it, where links are possible; what a crash leaves of it is swept away there.
                 folder = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
                 shutil.copytree(path, folder, copy_function=_link)
@@ -106,34 +109,26 @@ class WandbRun:
             return
         known = {"step": state["global_step"], "epoch": state["epoch"], **metadata}
         self._copies += not lasts
+        wanted: list[Any] = []  # what the SDK has taken, and not sent yet
 
         def send() -> None:
             import wandb
 
+            self._sending_since = time.monotonic()
             artifact = wandb.Artifact(name, type="model", metadata=known)
             # Offline the SDK must keep a copy until it is synced, else the folder itself can be sent.
             offline = bool(self.run.offline)
             artifact.add_dir(str(folder), policy="mutable" if offline else "immutable")
             logged = self.run.log_artifact(artifact, aliases=list(aliases))
-            while not offline:
-                try:
-                    logged.wait(timeout=1)  # the SDK says only there that one was refused
-                    return
-                except Exception as error:
-                    if type(error).__name__ != "WaitTimeoutError":  # which the SDK does not show
-                        raise
-                    if time.monotonic() > self._send_until:
-                        self._in_flight = path.name, logged, forget
-                        return
-
-        def forget() -> None:
-            if not lasts:
-                shutil.rmtree(folder, ignore_errors=True)
+            if not offline:
+                wanted.append(logged)
+                logged.wait()  # only there the SDK says that one was refused; the end of the run ends it as well
+                wanted.clear()
 
         def done() -> None:
-            self._copies -= not lasts
-            if self._in_flight is None or self._in_flight[2] is not forget:
-                forget()
+            self._copies, self._sending_since = self._copies - (not lasts), math.inf
+            if not (lasts or wanted):  # else a later sync needs it
+                shutil.rmtree(folder, ignore_errors=True)
 
         self._do(send, path.name, done)
 
@@ -162,7 +157,7 @@ class WandbRun:
     def _finish(self, start: float, problems: list[Exception], *, failed: bool) -> None:
         # Half of it for what is still to be sent, then the SDK's own limit.
         self._send_until = start + self._finish_timeout / 2
-        self._cut |= not self._uploads.join(self._finish_timeout / 2 + 2.0)  # it looks at the clock each second
+        self._uploads.join(self._finish_timeout / 2)
 
         def close() -> None:
             try:
@@ -170,16 +165,19 @@ class WandbRun:
                     self.run.finish(exit_code=int(failed))
             except Exception as error:
                 problems.append(error)
-            else:
-                self._check_in_flight()
 
         self._rows.submit(close)
         self._rows.close()
         self._uploads.close()
         if not self._rows.join(self._finish_timeout + MARGIN):
             problems.append(TimeoutError(f"no end after {time.monotonic() - start:.0f} s"))
-        if self._cut:
+        # The outcome of what was on its way is known by now.
+        if not self._uploads.join(_LAST) or self._cut:
             problems.append(TimeoutError("there was no time left"))
+        if not problems:
+            for what, error in self._late:
+                self._tell(what, error)
+            problems += [error for _, error in self._late if self._raises]
 
     def _tell(self, what: str, error: Exception) -> None:
         """Say in a line that something was not sent, once for each reason."""
@@ -210,9 +208,12 @@ class WandbRun:
                 if not (self._failed or self._cut):
                     job()
             except Exception as error:
-                if what is None or self._raises:
+                if time.monotonic() > self._send_until:  # it may be the end of the run that has broken it off
+                    self._late.append((what or "a row", error))
+                elif what is None or self._raises:
                     raise
-                self._tell(what, error)
+                else:
+                    self._tell(what, error)
             finally:
                 done()
 
@@ -225,20 +226,6 @@ class WandbRun:
         first, self._failed, self._error = not self._failed, True, self._error or error
         if first and not self._raises:
             say(f"W&B: off for the rest of this run ({first_line(error)})")
-
-    def _check_in_flight(self) -> None:
-        """See what became of the last checkpoint: the SDK finishes without a word if it was refused."""
-        if self._in_flight is None:
-            return
-        what, artifact, forget = self._in_flight
-        try:
-            artifact.wait(timeout=max(int(self._finish_timeout), 1))
-            forget()
-        except Exception as error:
-            if self._raises:
-                self._error = self._error or error
-            else:
-                self._tell(what, error)
 
 
 def _link(source: str, target: str) -> None:

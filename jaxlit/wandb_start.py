@@ -57,7 +57,7 @@ def open_run(
     wandb = import_wandb()
     why, changes, wanted = "", {"id": earlier} if earlier else {}, {**arguments, **alone}["id"]
     run = None
-    if not (offline or earlier):
+    if not (offline or earlier or os.environ.get("WANDB_MODE") == "offline"):
         try:
             run = _init(arguments, settings)
         except BaseException as error:
@@ -90,7 +90,8 @@ def open_run(
 
 def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> "wandb.Run":
     wandb = import_wandb()
-    mode = settings.get("mode") or os.environ.get("WANDB_MODE")  # the SDK has read it at its first use
+    asked = os.environ.get("WANDB_MODE")  # the SDK has read it at its first use
+    mode = asked if asked == "disabled" else settings.get("mode") or asked
     settings = {
         "finish_timeout_raises": True,
         "x_disable_meta": True,  # the command line and the environment may hold secrets

@@ -89,7 +89,7 @@ class FakeRun:
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> Any:
         self.sent.append(aliases[-1])
-        return SimpleNamespace(wait=lambda timeout: self._arrives())
+        return SimpleNamespace(wait=lambda: self._arrives())
 
     def define_metric(self, *args: Any, **given: Any) -> None:
         pass
@@ -138,20 +138,29 @@ def test_a_copy_is_deleted_as_soon_as_it_is_sent(online: Callable[[FakeRun], Fak
     assert counts.counts == [0] * 6 and copies() == []
 
 
-def test_a_run_that_is_dead_keeps_three_copies_at_most(
-    online: Callable[[FakeRun], FakeRun], release: threading.Event, capsys: Any
+@pytest.mark.parametrize(("patience", "most"), [(0.0, 3), (60.0, 7)])
+def test_a_run_that_gets_nowhere_keeps_three_copies_at_most(
+    online: Callable[[FakeRun], FakeRun], release: threading.Event, capsys: Any, patience: float, most: int
 ) -> None:
-    run = online(FakeRun(arrives=lambda: release.wait(30)))
-    counts = Counts()
+    begun, logger = threading.Event(), WandbLogger(log_model="all")
+    run = online(FakeRun(arrives=lambda: begun.set() or release.wait(30)))
+    counts = Counts(lambda: logger._run is not None and logger._run._copies and begun.wait(30))
 
-    class Releases(jl.Callback):
+    class Waits(jl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            assert logger._run is not None
+            self.limit, logger._run._finish_timeout = logger._run._finish_timeout, patience
+
         def on_fit_end(self, trainer: Any, module: Any) -> None:
+            assert logger._run is not None
+            logger._run._finish_timeout = self.limit
             release.set()
 
-    fit([WandbLogger(log_model="all"), counts, Releases(), ModelCheckpoint(every_n_epochs=1)], max_epochs=8)
-    assert max(counts.counts) == 3 and copies() == [] and len(run.sent) == 3
-    _, told = capsys.readouterr().out.splitlines()
-    assert told.startswith("W&B: step_00000008 was not sent (3 before it")
+    fit([logger, counts, Waits(), ModelCheckpoint(every_n_epochs=1)], max_epochs=8)
+    assert max(counts.counts) == most and copies() == [] and len(run.sent) == (3 if most == 3 else 8)
+    _, *told = capsys.readouterr().out.splitlines()
+    expected = "W&B: step_00000008 was not sent (one before it is not through after 0 s)"
+    assert told == ([expected] if most == 3 else [])
 
 
 def test_a_run_that_is_off_keeps_no_copies(online: Callable[[FakeRun], FakeRun], capsys: Any) -> None:
