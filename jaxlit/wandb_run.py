@@ -208,8 +208,8 @@ class WandbRun:
                 if not (self._failed or self._cut):
                     job()
             except Exception as error:
-                if time.monotonic() > self._send_until:  # it may be the end of the run that has broken it off
-                    self._late.append((what or "a row", error))
+                if what is not None and self._send_until < math.inf:  # the run is being finished: that says one thing
+                    self._late.append((what, error))
                 elif what is None or self._raises:
                     raise
                 else:
