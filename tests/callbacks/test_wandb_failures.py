@@ -244,7 +244,7 @@ def test_a_full_disk_is_said_once_and_does_not_stop_the_rows(
     paths = iter(range(100))
 
     def full(*args: Any, **given: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/tmp/{next(paths)}.png")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/there/{next(paths)}.png")
 
     monkeypatch.setattr(wandb, "Image", full)
     run = FakeRun()
