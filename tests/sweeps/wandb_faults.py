@@ -54,9 +54,10 @@ class Outcome:
         """Return what is not as in the training without W&B."""
         found = [] if self.code == 0 else [f"exit code {self.code}"]
         found += [name for name in ("state", "files") if getattr(self, name) != getattr(plain, name)]
-        # A row and an image may both be told of, each by the thread that sends it.
-        reasons = {line.rpartition("(")[2] for line in self.told}
-        found += [] if len(reasons) == lines else [f"{len(reasons)} reasons told by W&B"]
+        # An upload may fail for the reason for which rows are given up, and be told of by the thread that sends it.
+        given_up = {line.rpartition("(")[2] for line in self.told if line.startswith("W&B: off")}
+        told = [x for x in self.told if "was not sent (" not in x or x.rpartition("(")[2] not in given_up]
+        found += [] if len(told) == lines else [f"{len(told)} lines of W&B"]
         found += ["standard error"] if self.errors else []
         added = self.seconds - plain.seconds
         return found + ([f"{added:.1f} s more"] if added > limit else [])
