@@ -158,7 +158,16 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
         graphs.append(graphdef)
         return nnx.as_pure(params), nnx.as_pure(rest)
 
-    params, rest = jax.eval_shape(init)
+    try:
+        params, rest = jax.eval_shape(init)
+    except ValueError as error:
+        if "mesh" not in str(error):
+            raise
+        raise ModuleError(
+            f"jl.lazy({model.cls.__name__}): a Variable is annotated with mesh axes, which flax looks up as it is made "
+            f"({error}). Build the module under a mesh with these axes and give it to the Trainer: "
+            f"with jax.set_mesh(mesh): module = {model.cls.__name__}(...)."
+        ) from error
     blank = _abstract_state(params, rest)
     shardings = strategy.state_sharding(blank)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))

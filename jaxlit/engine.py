@@ -1,6 +1,5 @@
 """One module under one strategy: its state on the devices, and its compiled steps."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,17 +15,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.creation import check_trainable, init_state
+from jaxlit.errors import StateError
 from jaxlit.exchange import fetch
 from jaxlit.hyperparams import find_hyperparams
-from jaxlit.inspection import inspect_step
+from jaxlit.inspection import inspect_evaluation, inspect_step
 from jaxlit.metrics import collecting
 from jaxlit.model import Model
-from jaxlit.module import STEPS, Optimizer, TrainModule, share_hparams, takes_loader
+from jaxlit.module import Optimizer, TrainModule, share_hparams, takes_loader
 from jaxlit.precision import Precision, cast
-from jaxlit.replica import Replica, is_row, num_rows, reduce_outputs, reduce_state
+from jaxlit.replica import Replica
 from jaxlit.state import Layout, TrainState, is_key, leaf_name
 from jaxlit.step import EvalStep, TrainStep
-from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy, with_rows
+from jaxlit.step_traces import trace_step
+from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
 from jaxlit.table import Table
 
 _logger = logging.getLogger("jaxlit")
@@ -110,17 +111,10 @@ class Engine:
         at = self._at
 
         def look(replica: Replica, *args: Any) -> None:
-            params, frozen, model_state, counters, batch = args
-            body = self.model.body("training", replica)
-            batch = replica.constrain_batch(batch)
-            arguments = (replica.vary(params), frozen, model_state, batch, *counters[:3])
-            _, (frozen, model_state, _, _, outputs, _) = body(*arguments)
-            inspect_step(self.model, replica, *arguments, twice=self._debug)
-            noted = self.model.noted("training")
-            reduce_state(replica, (frozen, model_state), noted.changed)
-            reduce_outputs(replica, outputs, noted.rows_of, "training_step")
+            self.model.body("training", replica)(*args)
+            inspect_step(self.model, replica, *args, twice=self._debug)
 
-        self._trace("training", None, look, batch)
+        trace_step(self.model, self.strategy, self._abstract(), "training", None, look, batch)
         step = self._step = TrainStep(self.model, self.tx, self.layout, self.nan_policy, self._clip)
         table = self.model.table("training")
         fits = self._restored is not None and self._restored.metrics == table.metrics
@@ -265,13 +259,11 @@ class Engine:
         if (stage, loader) in self._programs:
             return
 
-        def look(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
-            batch = replica.constrain_batch(batch)
-            body = self.model.body(stage, replica, loader)
-            _, (_, _, _, _, outputs, _) = body(params, frozen, model_state, batch, *counters[:3])
-            reduce_outputs(replica, outputs, self.model.noted(stage, loader).rows_of, STEPS[stage])
+        def look(replica: Replica, *args: Any) -> None:
+            self.model.body(stage, replica, loader)(*args)
+            inspect_evaluation(self.model, stage, loader, replica, *args)
 
-        self._trace(stage, loader, look, batch)
+        trace_step(self.model, self.strategy, self._abstract(), stage, loader, look, batch)
         step = EvalStep(self.model, stage, loader, self._eval_layout)
         sums = [self._own, self.strategy.replicated]
         entry = EACH if self.model.table(stage, loader).has_steps else None
@@ -301,8 +293,15 @@ class Engine:
         """Return the value of each of the stage's metrics; waits for the device."""
         return self.model.table(stage, loader).read(fetch(table))
 
-    def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run `fn(module, *inputs)` compiled, with the module's newest arrays, in evaluation mode."""
+    def apply(self, fn: Callable[..., Any], *inputs: Any, module: TrainModule | None = None) -> Any:
+        """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode.
+
+        Args:
+            fn: The function.
+            *inputs: Its other arguments.
+            module: Take the arrays that it holds now, which may have been written to since it ran.
+        """
+        newest = self.leaves if module is None else self._held_by(module)
         if fn not in self._applied:
 
             def applied(leaves: list[Any], inputs: Any) -> Any:
@@ -314,7 +313,22 @@ class Engine:
                     return fn(module, *cast(inputs, self.model.precision.compute))
 
             self._applied[fn] = jax.jit(applied)
-        return self._applied[fn]([self.leaves[i] for i in self._eval_at], self.strategy.place_inputs(inputs))
+        return self._applied[fn]([newest[i] for i in self._eval_at], self.strategy.place_inputs(inputs))
+
+    def _held_by(self, module: TrainModule) -> list[jax.Array]:
+        """Return the flat state with the arrays that the module holds now."""
+        leaves = list(self.leaves)
+        for (name, variable), i in zip(self.variables(module), self._variable_at, strict=True):
+            array = variable.get_value()
+            data = jax.random.key_data(array) if is_key(array) else jnp.asarray(array)
+            if (data.shape, data.dtype) != (leaves[i].shape, leaves[i].dtype):
+                raise StateError(
+                    f"Trainer.apply: {name} holds {data.dtype}{list(data.shape)}, and {leaves[i].dtype}"
+                    f"{list(leaves[i].shape)} when the module ran last. Run it again, by predict say."
+                )
+            if data is not leaves[i]:
+                leaves[i] = jax.device_put(data, self.shardings[i])
+        return leaves
 
     # The optimizer's hyperparameters ----------------------------------------------------------------
 
@@ -384,29 +398,6 @@ class Engine:
     def _stacked(self, table: np.ndarray) -> np.ndarray:
         n = self.strategy.window_replicas
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
-
-    def _trace(self, stage: str, loader: int | None, look: Callable[..., None], batch: Any) -> None:
-        """Run `look` on abstract values, as the stage's step will run."""
-        state, strategy = self._abstract(), self.strategy
-        states = (state.params, state.frozen, state.model_state, state.counters)
-        if strategy.replica.splits:
-            note = partial(self._note_rows, stage, loader)
-            strategy.trace(note, states, batch)
-            if any(self.model.noted(stage, loader).rows_of):
-                # An output may have as many entries as the batch has rows by chance: not with a row more.
-                with contextlib.suppress(Exception):  # the step may take this very number only
-                    strategy.trace(note, states, with_rows(batch, num_rows(batch) + strategy.num_replicas))
-        strategy.trace(look, states, batch)
-
-    def _note_rows(self, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
-        """Note which outputs have one row for each row of the batch."""
-        params, frozen, model_state, counters, batch = args
-        params = replica.vary(params) if stage == "training" else params
-        body = self.model.body(stage, replica, loader)
-        _, (_, _, _, _, outputs, _) = body(params, frozen, model_state, batch, *counters[:3])
-        noted = self.model.noted(stage, loader)
-        found = [is_row(x, num_rows(batch)) for x in jax.tree.leaves(outputs)]
-        noted.rows_of = tuple(a and b for a, b in zip(noted.rows_of, found, strict=True))
 
     def _compile(self, program: Program) -> Callable[..., Any]:
         run = self.strategy.compile(replace(program, donate=()) if self._debug else program)

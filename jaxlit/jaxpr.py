@@ -1,6 +1,7 @@
 """What a traced program tells about the user's step."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 # Programs whose inputs are the equation's own, one by one.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -17,32 +18,98 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return [x for x in found if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
 
 
-def is_computed(jaxpr: Any, var: Any) -> bool:
-    """Tell whether a value of a program is computed in it, and not just an input handed through."""
-    made_by = next((eqn for eqn in jaxpr.eqns if any(var is out for out in eqn.outvars)), None)
-    if made_by is None:
+def origin(jaxpr: Any, var: Any, rounded: tuple[Any, ...] = ()) -> int | None:
+    """Return which input of a program a value is: its place, or None for a value that is computed.
+
+    Args:
+        jaxpr: The program.
+        var: One of its variables.
+        rounded: Two dtypes; a cast from one to the other counts as the value itself.
+    """
+    order = list(range(getattr(var.aval, "ndim", 0)))  # of the dims, as nnx.scan moves the scanned one and back
+    while not isinstance(var, core.Literal):
+        if var in jaxpr.invars:
+            return jaxpr.invars.index(var) if order == sorted(order) else None
+        made_by = next((eqn for eqn in jaxpr.eqns if any(var is out for out in eqn.outvars)), None)
+        if made_by is None:
+            return None
+        if made_by.primitive.name == "transpose":
+            place, order = 0, [made_by.params["permutation"][i] for i in order]
+        else:
+            place = _input_of(made_by, next(i for i, out in enumerate(made_by.outvars) if out is var), rounded)
+        if place is None:
+            return None
+        var = made_by.invars[place]
+    return None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Return how many constants and how many carries a scan takes, in this order, before the arrays that it scans.
+
+    Told by shapes, as jax's releases name them differently: what is scanned and stacked has a dim more outside.
+    """
+    (body,) = (getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn))
+    is_whole = lambda outer, inner: outer.aval.ndim == inner.aval.ndim  # noqa: E731
+    carries = sum(map(is_whole, eqn.outvars, body.outvars))
+    return sum(map(is_whole, eqn.invars, body.invars)) - carries, carries
+
+
+def overwrites(eqn: Any) -> bool:
+    """Tell whether an equation sets all of an array: `x.at[...].set(y)`, as `variable[...] = y` with another dtype."""
+    if eqn.primitive.name != "scatter":
         return False
-    if made_by.primitive.name == "convert_element_type":
-        return is_computed(jaxpr, made_by.invars[0])
-    place = next(i for i, out in enumerate(made_by.outvars) if out is var)
-    # scan, remat, cond and jit run programs whose outputs are theirs, one by one.
-    inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(made_by)]
-    inner = [x for x in inner if len(x.outvars) == len(made_by.outvars)]
-    return not inner or any(is_computed(x, x.outvars[place]) for x in inner)
+    array, places, new = (x.aval for x in eqn.invars)
+    return places.size == 0 and array.shape == new.shape and array.dtype == new.dtype
 
 
-def has_gradient(jaxpr: Any, output: int) -> list[bool]:
-    """Return for each input whether the gradient of an output can reach it."""
-    needed = {id(jaxpr.outvars[output])}
+def _input_of(eqn: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
+    """Return which input of an equation its output at `place` is, or None."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("copy", "copy_p", "sharding_constraint"):
+        return 0
+    if name == "convert_element_type":
+        return 0 if {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype} == set(rounded) else None
+    if overwrites(eqn):
+        return 2
+    inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+    if name == "cond":
+        places = {origin(x, x.outvars[place], rounded) for x in inner}
+        only = places.pop() if len(places) == 1 else None
+        return None if only is None else only + 1  # behind the index
+    if name in CALLS and inner and len(inner[0].invars) == len(eqn.invars):
+        return origin(inner[0], inner[0].outvars[place], rounded)
+    if name == "scan":
+        return _input_of_scan(eqn, inner[0], place, rounded)
+    if name == "while":
+        skipped, consts = params["cond_nconsts"], params["body_nconsts"]
+        body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
+        found = origin(body, body.outvars[place], rounded)
+        return skipped + found if found == consts + place else None
+    return None
+
+
+def _input_of_scan(eqn: Any, body: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
+    consts, carries = scan_counts(eqn)
+    found = origin(body, body.outvars[place], rounded)
+    if found is None or eqn.params["length"] == 0:
+        return None
+    if place < carries:  # the carry that came in, or what each turn sets it to
+        return found if found == consts + place or found < consts else None
+    return found if found >= consts + carries else None  # a scanned array handed through, slice by slice
+
+
+def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> list[bool]:
+    """Return for each input whether an output depends on it, or whether a gradient of an output can reach it."""
+    needed = {id(jaxpr.outvars[i]) for i in outputs}
     for eqn in reversed(jaxpr.eqns):
         # No gradient goes through whole numbers or comparisons.
-        places = [i for i, out in enumerate(eqn.outvars) if id(out) in needed and _is_inexact(out)]
-        if not places or eqn.primitive.name == "stop_gradient":
+        places = [i for i, out in enumerate(eqn.outvars) if id(out) in needed and (not gradient or _is_inexact(out))]
+        if not places or (gradient and eqn.primitive.name == "stop_gradient"):
             continue
         inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
-        inner = inner[:1] if eqn.primitive.name in _CALLS else []
+        inner = inner[:1] if eqn.primitive.name in CALLS else []
         if inner and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars):
-            reached = [any(x) for x in zip(*(has_gradient(inner[0], i) for i in places), strict=True)]
+            reached = reaches(inner[0], places, gradient=gradient)
         else:  # whatever else takes it may use it
             reached = [True] * len(eqn.invars)
         needed |= {id(x) for x, used in zip(eqn.invars, reached, strict=True) if used}

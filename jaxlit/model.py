@@ -12,11 +12,14 @@ from flax import nnx
 
 from jaxlit import side_effects
 from jaxlit.errors import JaxlitError, ModuleError, StateError
+from jaxlit.leaves import Leaf, leaves_of
 from jaxlit.metrics import Collector, Metric, collecting
 from jaxlit.module import STEPS, TrainModule, call_step, share_side_tables
 from jaxlit.precision import Precision, cast
+from jaxlit.reduction import Sharing
 from jaxlit.replica import Replica, is_row, num_rows
 from jaxlit.state import leaf_name
+from jaxlit.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.table import Table
 
 
@@ -27,8 +30,10 @@ class Traced:
     table: Table
     outputs: Any = None  # jax.ShapeDtypeStructs of what the step returns beside the loss
     rows: int = 0  # rows of the batch that the body saw
+    changed: tuple[bool, ...] = ()  # which leaves of (params, frozen, model_state) a training step wrote to
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
-    changed: tuple[bool, ...] = ()  # which leaves of (frozen, model_state) the step wrote to
+    batch: Any = None  # the structure of the batch
+    sharing: Sharing | None = None  # how what replicas make becomes one; None where there is one
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
@@ -63,6 +68,22 @@ class Model:
         compute = self.precision.compute
         return nnx.merge(self.graphdef, cast(params, compute), cast(frozen, compute), model_state, copy=True)
 
+    def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
+        """Return what each leaf of the state is, given arrays or their shapes."""
+        found: list[Leaf] = []
+
+        def look(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
+            found.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
+
+        jax.eval_shape(look, params, frozen, model_state)
+        return found
+
+    @property
+    def rounded(self) -> tuple[Any, ...]:
+        """The two dtypes between which a step's parameters are cast; none if they stay as they are."""
+        compute = self.precision.compute
+        return () if compute is None else (jnp.dtype(jnp.float32), jnp.dtype(compute))
+
     def table(self, stage: str, loader: int | None = None) -> Table:
         """Return the metrics that a stage's step logs; it must have been traced."""
         return self.noted(stage, loader).table
@@ -74,9 +95,9 @@ class Model:
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
 
-        It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns
-        (loss, (frozen, model_state, values, weights, outputs, written)), where `written` holds the trained
-        variables that came out as other values, by name.
+        It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns (loss, (state, values,
+        weights, outputs)). In training `state` is the (params, frozen, model_state) that the step leaves; in an
+        evaluation it is a dict of the leaves that came out as other values, by their place.
         """
         key = (stage, replica, loader)
         if key not in self._bodies:
@@ -100,14 +121,14 @@ class Model:
     ) -> tuple[jax.Array, Any]:
         """Run the user's step of a stage; `body` says what it takes and returns."""
         compute, training = self.precision.compute, stage == "training"
-        params, kept_frozen = cast(params, compute), frozen
-        frozen = cast(frozen, compute)
-        module = nnx.merge(self.graphdef, params, frozen, model_state, copy=True)
+        held = (params, frozen, model_state)
+        given = (cast(params, compute), cast(frozen, compute), model_state)
+        module: Any = nnx.merge(self.graphdef, *given, copy=True)
         share_side_tables(module, self.origin)
-        module.train() if training else module.eval()
+        set_modes(module, training)
         if replica.splits and replica.sync_batchnorm:
-            _sync_batchnorm(module, str(replica.axis))
-        put_back = _fold_keys(module, replica, None if training else batch_idx)
+            sync_batchnorm(module, str(replica.axis))
+        put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
         plain = side_effects.snapshot(module)
         with (
@@ -118,21 +139,21 @@ class Model:
         loss, outputs = read_output(output, stage, self.name)
         side_effects.check_unchanged(plain, module, f"{self.name}.{STEPS[stage]}")
         put_back()
-        new_params, new_frozen, new_state = self.split(module)
+        new = self.split(module)
         if training:
-            new_frozen = _keep_dtypes(kept_frozen, frozen, new_frozen, compute)
-            new_state = _keep_dtypes(model_state, model_state, new_state, compute)
-            self._check_structure((params, kept_frozen, model_state), (new_params, new_frozen, new_state))
-        pairs = zip(jax.tree.leaves((kept_frozen, model_state)), jax.tree.leaves((new_frozen, new_state)), strict=False)
-        traced = Traced(Table([]), outputs, rows, changed=tuple(a is not b for a, b in pairs))
+            new = tuple(_keep_dtypes(*trees, compute) for trees in zip(held, given, new, strict=True))
+            self._check_structure(held, new)
+            pairs = zip(jax.tree.leaves(held), jax.tree.leaves(new), strict=True)
+            changed = tuple(a is not b for a, b in pairs)
+        else:
+            changed, new = (), _written(given, new)
+        traced = Traced(Table([]), outputs, rows, changed, batch=jax.tree.structure(batch))
         self._note(stage, loader, collector, traced)
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
-        pairs = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(new_params), strict=False)
-        written = {leaf_name(path): new for (path, old), new in pairs if new is not old} if training else {}
-        return loss, (new_frozen, new_state, values, weights, outputs, written)
+        return loss, (new, values, weights, outputs)
 
     @contextlib.contextmanager
     def _noting(self, stage: str, batch: Any) -> Iterator[None]:
@@ -159,7 +180,7 @@ class Model:
                 raise StateError(
                     f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
                     f"{after.get(name, 'nothing')}. State must keep its structure, shapes and dtypes: create "
-                    "variables in __init__, and log values instead of sowing them."
+                    "variables in __init__, and take what layers sow out again: nnx.pop(self, nnx.Intermediate)."
                 )
 
     def _check_outputs(self, stage: str, first: Any, now: Any) -> None:
@@ -168,6 +189,14 @@ class Model:
                 f"{self.name}.{STEPS[stage]} returned {jax.tree.structure(now)} for a batch, and "
                 f"{jax.tree.structure(first)} for the first one. Return the same structure for every batch, or take "
                 "dataloader_idx as an argument, if it differs by loader."
+            )
+
+    def _check_batch(self, stage: str, first: Traced, now: Traced) -> None:
+        if first.sharing is not None and first.batch != now.batch:
+            raise ModuleError(
+                f"{self.name}.{STEPS[stage]} is given batches of another structure than the first, {now.batch}, and "
+                "each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader has a "
+                "step of its own, or use strategy='ddp'."
             )
 
     def _note(self, stage: str, loader: int | None, collector: Collector, traced: Traced) -> None:
@@ -188,7 +217,8 @@ class Model:
             traced.rows_of = tuple(is_row(x, traced.rows) for x in jax.tree.leaves(traced.outputs))
         else:
             self._check_outputs(stage, known.outputs, traced.outputs)
-            traced.changed, traced.rows_of = known.changed, known.rows_of
+            self._check_batch(stage, known, traced)
+            traced.changed, traced.rows_of, traced.sharing = known.changed, known.rows_of, known.sharing
         self.traced[stage, loader] = traced
 
 
@@ -210,6 +240,13 @@ def _keep_dtypes(held: Any, given: Any, new: Any, compute: Any) -> Any:
     return jax.tree_util.tree_map_with_path(keep, new)
 
 
+def _written(given: Any, new: Any) -> dict[int, jax.Array]:
+    """Return the leaves of an evaluation's state that came out as other values; what it has sown is left out."""
+    after = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(new)}
+    before = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(given)]
+    return {i: after[path] for i, (path, x) in enumerate(before) if path in after and after[path] is not x}
+
+
 def _zip_paths(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(a)
     return [(jax.tree_util.keystr(path), x, y) for (path, x), y in zip(leaves, jax.tree.leaves(b), strict=True)]
@@ -223,41 +260,6 @@ def _held_metrics(module: nnx.Module) -> dict[int, jax.Array]:
 def _describe(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {leaf_name(path[1:]): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
-
-
-def _sync_batchnorm(module: nnx.Module, axis: str) -> None:
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-            node.axis_name = axis
-
-
-def _fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:
-    """Give each replica, or each evaluation batch, random numbers of its own.
-
-    Returns:
-        A function that puts the original keys back, so that keys leave the step as they came.
-    """
-    folds = [] if batch_idx is None else [batch_idx]
-    if replica.splits:
-        folds.append(jax.lax.axis_index(str(replica.axis)))
-    keys = [v for _, v in nnx.iter_graph(module) if isinstance(v, nnx.RngKey)] if folds else []
-    held = []
-    for variable in keys:
-        key = original = variable.get_value()
-        for number in folds:
-            fold = lambda k, number=number: jax.random.fold_in(k, number)  # noqa: E731
-            for _ in range(key.ndim):  # layers that were built by nnx.vmap hold their keys stacked
-                fold = jax.vmap(fold)
-            key = fold(key)
-        variable.set_value(key)
-        held.append((variable, original))
-
-    def put_back() -> None:
-        # Always: nnx.remat and its like hand a key back as another value, though streams only ever count.
-        for variable, original in held:
-            variable.set_value(original)
-
-    return put_back
 
 
 def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, Any]:

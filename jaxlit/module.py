@@ -146,6 +146,9 @@ class TrainModule(nnx.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch: a scalar, or a dict with "loss" and other outputs.
 
+        Layers run in the modes that they have when `fit` begins. What the step writes to variables is kept; what it
+        writes to a trained parameter is what the optimizer updates.
+
         Called as `training_step(batch)` or `training_step(batch, batch_idx)`; `batch_idx` is a traced
         () int32. What the dict holds beside the loss reaches `on_train_batch_end` as `outputs`.
         """
@@ -154,7 +157,8 @@ class TrainModule(nnx.Module):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Log the metrics of a validation batch; called like `training_step`, in evaluation mode.
 
-        State that it changes is dropped: only training changes the state.
+        Only training changes the state: a write to a variable of the module is refused. A metric that it updates
+        is logged, `self.log("val/accuracy", self.accuracy)`.
         """
         raise NotImplementedError
 

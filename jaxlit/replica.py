@@ -5,10 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-
-from jaxlit.errors import ModuleError, StateError
-from jaxlit.state import leaf_name
 
 
 def _same(tree: Any) -> Any:
@@ -23,8 +19,8 @@ class Replica:
         axis: The mapped axis that the replicas stand on; None when the body sees the global batch.
         count: Replicas on the axis.
         whole: Every replica sees all rows, for a batch that does not divide among them.
-        varying_types: The axis is one of `jax.shard_map`, which tracks what varies over it.
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
+        loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
         constrain_batch: Shards a global batch inside the step.
         constrain_grads: Shards the gradients inside the step.
     """
@@ -32,8 +28,8 @@ class Replica:
     axis: str | None = None
     count: int = 1
     whole: bool = False
-    varying_types: bool = False
     sync_batchnorm: bool = True
+    loss_reduction: str = "mean"
     constrain_batch: Callable[[Any], Any] = _same
     constrain_grads: Callable[[Any], Any] = _same
 
@@ -47,21 +43,20 @@ class Replica:
         """The part of this body's rows that counts in a sum over replicas."""
         return 1 / self.count if self.axis is not None and self.whole else 1.0
 
-    def vary(self, tree: Any) -> Any:
-        """Mark arrays as differing between replicas, so that gradients stay local.
+    @property
+    def loss_factor(self) -> int:
+        """What a replica's loss is multiplied by, so that the mean over replicas is that of the whole batch."""
+        return self.count if self.splits and self.loss_reduction == "sum" else 1
 
-        Without it the gradient of a replicated parameter is already a sum over replicas, and the mean
-        that follows leaves it `count` times too large.
-        """
-        if not (self.splits and self.varying_types):
-            return tree
-        return jax.tree.map(lambda x: x if self.varies(x) else jax.lax.pcast(x, self.axis, to="varying"), tree)
+    @property
+    def index(self) -> jax.Array:
+        """() int32, the place of this replica on the axis."""
+        return jax.lax.axis_index(str(self.axis))
 
-    def varies(self, x: jax.Array) -> bool:
-        """Tell whether `x` may differ between replicas."""
-        if self.axis is None or not self.varying_types:
-            return self.axis is not None
-        return self.axis in jax.typeof(x).manual_axis_type.varying
+    @property
+    def is_first(self) -> jax.Array:
+        """() bool, whether this is the first replica."""
+        return self.index == 0
 
     def psum(self, tree: Any) -> Any:
         """Return the sum over replicas."""
@@ -70,63 +65,6 @@ class Replica:
     def pmean(self, tree: Any) -> Any:
         """Return the mean over replicas that see different rows."""
         return jax.lax.pmean(tree, self.axis) if self.splits else tree
-
-
-def reduce_state(replica: Replica, state: Any, changed: tuple[bool, ...]) -> Any:
-    """Make state the same on every replica: floating leaves that a step changed are averaged.
-
-    Raises:
-        StateError: Another leaf differs between replicas.
-    """
-    if not replica.splits:
-        return state
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-
-    def reduce(path: tuple[Any, ...], x: jax.Array, written: bool) -> jax.Array:
-        if not written or not replica.varies(x):
-            return x
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jax.lax.pmean(x, str(replica.axis))
-        if replica.varying_types:
-            raise StateError(
-                f"{leaf_name(path[1:])} ({x.dtype}) differs between replicas after training_step, and only floating "
-                "state can be averaged. Update it with values that do not depend on the batch, or use strategy='ddp'."
-            )
-        return x
-
-    return treedef.unflatten([reduce(path, x, w) for (path, x), w in zip(leaves, changed, strict=True)])
-
-
-def reduce_outputs(replica: Replica, outputs: Any, rows_of: tuple[bool, ...], step: str) -> Any:
-    """Average what is no row of the batch, so that each replica returns its rows and shared values.
-
-    Args:
-        replica: What the body sees.
-        outputs: What the step returned.
-        rows_of: Which of its leaves have one row for each row of the batch.
-        step: The step's name, for messages.
-
-    Raises:
-        ModuleError: A leaf differs between replicas and cannot be averaged.
-    """
-    if not replica.splits:
-        return outputs
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(outputs)
-
-    def reduce(path: tuple[Any, ...], x: jax.Array, rows: bool) -> jax.Array:
-        if rows or not replica.varies(x):
-            return x
-        if jnp.issubdtype(x.dtype, jnp.floating) and step != "predict_step":
-            return jax.lax.pmean(x, str(replica.axis))
-        if replica.varying_types:
-            raise ModuleError(
-                f"{step} returned {leaf_name(path) or 'an array'}, {x.dtype}{list(x.shape)}, which is another on each "
-                "replica and has no row for each row of the batch. Return rows, log it with self.log, or use "
-                "strategy='ddp', whose steps see the whole batch."
-            )
-        return x
-
-    return treedef.unflatten([reduce(path, x, rows) for (path, x), rows in zip(leaves, rows_of, strict=True)])
 
 
 def is_row(x: Any, rows: int) -> bool:

@@ -32,6 +32,7 @@ from jaxlit.precision import Precision
 from jaxlit.restore import Resume, load_engine
 from jaxlit.results import HostLog, Results
 from jaxlit.run import Position, Run, validation_interval
+from jaxlit.step_module import evaluates_wholly
 from jaxlit.tracing import Tracing
 from jaxlit.watchdog import Watchdog
 
@@ -65,6 +66,7 @@ class Session:
         self.engine: Engine | None = None
         self.current: Run | None = None
         self.active: Engine | None = None
+        self._idle: Engine | None = None  # made by `apply` for a module that was not fitted
         self.running = False
 
     def run(
@@ -89,6 +91,7 @@ class Session:
         """
         trainer, self._resume = self.trainer, resume
         self.running, trainer.module, trainer.interrupted = True, module, False
+        self._idle = None
         outer = attach(module, trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = trainer
@@ -166,6 +169,12 @@ class Session:
             _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
             load_engine(run.engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if fitting:
+            if evaluates_wholly(module):
+                _logger.warning(
+                    "%s is wholly in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
+                    "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
+                    type(module).__name__,
+                )
             run.tracing = Tracing(hooks, trainer.log_every_n_steps)
             self.engine, self._fitted = run.engine, run
         else:
@@ -257,11 +266,33 @@ class Session:
             )
         if not self.engine.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        if self.running and run.hooks.live is not None and run.hooks.live.touched:
-            run.hooks.settle("Trainer.save_checkpoint", run.hooks.log.hook)  # what the hook has written so far
+        self._settle(run, "Trainer.save_checkpoint")
         check_finite(run)
         run.tracing.deliver()
         return save(path, dict(enumerate(self.engine.leaves)), snapshot.take(run), order)
+
+    def _settle(self, run: Run, caller: str) -> None:
+        """Take over what the hook that runs has written to the module so far."""
+        if self.running and run.hooks.live is not None and run.hooks.live.touched:
+            run.hooks.settle(caller, run.hooks.log.hook)
+
+    def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now.
+
+        Raises:
+            ArgumentError: Nothing has run yet.
+        """
+        if self.active is not None and self.current is not None:
+            self._settle(self.current, "Trainer.apply")
+            return self.active.apply(fn, *inputs)
+        module = getattr(self.trainer, "module", None)
+        if module is None or self.current is None:
+            raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
+        engine = next((e for e in (self.engine, self._idle) if e and e.module is module and e.is_whole), None)
+        if engine is None:  # its run's engine is gone: it held a copy of the weights
+            precision = Precision(self.trainer.precision)
+            engine = self._idle = Engine(module, self.trainer.strategy, None, precision=precision)
+        return engine.apply(fn, *inputs, module=module)
 
     def tell_saved(self, callback: ModelCheckpoint, path: Path) -> None:
         """Tell the callbacks that a checkpoint is whole on the disk."""

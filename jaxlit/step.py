@@ -15,8 +15,8 @@ import optax
 
 from jaxlit.errors import ModuleError
 from jaxlit.model import Model
-from jaxlit.module import STEPS
-from jaxlit.replica import Replica, num_rows, reduce_outputs, reduce_state
+from jaxlit.reduction import gather, gather_outputs, hand_out, on_replica
+from jaxlit.replica import Replica, num_rows
 from jaxlit.state import Layout, TrainState, Window, is_key
 from jaxlit.table import Table
 
@@ -77,8 +77,9 @@ class TrainStep:
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
             new = replace(new, window=self._empty_window(new.window))
         grads = replica.constrain_grads(grads)
+        params = new.params  # as the batch left them
         new, updates = self._apply(old, new, grads, table)
-        seen = tuple(fn(grads, updates, old.params, new.opt_state) for fn in self.traced)
+        seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
         return self.layout.flatten(new), self._logs(table, new), loss, outputs, *([seen] if self.traced else [])
 
     @property
@@ -90,29 +91,28 @@ class TrainStep:
         self, replica: Replica, state: TrainState, batch: Any, share: float
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
+        noted, held = self.model.noted("training"), (state.params, state.frozen, state.model_state)
         batch = replica.constrain_batch(batch)
         body = self.model.body("training", replica)
-        # The marking is outside the gradient: its transpose inside would be the sum that it prevents.
-        params = replica.vary(state.params)
-        rest = (state.frozen, state.model_state, batch, state.step, state.epoch, state.batch_idx)
-        if (scale := state.loss_scale) is None:
-            (loss, aux), grads = jax.value_and_grad(body, has_aux=True)(params, *rest)
-        else:
+        params, *rest = hand_out(replica, held, noted.sharing)
+        rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
+        factor, scale = replica.loss_factor, state.loss_scale
 
-            def scaled(params: Any) -> tuple[jax.Array, Any]:
-                loss, aux = body(params, *rest)
-                return loss * scale[0], (loss, aux)
+        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+            loss, aux = body(params, *rest)
+            loss = loss if factor == 1 else loss * factor
+            return loss if scale is None else loss * scale[0], (loss, aux)
 
-            (_, (loss, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        if scale is not None:
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
-        frozen, model_state, values, weights, outputs, _ = aux
-        changed = self.model.noted("training").changed
-        frozen, model_state = _unless((state.frozen, state.model_state), (frozen, model_state), changed)
-        frozen, model_state = reduce_state(replica, (frozen, model_state), changed)
-        state = replace(state, frozen=frozen, model_state=model_state)
-        outputs = reduce_outputs(replica, outputs, self.model.noted("training").rows_of, "training_step")
+        new, (_, *values), weights, outputs = aux
+        new = gather(replica, _unless(held, new, noted.changed), noted.sharing)
+        state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
+        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        return state, grads, self.table.entry(values, weights, share), loss, outputs
+        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, noted.sharing), share)
+        return state, grads, entry, loss, outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
         """Return the state with the batch in its window, this body's loss, and the outputs."""
@@ -122,13 +122,13 @@ class TrainStep:
         weight = num_rows(batch) * replica.share
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(replica.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        frozen, model_state = new.frozen, new.model_state
+        written = (new.params, new.frozen, new.model_state)
         if self.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
             sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
-            keep = partial(_keep_finite, sticky)
-            frozen, model_state = jax.tree.map(keep, (old.frozen, old.model_state), (frozen, model_state))
-        return replace(new, frozen=frozen, model_state=model_state, window=window), loss, outputs
+            written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
+        params, frozen, model_state = written
+        return replace(new, params=params, frozen=frozen, model_state=model_state, window=window), loss, outputs
 
     def _empty_window(self, window: Window) -> Window:
         return Window(
@@ -138,14 +138,18 @@ class TrainStep:
         )
 
     def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
-        """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out."""
+        """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out.
+
+        What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
+        behind `nnx.value_and_grad`.
+        """
 
         def update() -> tuple[Any, ...]:
             tx, clipped = optax.with_extra_args_support(self.tx), grads
             if self.clip is not None:
-                clipped, _ = self.clip.update(grads, self.clip.init(old.params))
+                clipped, _ = self.clip.update(grads, self.clip.init(new.params))
             try:
-                updates, opt_state = tx.update(clipped, old.opt_state, old.params, value=loss, grad=clipped)
+                updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
             except TypeError as error:
                 if "argument" not in str(error):
                     error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
@@ -155,7 +159,7 @@ class TrainStep:
                     f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
                     "say, needs a loop of your own."
                 ) from error
-            params = optax.apply_updates(old.params, updates)
+            params = optax.apply_updates(new.params, updates)
             opt_state = jax.tree.map(_like, old.opt_state, opt_state)
             # Kept for traced functions only: otherwise they would be one more copy of the parameters.
             return params, opt_state, new.frozen, new.model_state, updates if self.traced else None
@@ -255,9 +259,8 @@ class EvalStep:
         batch = replica.constrain_batch(batch)
         table, batch_idx = sums
         body = self.model.body(self.stage, replica, self.loader)
-        _, (_, _, values, weights, outputs, _) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
-        metrics = self.model.table(self.stage, self.loader)
-        entry = metrics.entry(values, weights, replica.share)
-        rows_of = self.model.noted(self.stage, self.loader).rows_of
-        outputs = reduce_outputs(replica, outputs, rows_of, STEPS[self.stage])
+        _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
+        metrics, noted = self.model.table(self.stage, self.loader), self.model.noted(self.stage, self.loader)
+        entry = metrics.entry(*on_replica(replica, metrics, values, weights, noted.sharing), replica.share)
+        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
         return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

@@ -54,7 +54,9 @@ class Table:
         if not self.metrics:
             return jnp.zeros((2, 0), jnp.float32)
         value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
-        total = jnp.where(self._mean, value * weight * share, jnp.where(self._extreme, value, value * share))
+        # What has no weight counts nothing, even if it is NaN: the mean over a mask without an entry, say.
+        weighted = jnp.where(weight == 0, 0.0, value * weight * share)
+        total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
         return jnp.stack([total, weight * share])
 
     def add(self, sums: jax.Array, table: jax.Array) -> jax.Array:

@@ -363,8 +363,9 @@ class Trainer:
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights; from a callback, say.
 
-        The module is a copy in evaluation mode, in the precision of a step; what `fn` writes to it is dropped.
-        It is compiled once for each function, so pass the same function again, not a new lambda.
+        The module is a copy of `trainer.module` with the arrays that it has now, in evaluation mode, in the precision
+        of a step; what `fn` writes to it is dropped. It is compiled once for each function, so pass the same function
+        again, not a new lambda.
 
         Args:
             fn: A function of a module and arrays to a pytree of arrays.
@@ -388,10 +389,7 @@ class Trainer:
         """
         if not callable(fn):
             raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
-        engine = self._session.active or self._session.engine
-        if engine is None:
-            raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
-        return engine.apply(fn, *inputs)
+        return self._session.apply(fn, *inputs)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.

@@ -22,6 +22,7 @@ class PMap(PerReplica):
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+        loss_reduction: What the loss is over the rows, "mean" or "sum".
 
     Example:
         >>> import jaxlit as jl

@@ -38,19 +38,25 @@ class PerReplica(Strategy, ABC):
     """Base of strategies whose step body runs once a replica, with collectives between the replicas.
 
     Losses that couple rows see one replica's rows. Gradients are averaged once an optimizer step, also
-    when it accumulates several batches. Each replica draws its own random numbers. Floating state that
-    comes out different on each replica is averaged; other state must come out the same.
+    when it accumulates several batches. Each replica draws its own random numbers. State that a step
+    makes of the rows becomes what one device would make of them: means are averaged, counts and sums
+    added up; what is neither is refused before the first step.
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+        loss_reduction: What the loss is over the rows, "mean" or "sum".
     """
 
-    def __init__(self, *, sync_batchnorm: bool = True) -> None:
+    def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
         if not isinstance(sync_batchnorm, bool):
             raise ArgumentError(
                 f"{type(self).__name__}(sync_batchnorm=...) must be True or False, got {sync_batchnorm!r}."
             )
-        self.sync_batchnorm = sync_batchnorm
+        if loss_reduction not in ("mean", "sum"):
+            raise ArgumentError(
+                f"{type(self).__name__}(loss_reduction=...) must be 'mean' or 'sum', got {loss_reduction!r}."
+            )
+        self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
 
     def state_sharding(self, state: TrainState) -> Any:
         """Return the whole state on every device, and each replica's accumulation window on its own."""
@@ -66,7 +72,12 @@ class PerReplica(Strategy, ABC):
     @property
     def replica(self) -> Replica:
         """One of the replicas."""
-        return Replica(axis=self.axis, count=self.num_replicas, sync_batchnorm=self.sync_batchnorm)
+        return Replica(
+            axis=self.axis,
+            count=self.num_replicas,
+            sync_batchnorm=self.sync_batchnorm,
+            loss_reduction=self.loss_reduction,
+        )
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch, or mark it as whole if its rows do not divide."""
@@ -85,14 +96,16 @@ class PerReplica(Strategy, ABC):
         """Return the program, mapped over the replicas and compiled at its first call."""
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn` under `jax.shard_map`, whatever maps the step later: only shard_map knows what varies."""
+        """Run `fn` under `jax.shard_map`, whatever maps the step later: it needs no devices."""
         states, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states), abstract_batch(batch)
         if (rest := num_rows(batch) % self.num_replicas) != 0:
             # Checked on a batch that divides: only there replicas can differ.
             batch = with_rows(batch, num_rows(batch) + self.num_replicas - rest)
-        body = partial(fn, replace(self.replica, varying_types=True))
         specs = (*(P() for _ in states), row_specs(batch, self.axis))
-        jax.eval_shape(jax.shard_map(body, mesh=self.trace_mesh, in_specs=specs, out_specs=P()), *states, batch)
+        mapped = jax.shard_map(
+            partial(fn, self.replica), mesh=self.trace_mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )
+        jax.eval_shape(mapped, *states, batch)
 
     @property
     def trace_mesh(self) -> Any:

@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxlit.errors import ArgumentError
 from jaxlit.replica import Replica
-from jaxlit.strategies.base import ROWS, Program, named
+from jaxlit.strategies.base import EACH, ROWS, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -20,6 +21,7 @@ class Simulated(PerReplica):
     Args:
         replicas: How many; None takes the Trainer's `devices`, which here may exceed what is there.
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
+        loss_reduction: What the loss is over the rows, "mean" or "sum".
 
     Example:
         >>> import jaxlit as jl
@@ -28,8 +30,10 @@ class Simulated(PerReplica):
 
     several_processes = False
 
-    def __init__(self, replicas: int | None = None, *, sync_batchnorm: bool = True) -> None:
-        super().__init__(sync_batchnorm=sync_batchnorm)
+    def __init__(
+        self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
+    ) -> None:
+        super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise ArgumentError(f"Simulated(replicas=...) must be a positive int, got {replicas!r}.")
         self.replicas = replicas
@@ -67,16 +71,16 @@ class Simulated(PerReplica):
             if replica.splits:
                 batch = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]) if x.ndim else x, batch)
             rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
-            mapped = jax.vmap(
-                partial(program.fn, replica),
-                in_axes=(*axes, rows),
-                out_axes=self.out_tree(program, replica, own=0, shared=None),
-                axis_name=self.axis,
-                axis_size=n,
-            )
-            results = mapped(*states, batch)
-            join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
-            return jax.tree.map(join, program.out_shardings, results)
+            mapped = jax.vmap(partial(program.fn, replica), in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
+
+            def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
+                if layout is ROWS and replica.splits:
+                    return x.reshape(-1, *x.shape[2:])
+                own = self.is_own(layout) if isinstance(layout, NamedSharding) else layout is EACH
+                # What is the same on every replica is that of the first, as on devices.
+                return x if own else jax.tree.map(lambda leaf: leaf[0], x)
+
+            return jax.tree.map(join, program.out_shardings, mapped(*states, batch))
 
         return jax.jit(named(program.name, call), donate_argnums=program.donate)
 

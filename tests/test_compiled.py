@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, JaxlitError, ModuleError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, JaxlitError, ModuleError, StateError
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 MIXED = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
@@ -467,6 +467,52 @@ def test_apply_sees_what_a_hook_wrote_to_the_module() -> None:
     ]
     make_trainer(*hooks, strategy="single").fit(make_line(), make_batches(8))
     assert found == [8.0]
+
+
+def kernel_of(module: Line) -> jax.Array:
+    return module.kernel[...].sum()
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_apply_after_a_run_takes_what_the_module_holds_now(strategy: str) -> None:
+    trainer, module = make_trainer(strategy=strategy_of(strategy)), make_line()
+    trainer.fit(module, make_batches(8))
+    module.kernel[...] = jnp.full((8, 1), 100.0)
+    assert float(trainer.apply(kernel_of)) == 800.0
+    module.eval()  # a mode is no array
+    assert float(trainer.apply(kernel_of)) == 800.0
+
+
+def test_apply_in_a_hook_takes_what_the_hook_has_just_written() -> None:
+    found: list[float] = []
+
+    def write(trainer: jl.Trainer, module: Line) -> None:
+        module.kernel[...] = jnp.ones((8, 1))
+        found.append(float(trainer.apply(kernel_of)))
+
+    make_trainer(make_callback(on_train_epoch_end=write), strategy="ddp").fit(make_line(), make_batches(8))
+    assert found == [8.0]
+
+
+def test_apply_runs_the_module_of_the_newest_run() -> None:
+    class Predicting(Line):
+        def predict_step(self, batch: Any) -> jax.Array:
+            return self(batch["x"])
+
+    trainer, other = make_trainer(strategy="ddp"), Predicting(rngs=nnx.Rngs(1))
+    trainer.fit(make_line(), make_batches(8))
+    trainer.predict(other, make_batches(8))
+    assert float(trainer.apply(kernel_of)) == pytest.approx(float(other.kernel[...].sum()))
+    other.kernel[...] = jnp.ones((8, 1))
+    assert float(trainer.apply(kernel_of)) == 8.0
+
+
+def test_apply_refuses_a_module_whose_arrays_have_another_shape_now() -> None:
+    trainer, module = make_trainer(strategy="single"), make_line()
+    trainer.fit(module, make_batches(8))
+    module.kernel.set_value(jnp.ones((2, 1)))
+    with pytest.raises(StateError, match=r"Trainer\.apply: kernel holds float32\[2, 1\], and float32\[8, 1\] when"):
+        trainer.apply(kernel_of)
 
 
 def test_apply_computes_in_the_precision_of_a_step() -> None:

@@ -103,7 +103,8 @@ def test_training_step_is_traced_once(strategy: str) -> None:
     Net.traces = 0
     trainer = jl.Trainer(strategy=strategy, max_epochs=2, accumulate_grad_batches=2, **QUIET)
     trainer.fit(Net(rngs=nnx.Rngs(0)), loader(64))
-    assert Net.traces == 1
+    # Where replicas split the rows it is traced with twice as many too, to see what depends on their number.
+    assert Net.traces == (2 if strategy == "shard_map" else 1)
 
 
 class Donated(jl.Callback):

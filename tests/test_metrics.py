@@ -309,8 +309,9 @@ def test_an_explicit_batch_size_is_the_weight() -> None:
 def test_a_traced_batch_size_is_the_weight(strategy: str) -> None:
     rng = np.random.default_rng(1)
     batches = [batch | {"mask": rng.random(batch["x"].size) < 0.5} for batch in batches_of(16, 32, 5)]
-    for batch in batches:
-        batch["mask"][::2] = True  # so that no replica's rows are all masked
+    batches[0]["mask"][:8] = False  # replicas without any weight
+    batches[0]["mask"][8:] = True
+    batches.append(batches[0] | {"mask": np.zeros(16, bool)})  # and a batch
 
     def log(module: jl.TrainModule, batch: Any, i: Any) -> None:
         count = jnp.sum(batch["mask"])
@@ -321,7 +322,8 @@ def test_a_traced_batch_size_is_the_weight(strategy: str) -> None:
     x, mask = (np.concatenate([batch[key] for batch in batches]) for key in ("x", "mask"))
     assert recorder.trainer.callback_metrics["x_epoch"] == pytest.approx(float(x[mask].mean()), rel=1e-5)
     steps = [values["x_step"] for _, values in recorder.rows if "x_step" in values]
-    np.testing.assert_allclose(steps, [batch["x"][batch["mask"]].mean() for batch in batches], rtol=1e-5)
+    np.testing.assert_allclose(steps[:3], [batch["x"][batch["mask"]].mean() for batch in batches[:3]], rtol=1e-5)
+    assert np.isnan(steps[3])  # a row of nothing has no mean, and the epoch's is not lost with it
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

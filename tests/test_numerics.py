@@ -12,7 +12,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import jaxlit as jl
-from jaxlit.errors import NonFiniteError
+from jaxlit.errors import NonFiniteError, StateError
 from jaxlit.precision import Precision
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
@@ -455,11 +455,11 @@ class Noisy(jl.TrainModule):
         self.rngs = nnx.Rngs(0)
 
     def loss(self, batch: Any) -> jax.Array:
-        self.mean[...] = 0.5 * self.mean[...] + 0.5 * batch["x"].mean(0)
         self.rngs()  # counts, and that is all that could change
         return jnp.mean(((batch["x"] - self.mean[...]) @ self.kernel - batch["y"]) ** 2)
 
     def training_step(self, batch: Any) -> jax.Array:
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * batch["x"].mean(0)
         loss = self.loss(batch)
         self.log("loss", loss, on_epoch=True)
         return loss
@@ -578,3 +578,34 @@ def test_nnx_metrics_of_an_accumulation_window_are_those_of_its_rows(strategy: s
     expected = [{f"{k}_step": v for k, v in merged(w).items() if k != "single"} for w in (train[:2], train[2:])]
     for row, wanted in zip(rows[:2], expected, strict=True):
         assert row == pytest.approx(wanted | {"epoch": 0}, rel=1e-6)
+
+
+# Writes in a lower precision -------------------------------------------------------------------------
+
+
+class Writes(jl.TrainModule):
+    """Writes to its kernel, or to a frozen copy of it that trails behind."""
+
+    def __init__(self, target: str) -> None:
+        self.kernel = nnx.Param(jnp.linspace(-1.0, 1.0, 8)[:, None])
+        self.trail = nnx.Param(jnp.zeros((8, 1)))
+        self.target = target
+
+    def training_step(self, batch: Any) -> jax.Array:
+        variable = getattr(self, self.target)
+        variable[...] = 0.999 * variable[...] + 0.001 * self.kernel[...]
+        return jnp.mean((batch["x"] @ self.kernel[...] - batch["y"]) ** 2)
+
+    def configure_optimizers(self) -> Any:
+        return jl.Optimizer(optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathContains("kernel")))
+
+
+def test_a_write_that_would_round_trained_weights_is_refused() -> None:
+    with pytest.raises(StateError, match="writes to kernel, which is trained, and under precision='bf16-mixed'"):
+        make_trainer(strategy="single", precision="bf16-mixed").fit(Writes("kernel"), make_batches(8))
+    make_trainer(strategy="single", precision="bf16-true").fit(Writes("kernel"), make_batches(8))
+
+
+def test_a_write_that_rounds_a_frozen_parameter_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(strategy="single", precision="bf16-mixed").fit(Writes("trail"), make_batches(8))
+    assert "writes to trail, an nnx.Param that it sees as bfloat16" in caplog.text

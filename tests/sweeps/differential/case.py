@@ -1,0 +1,164 @@
+"""A training to compare: what is drawn, which draws make sense, and what a draw exercises."""
+
+import math
+from dataclasses import dataclass, fields
+
+GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "simulate")
+STRATEGIES = GLOBAL + PER_REPLICA
+DEVICES = (1, 2, 3, 8)
+
+RECURRENT = ("simple_rnn", "lstm", "gru")
+LAYERS = ("linear", "mlp", "conv", "norm", "masked_norm", "attention", *RECURRENT, "scan", "remat", "scan_remat")
+LAYERS += ("tied", "embed", "lora", "lora_around", "weight_norm", "spectral_norm", "partitioned")
+EVALUATING = ("eval_norm", "eval_dropout")  # parts put into evaluation mode before training
+RANDOM = ("dropout", "attention_dropout", "scan_dropout", "remat_dropout", "own_key", "own_rngs")
+METRICS = ("average", "accuracy", "welford")
+COUNTERS = ("count_steps", "count_rows", "ema_mean", "tokens", *METRICS)
+TARGETS = ("hard_target", "soft_target", "own_target", "own_hard_target")
+WRITERS = ("copied", "centred", "weight_norm", "spectral_norm", "hard_target", "soft_target")
+PARTS = (*LAYERS, *EVALUATING, *RANDOM, *COUNTERS, *TARGETS, "copied", "centred")
+
+OPTIMIZERS = ("sgd", "momentum", "adamw", "multi_transform", "masked_decay", "inject", "multi_steps", "ema")
+OPTIMIZERS += ("adafactor", "schedule_free")
+SCHEDULED = ("sgd", "momentum", "adamw", "inject")
+
+# What a replica's step does to these follows from its own rows, so that no mean of the replicas is true.
+IRREDUCIBLE = {"count_rows", "tokens", "masked_norm", *METRICS}
+
+# Parts that are alike, so that what fails with one of them is the failure of another.
+KINDS = {part: kind for kind in (RECURRENT, RANDOM, METRICS, EVALUATING) for part in kind}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. Each default is the simplest choice, and all of them a plain linear regression.
+
+    Attributes:
+        parts: Parts of the network, in order.
+        loss: "mean" or "sum" over rows, or "masked_mean".
+        mask: The 0/1 row mask: "full", "some", or "half", whose second half is empty.
+        wrt: What is trained: "all", "head", "no_bias", "lora", or "online" (all but targets).
+        optimizer: One of OPTIMIZERS.
+        schedule: "", "by_step" or "by_epoch".
+        sizes: Rows of each batch of an epoch.
+        epochs: Epochs.
+        limit: `limit_train_batches`, 0 for none.
+        accumulate: `accumulate_grad_batches`.
+        clip: "", "norm" or "value".
+        precision: "32-true" or "bf16-mixed".
+        val: Rows of each batch of each validation loader.
+        val_every: `val_check_interval`, 0 for the end of the epoch.
+        nested: Whether the module that holds the network is held by another TrainModule.
+        again: The strategy of a second fit of the same module; empty for none.
+        cut: Optimizer steps after which training ends and a new Trainer goes on; 0 for none.
+        resume_on: The strategy that goes on; empty for the same.
+        strategy: One of STRATEGIES.
+        devices: Devices, or replicas of "simulate".
+        loss_reduction: What a per-replica strategy is told of the loss: "" or "sum".
+    """
+
+    parts: tuple[str, ...] = ("linear",)
+    loss: str = "mean"
+    mask: str = "full"
+    wrt: str = "all"
+    optimizer: str = "sgd"
+    schedule: str = ""
+    sizes: tuple[int, ...] = (8, 8)
+    epochs: int = 1
+    limit: int = 0
+    accumulate: int = 1
+    clip: str = ""
+    precision: str = "32-true"
+    val: tuple[tuple[int, ...], ...] = ()
+    val_every: int = 0
+    nested: bool = False
+    again: str = ""
+    cut: int = 0
+    resume_on: str = ""
+    strategy: str = "single"
+    devices: int = 1
+    loss_reduction: str = ""
+
+    def __repr__(self) -> str:
+        """Return the literal, with what is not a default."""
+        given = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(given)})"
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        return self.limit or len(self.sizes)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.num_batches / self.accumulate)
+
+    @property
+    def strategies(self) -> set[str]:
+        """Every strategy that takes part."""
+        return {self.strategy, self.again, self.resume_on} - {""}
+
+    @property
+    def random(self) -> bool:
+        """Whether a training step draws random numbers."""
+        return bool({*self.parts} & {*RANDOM})
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether a step of replicas draws random numbers, which are theirs: one replica's differ from a device's."""
+        return self.random and bool(self.strategies & {*PER_REPLICA})
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether some step sees one replica's rows."""
+        return self.devices > 1 and bool(self.strategies & {*PER_REPLICA})
+
+    @property
+    def divides(self) -> bool:
+        """Whether a batch divides among the devices."""
+        return any(size % self.devices == 0 for size in self.sizes[: self.num_batches])
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether something here cannot be reduced over replicas."""
+        return self.per_replica and (self.loss == "sum" or bool({*self.parts} & IRREDUCIBLE))
+
+
+def is_sound(case: Case) -> bool:
+    """Tell whether a case is one whose numbers are promised."""
+    has, count = {*case.parts}, case.num_batches
+    rules = (
+        case.parts and len(has) == len(case.parts),
+        (case.strategy == "single") == (case.devices == 1) or case.strategy != "single",
+        case.loss != "masked_mean" or not case.per_replica,  # by contract it sees one replica's rows
+        case.loss_reduction != "sum" or (case.per_replica and case.loss == "sum" and case.strategies <= {*PER_REPLICA}),
+        case.wrt != "lora" or has & {"lora", "lora_around"},
+        case.wrt != "online" or has & {"hard_target", "soft_target"},
+        # A write in bfloat16 rounds what it writes, and the bound of the comparison is loose.
+        case.precision == "32-true" or not (has & {*WRITERS, *TARGETS, "partitioned", "weight_norm", "lstm", "gru"}),
+        case.precision == "32-true" or case.optimizer in ("sgd", "momentum", "adamw"),
+        not case.schedule or case.optimizer in SCHEDULED,
+        case.limit <= len(case.sizes),
+        case.val_every <= count and (case.val or not case.val_every),
+        not (case.again and case.cut),
+        case.cut < case.epochs * case.steps_per_epoch and (case.cut or not case.resume_on),
+        # Random numbers of replicas are compared between two per-replica strategies, so these must stay.
+        not (case.draws_apart and (case.again or case.resume_on)),
+    )
+    return all(bool(rule) for rule in rules)
+
+
+def features(case: Case) -> list[str]:
+    """Return what a case exercises, to be paired with each other."""
+    found = [f"part {part}" for part in case.parts]
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if field.name in ("parts", "sizes", "val", "val_every", "limit", "epochs", "cut"):
+            continue
+        found.append(f"{field.name} {value}")
+    divides = all(size % case.devices == 0 for size in case.sizes[: case.num_batches])
+    found.append(f"tail {len({*case.sizes}) > 1} divides {divides}")
+    found.append(f"val {len(case.val)} inside {case.val_every % case.num_batches > 0} limit {case.limit > 0}")
+    found.append(f"cut {'' if not case.cut else 'edge' if case.cut % case.steps_per_epoch == 0 else 'inside'}")
+    return found

@@ -1,0 +1,186 @@
+"""The same training by jaxlit's Trainer."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from sweeps.differential.case import PER_REPLICA, Case
+from sweeps.differential.hand_loop import CLIP
+from sweeps.differential.net import LOGS, data_of, make_net, make_tx, wrt_of
+from sweeps.differential.record import Record
+
+import jaxlit as jl
+from jaxlit.errors import JaxlitError
+
+
+class Refused(Exception):
+    """jaxlit refused a training before its first step."""
+
+
+class Wrapped(jl.TrainModule):
+    """A network that knows how to train itself."""
+
+    def __init__(self, case: Case) -> None:
+        self.net, self.case = make_net(case), case
+
+    def note(self, logs: dict[str, Any], prefix: str) -> None:
+        for name, (value, weight) in logs.items():
+            by_step = {"on_step": prefix == "" and name == "loss", "on_epoch": True}
+            self.log(prefix + name, value, **by_step, reduce_fx=LOGS[name], batch_size=weight)
+
+    def training_step(self, batch: Any) -> jax.Array:
+        loss, logs = self.net.loss(batch)
+        self.note(logs, "")
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.note(self.net.loss(batch)[1], "val/")
+
+    def configure_optimizers(self) -> jl.Optimizer | Any:
+        # From the Trainer's own count of batches, which the other side works out from the case.
+        steps = -(-int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        tx = make_tx(self.case, steps)
+        if self.case.wrt == "all":
+            return tx
+        return jl.Optimizer(
+            tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx, wrt_of(self.case)
+        )
+
+
+class Outer(jl.TrainModule):
+    """A module that leaves everything to the one that it holds."""
+
+    def __init__(self, case: Case) -> None:
+        self.inner = Wrapped(case)
+
+    @property
+    def net(self) -> nnx.Module:
+        return self.inner.net
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return self.inner.training_step(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.inner.validation_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        case = self.inner.case
+        steps = -(-int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
+        tx = make_tx(case, steps)
+        if hasattr(tx, "gradient_transformation"):
+            tx = tx.gradient_transformation()
+        return jl.Optimizer(tx, wrt_of(case))
+
+
+class Listen(jl.Callback):
+    """Keeps what the Trainer tells."""
+
+    def __init__(self, record: Record, fit: int) -> None:
+        self.record, self.fit, self.begun = record, fit, False
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.begun = True
+        self.record.losses.append(float(outputs["loss"]))
+
+    def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
+        if "loss_step" in values:
+            # The row of the step before a checkpoint comes once more when training goes on.
+            self.record.steps[self.fit, step] = values["loss_step"]
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+            self.record.validations.append((trainer.global_step, found))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        named = {name: "loss_epoch" if name == "loss" else name for name in LOGS}
+        found = {name: float(trainer.callback_metrics[shown]) for name, shown in named.items()}
+        # An epoch that was cut ends again where training goes on, with all of its batches.
+        self.record.epochs[self.fit, trainer.current_epoch] = found
+
+
+def train(case: Case) -> Record:
+    """Train a case by jaxlit.
+
+    Raises:
+        Refused: It said before the first step of a fit that it cannot.
+    """
+    record = Record()
+    module: Any = (Outer if case.nested else Wrapped)(case)
+    with tempfile.TemporaryDirectory() as folder:
+        if case.cut:
+            _fit(case, record, module, case.strategy, 0, max_steps=case.cut, root=folder)
+            module = (Outer if case.nested else Wrapped)(case)
+            _fit(case, record, module, case.resume_on or case.strategy, 0, root=folder, ckpt_path="last")
+        else:
+            _fit(case, record, module, case.strategy, 0)
+            if case.again:
+                _fit(case, record, module, case.again, 1)
+    record.take(module.net)
+    return record
+
+
+def _fit(
+    case: Case,
+    record: Record,
+    module: Any,
+    strategy: str,
+    fit: int,
+    *,
+    root: str = "",
+    max_steps: int = -1,
+    **given: Any,
+) -> None:
+    batches, val = data_of(case)
+    listener = Listen(record, fit)
+    callbacks: list[Any] = [listener]
+    options: dict[str, Any] = {"enable_checkpointing": False}
+    if root:
+        callbacks.append(jl.callbacks.ModelCheckpoint())
+        options = {"default_root_dir": Path(root)}
+    if case.val_every:
+        options["val_check_interval"] = case.val_every
+    if case.limit:
+        options["limit_train_batches"] = case.limit
+    if case.clip:
+        options |= {"gradient_clip_val": CLIP, "gradient_clip_algorithm": case.clip}
+    try:
+        trainer = jl.Trainer(
+            **_layout(case, strategy),
+            max_epochs=case.epochs,
+            max_steps=max_steps,
+            accumulate_grad_batches=case.accumulate,
+            precision=case.precision,
+            num_sanity_val_steps=1,
+            log_every_n_steps=1,
+            callbacks=callbacks,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        trainer.fit(module, batches, val or None, **given)
+    except JaxlitError as error:
+        if listener.begun:
+            raise
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+def _layout(case: Case, strategy: str) -> dict[str, Any]:
+    """Return the Trainer's strategy and devices; what is small is split as well."""
+    kinds = jl.strategies
+    told = {"loss_reduction": case.loss_reduction} if case.loss_reduction and strategy in PER_REPLICA else {}
+    if strategy == "simulate":
+        return {"strategy": kinds.Simulated(case.devices, **told)}
+    if strategy == "single":
+        return {"strategy": "single", "devices": 1}
+    made: dict[str, Any] = {
+        "ddp": kinds.DDP,
+        "fsdp": lambda: kinds.FSDP(min_size=0),
+        "zero1": lambda: kinds.FSDP(stage=1, min_size=0),
+        "shard_map": lambda: kinds.ShardMapDDP(**told),
+        "pmap": lambda: kinds.PMap(**told),
+    }
+    return {"strategy": made[strategy](), "devices": case.devices}

@@ -1,0 +1,57 @@
+"""A sample of tests/sweeps/differential: trainings equal a plain NNX loop, or are refused before they begin."""
+
+import pytest
+from sweeps.differential import hand_loop
+from sweeps.differential.case import Case, is_sound
+from sweeps.differential.outcome import try_case
+
+# Together they touch each option, each strategy, and each way in which a part holds or writes state.
+CASES = (
+    Case(
+        parts=("norm",),
+        optimizer="adamw",
+        sizes=(8, 8, 8),
+        accumulate=2,
+        val=((8,), (8,)),
+        val_every=1,
+        strategy="ddp",
+        devices=2,
+    ),
+    Case(parts=("scan_dropout",), optimizer="momentum", schedule="by_epoch", cut=1, strategy="fsdp", devices=8),
+    Case(parts=("lora", "ema_mean"), wrt="lora", clip="norm", again="ddp", strategy="shard_map", devices=2),
+    Case(parts=("masked_norm", "own_key"), loss="masked_mean", mask="half", sizes=(5,), strategy="zero1", devices=3),
+    Case(parts=("tied",), precision="bf16-mixed", clip="value", limit=1, nested=True),
+    Case(parts=("dropout",), sizes=(8,), epochs=2, strategy="pmap", devices=2),
+    Case(parts=("eval_norm", "copied"), optimizer="adamw"),
+    Case(parts=("weight_norm", "soft_target"), wrt="online", strategy="fsdp", devices=2),
+    Case(parts=("average",), loss="sum", loss_reduction="sum", sizes=(8,), strategy="simulate", devices=2),
+    Case(parts=("simple_rnn", "own_hard_target"), sizes=(8,), strategy="shard_map", devices=2),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_a_training_equals_the_plain_loop(case: Case) -> None:
+    assert is_sound(case)
+    outcome = try_case(case)
+    assert outcome.kind in ("equal", "refused"), f"{outcome.message}\n{outcome.details}"
+
+
+def test_a_loss_that_adds_up_rows_is_refused_where_a_step_sees_some_of_them() -> None:
+    outcome = try_case(Case(loss="sum", sizes=(8,), strategy="shard_map", devices=2))
+    assert outcome.kind == "refused", outcome.message
+
+
+def test_a_loop_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_loop, "CLIP", 2 * hand_loop.CLIP)
+    outcome = try_case(Case(clip="norm", sizes=(8,)))
+    assert outcome.kind == "failed" and "parameter" in outcome.message
+
+
+def test_a_mix_is_the_same_for_a_seed_and_meets_every_strategy() -> None:
+    pytest.importorskip("hypothesis")
+    from sweeps.differential.case import STRATEGIES
+    from sweeps.differential.generate import mix
+
+    cases = mix(12, 3)
+    assert cases == mix(12, 3) != mix(12, 4)
+    assert all(map(is_sound, cases)) and {case.strategy for case in cases} == {*STRATEGIES}

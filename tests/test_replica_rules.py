@@ -1,0 +1,383 @@
+"""What replicas write and return becomes what one device computes, or is refused before the first step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, StateError
+
+STRATEGIES = ("shard_map", "pmap", "simulate:4")
+SIZES = (8, 8, 7, 3)
+
+
+class Line(jl.TrainModule):
+    """A line, and a Variable for a step to write to."""
+
+    def __init__(self, step: Callable[[Any, Any], Any], held: Any = 0.0) -> None:
+        self.w = nnx.Param(jnp.array([1.0, -1.0, 0.5]))
+        self.held = nnx.Variable(jnp.asarray(held))
+        self.average, self.spread = nnx.metrics.Average(), nnx.metrics.Welford()
+        self.step = step
+
+    def errors(self, batch: Any) -> jax.Array:
+        return (batch["x"] @ self.w[...] - batch["y"]) ** 2
+
+    def training_step(self, batch: Any) -> Any:
+        return self.step(self, batch)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+def make_batches(*sizes: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return [{"x": draw(n, 3), "y": draw(n), "label": rng.integers(0, 4, size=n)} for n in sizes]
+
+
+def fit(module: jl.TrainModule, strategy: Any, *callbacks: jl.Callback, sizes: tuple[int, ...] = SIZES) -> jl.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    devices = "auto" if str(strategy).startswith("simulate") else 4
+    trainer = jl.Trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=list(callbacks), **quiet)
+    trainer.fit(module, make_batches(*sizes))
+    return trainer
+
+
+def writing(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a step that writes this function of the held value and the batch."""
+
+    def step(module: Line, batch: Any) -> Any:
+        module.held[...] = value(module.held[...], batch)
+        return module.errors(batch).mean()
+
+    return step
+
+
+def by_hand(value: Callable[[Any, Any], Any], held: Any) -> np.ndarray:
+    held = jnp.asarray(held)
+    for batch in make_batches(*SIZES):
+        held = value(held, jax.tree.map(jnp.asarray, batch))
+    return np.asarray(held)
+
+
+WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "a count of batches": (lambda old, b: old + 1, 0),
+    "a count of rows": (lambda old, b: old + b["x"].shape[0], 0),
+    "the rows of the last batch": (lambda old, b: jnp.asarray(b["x"].shape[0], jnp.int32), 0),
+    "a float sum": (lambda old, b: old + (b["x"] > 0).sum(), 0.0),
+    "decayed counts by label": (lambda old, b: 0.9 * old + jax.nn.one_hot(b["label"], 4).sum(0), [1.0] * 4),
+    "whole counts by label": (lambda old, b: old.at[b["label"]].add(1), [0] * 4),
+    "a sum that begins anew now and then": (
+        lambda old, b: jax.lax.cond(old > 10, lambda: jnp.zeros(()), lambda: old) + (b["x"] ** 0).sum(),
+        0.0,
+    ),
+    "a running mean": (lambda old, b: 0.9 * old + 0.1 * b["x"].mean(0), [0.0] * 3),
+    "a mean that the rows' number divides": (lambda old, b: b["x"].sum(0) / b["x"].shape[0], [0.0] * 3),
+    "what the rows do not touch": (lambda old, b: jnp.sort(old)[::-1] * 0.5, [3.0, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", [name for name in WRITES if "now and then" not in name])
+def test_what_a_step_writes_is_that_of_one_device(case: str, strategy: str) -> None:
+    value, held = WRITES[case]
+    module = Line(writing(value), held)
+    fit(module, strategy)
+    expected = by_hand(value, held)
+    got = np.asarray(module.held[...])
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "a sum that its own value resets": WRITES["a sum that begins anew now and then"],
+    "a maximum": (lambda old, b: jnp.maximum(old, b["x"].max()), 0.0),
+    "a variance": (lambda old, b: b["x"].var(0), [0.0] * 3),
+    "a ratio of sums": (lambda old, b: (b["x"][:, 0] * b["label"]).sum() / b["label"].sum(), 0.0),
+    "a queue of rows": (lambda old, b: jnp.concatenate([b["x"][:1, 0], old[1:]]), [0.0] * 3),
+    "a sum and a constant": (lambda old, b: old + 1 + b["x"].sum(), 0.0),
+    "an integer of a mean": (lambda old, b: b["label"].mean().astype(jnp.int32), 0),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_that_of_one_device_is_refused_by_name_before_the_first_step(case: str, strategy: str) -> None:
+    value, held = REFUSED[case]
+    module = Line(writing(value), held)
+    with pytest.raises(StateError, match=r"Line\.training_step writes to held .* 4 replicas .*strategy='ddp'"):
+        fit(module, strategy)
+    np.testing.assert_array_equal(np.asarray(module.held[...]), np.asarray(held))
+    # One replica sees the whole batch: there is nothing to refuse.
+    jl.Trainer(strategy=strategy.replace("4", "1"), devices=1, max_steps=1, logger=False).fit(module, make_batches(8))
+
+
+def test_statistics_are_those_of_all_rows_whatever_metrics_are_given() -> None:
+    def step(module: Line, batch: Any) -> Any:
+        errors = module.errors(batch)
+        module.average.update(values=batch["x"])
+        module.spread.update(values=batch["x"])
+        return errors.mean()
+
+    x = np.concatenate([batch["x"] for batch in make_batches(*SIZES)]).astype(np.float64)
+    for strategy in STRATEGIES:
+        module = Line(step)
+        fit(module, strategy)
+        assert int(module.spread.count[...]) == int(module.average.count[...]) == x.size
+        spread = module.spread.compute()
+        assert float(module.average.compute()) == pytest.approx(x.mean(), rel=1e-5, abs=1e-6)
+        assert float(spread.mean) == pytest.approx(x.mean(), rel=1e-5, abs=1e-6)
+        assert float(spread.standard_deviation) == pytest.approx(x.std(), rel=1e-5)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_metric_that_is_begun_anew_in_each_step_holds_the_last_batch(reset: bool) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        if reset:
+            module.average.reset()
+        module.average.update(values=batch["x"])
+        return module.errors(batch).mean()
+
+    module = Line(step)
+    fit(module, "shard_map", sizes=(8, 4))
+    assert int(module.average.count[...]) == (12 if reset else 36)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_masked_statistics_of_a_batchnorm_of_ones_own_are_those_of_all_rows(strategy: str) -> None:
+    class Own(nnx.BatchNorm):
+        def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+            return super().__call__(x, mask=mask)
+
+    class Normed(Line):
+        def __init__(self) -> None:
+            super().__init__(lambda m, b: m.errors(b | {"x": m.norm(b["x"], b["label"][:, None] > 1)}).mean())
+            self.norm = Own(3, momentum=0.0, rngs=nnx.Rngs(0))
+
+    (batch,) = make_batches(16)
+    valid = batch["x"][batch["label"] > 1].astype(np.float64)
+    module = Normed()
+    fit(module, strategy, sizes=(16,))
+    np.testing.assert_allclose(np.asarray(module.norm.mean[...]), valid.mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(module.norm.var[...]), valid.var(0), rtol=1e-5)
+
+
+def test_a_step_that_takes_one_number_of_rows_only_writes_nothing_that_cannot_be_told() -> None:
+    def step(module: Line, batch: Any) -> Any:
+        assert len(batch["x"]) == 2
+        module.held[...] += len(batch["x"])
+        return module.errors(batch).mean()
+
+    with pytest.raises(StateError, match="could not be traced with twice the rows"):
+        fit(Line(step, 0), "shard_map", sizes=(8,))
+
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "in the loss": lambda m, b: m.errors(b).mean() / jnp.maximum(m.held[...], 1),
+    "in a metric": lambda m, b: (m.log("x", 1 / m.held[...]), m.errors(b).mean())[1],
+    "in an output": lambda m, b: {"loss": m.errors(b).mean(), "out": b["x"] / m.held[...]},
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_a_step_that_reads_what_replicas_count_in_parts_is_refused(case: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        module.held[...] += (batch["x"] > 0).sum()
+        return READS[case](module, batch)
+
+    with pytest.raises(StateError, match=r"training_step reads held, which adds up over the rows"):
+        fit(Line(step), "shard_map")
+
+
+def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
+    def step(module: Line, batch: Any) -> Any:
+        module.held[...] += (batch["x"] > 0).sum()
+        module.log("count", module.held[...])
+        return module.errors(batch).mean()
+
+    trainer = fit(Line(step), "shard_map")
+    expected = sum(int((batch["x"] > 0).sum()) for batch in make_batches(*SIZES))
+    assert trainer.callback_metrics["count"] == pytest.approx(expected)
+
+
+# The loss --------------------------------------------------------------------------------------------
+
+
+def sum_of_errors(module: Line, batch: Any) -> jax.Array:
+    return module.errors(batch).sum() / 10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sum_is_refused_where_a_mean_is_meant(strategy: str) -> None:
+    with pytest.raises(ModuleError, match=r"Line\.training_step returns a sum over the rows .*loss_reduction='sum'"):
+        fit(Line(sum_of_errors), strategy)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("cls", [jl.strategies.ShardMapDDP, jl.strategies.PMap, jl.strategies.Simulated])
+def test_a_sum_trains_as_on_one_device_under_loss_reduction_sum(cls: Any, accumulate: int) -> None:
+    found, rows = [], []
+    for strategy in ("single", cls(loss_reduction="sum")):
+        module, logged = Line(sum_of_errors), []
+        log = type("Log", (jl.Callback,), {"on_log": lambda self, t, values, step, to=logged: to.append(values)})()
+        trainer = jl.Trainer(
+            strategy=strategy,
+            devices=1 if strategy == "single" else 4,
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+            log_every_n_steps=1,
+            logger=False,
+            callbacks=[log],
+        )
+        keep: list[float] = []
+        trainer.callbacks.append(
+            type(
+                "Keep",
+                (jl.Callback,),
+                {"on_train_batch_end": lambda s, t, m, o, b, i, to=keep: to.append(float(o["loss"]))},
+            )()
+        )
+        trainer.fit(module, make_batches(*SIZES))
+        found.append(np.asarray(module.w[...]))
+        rows.append(keep)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum"])
+def test_a_sum_with_a_penalty_is_refused_under_either(loss_reduction: str) -> None:
+    step = lambda m, b: m.errors(b).sum() + 0.1 * (m.w[...] ** 2).sum()  # noqa: E731
+    with pytest.raises(ModuleError, match="returns a sum over the rows of a batch and, added to it, a term of another"):
+        fit(Line(step), jl.strategies.PMap(loss_reduction=loss_reduction))
+
+
+def test_a_loss_of_which_the_program_does_not_tell_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    step = lambda m, b: (m.errors(b) * b["label"]).sum() / b["label"].sum()  # noqa: E731
+    fit(Line(step), "shard_map")
+    assert "the program does not tell that the loss is a mean over the rows of a batch" in caplog.text
+    caplog.clear()
+    fit(Line(lambda m, b: m.errors(b).mean()), "shard_map")
+    assert "does not tell" not in caplog.text
+
+
+def test_a_mean_is_refused_where_a_sum_is_meant() -> None:
+    with pytest.raises(ModuleError, match=r"returns a mean over the rows of a batch under loss_reduction='sum'"):
+        fit(Line(lambda m, b: m.errors(b).mean()), jl.strategies.PMap(loss_reduction="sum"))
+
+
+def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) must be 'mean' or 'sum', got 'max'"):
+        jl.strategies.PMap(loss_reduction="max")
+
+
+# What is logged and returned -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reduce_fx", ["mean", "sum", "min", "max"])
+def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(reduce_fx: str, strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        values = {"sum": batch["x"].sum(), "mean": batch["x"].mean(), "rows": batch["x"].shape[0], "one": 1.0}
+        for name, value in values.items():
+            module.log(name, value, reduce_fx=reduce_fx, batch_size=2, on_step=False, on_epoch=True)
+        return module.errors(batch).mean()
+
+    trainer = fit(Line(step), strategy)
+    x = [batch["x"].astype(np.float64) for batch in make_batches(*SIZES)]
+    reduce = getattr(np, reduce_fx)
+    for name, values in {
+        "sum": [part.sum() for part in x],
+        "mean": [part.mean() for part in x],
+        "rows": [len(part) for part in x],
+        "one": [1.0 for _ in x],
+    }.items():
+        assert trainer.callback_metrics[name] == pytest.approx(reduce(values), rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mean_of_all_rows_is_not_weighted_by_what_each_replica_weighs(strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        module.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), on_epoch=True, on_step=False)
+        return module.errors(batch).mean()
+
+    trainer = fit(Line(step), strategy)
+    batches = make_batches(*SIZES)
+    weights = [batch["label"].sum() for batch in batches]
+    expected = np.average([batch["x"].mean(dtype=np.float64) for batch in batches], weights=weights)
+    assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sums_and_counts_that_a_step_returns_are_those_of_the_whole_batch(strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        count = (batch["x"] > 0).sum()
+        return {"loss": module.errors(batch).mean(), "count": count, "sums": batch["x"].sum(0)}
+
+    seen = []
+    keep = type("Keep", (jl.Callback,), {"on_train_batch_end": lambda s, t, m, o, b, i: seen.append((dict(o), b))})()
+    fit(Line(step), strategy, keep)
+    for outputs, batch in seen:
+        assert int(outputs["count"]) == (batch["x"] > 0).sum()
+        np.testing.assert_allclose(np.asarray(outputs["sums"]), batch["x"].sum(0), rtol=1e-5, atol=1e-6)
+
+
+# Random numbers --------------------------------------------------------------------------------------
+
+
+def noise(key: Any, batch: Any) -> jax.Array:
+    return jax.random.normal(key, batch["x"].shape)
+
+
+def from_raw(module: Line, batch: Any) -> Any:
+    module.held[...], sub = jax.random.split(module.held[...])
+    return (module.errors(batch | {"x": batch["x"] + noise(sub, batch)})).mean()
+
+
+def from_constant(module: Line, batch: Any) -> Any:
+    key = jax.random.fold_in(jax.random.key(0), module.global_step)
+    return (module.errors(batch | {"x": batch["x"] + noise(key, batch)})).mean()
+
+
+@pytest.mark.parametrize(("step", "held"), [(from_raw, jax.random.PRNGKey(0)), (from_constant, 0.0)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_noise_for_the_rows_of_each_replica_is_refused(step: Any, held: Any, strategy: str) -> None:
+    with pytest.raises(StateError, match="draws random numbers for its rows from a key that is the same on every"):
+        fit(Line(step, held), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_key_of_ones_own_draws_other_numbers_on_each_replica_and_goes_on_as_on_one_device(strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        key, sub = jax.random.split(module.held[...])
+        module.held[...] = key
+        return {"loss": module.errors(batch).mean(), "noise": noise(sub, batch)}
+
+    seen = []
+    keep = type(
+        "Keep", (jl.Callback,), {"on_train_batch_end": lambda s, t, m, o, b, i: seen.append(np.asarray(o["noise"]))}
+    )()
+    module = Line(step, jax.random.key(3))
+    fit(module, strategy, keep)
+    assert len({row.tobytes() for part in seen for row in part}) == sum(SIZES)
+    key = jax.random.key(3)
+    for _ in SIZES:
+        key, _ = jax.random.split(key)
+    np.testing.assert_array_equal(jax.random.key_data(module.held[...]), jax.random.key_data(key))
+
+
+def test_a_validation_that_draws_the_same_rows_everywhere_is_refused() -> None:
+    class Validated(Line):
+        def validation_step(self, batch: Any) -> None:
+            self.log("val", noise(jax.random.key(0), batch).mean())
+
+    module = Validated(lambda m, b: m.errors(b).mean())
+    trainer = jl.Trainer(strategy="shard_map", devices=4, max_epochs=1, logger=False)
+    with pytest.raises(JaxlitError, match=r"Validated\.validation_step draws random numbers for its rows"):
+        trainer.fit(module, make_batches(8), make_batches(8))
