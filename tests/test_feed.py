@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -130,6 +131,15 @@ def test_a_number_draws_in_a_thread_after_the_first_batch() -> None:
     assert others == [PREFETCH] * 39
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws take as long as their loader sleeps, whatever else the machine does."""
+    slept = [0.0]
+    monkeypatch.setattr("jaxlit.feed.time", SimpleNamespace(perf_counter=lambda: slept[0]))
+    monkeypatch.setitem(globals(), "time", SimpleNamespace(sleep=lambda s: slept.__setitem__(0, slept[0] + s)))
+
+
+@pytest.mark.usefixtures("clock")
 def test_auto_starts_a_thread_after_8_slow_draws_and_at_once_in_later_epochs() -> None:
     loader = Loader(12, 0.002)
     fit(loader, prefetch="auto", max_epochs=2)
@@ -139,12 +149,14 @@ def test_auto_starts_a_thread_after_8_slow_draws_and_at_once_in_later_epochs() -
     assert names == [False] * started + [True] * (24 - started)
 
 
+@pytest.mark.usefixtures("clock")
 def test_auto_starts_no_thread_for_fast_draws() -> None:
     loader = Loader(40)
     fit(loader, prefetch="auto", max_epochs=2)
     assert {*loader.threads} == {threading.main_thread()}
 
 
+@pytest.mark.usefixtures("clock")
 def test_one_slow_draw_is_not_enough_for_a_thread() -> None:
     class OnceSlow(Loader):
         def __iter__(self) -> Iterator[Any]:

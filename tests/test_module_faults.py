@@ -163,7 +163,7 @@ def test_a_loss_that_depends_on_no_parameter_is_told_once_with_the_parameters(
 ) -> None:
     made = module(training_step=lambda self, batch: loss(self.error(batch)))
     make_trainer(strategy=strategy, max_epochs=2).fit(made, batches(2))
-    (message,) = warnings_of(caplog)
+    (message,) = [m for m in warnings_of(caplog) if "depend" in m]
     assert all(word in message for word in ("training_step", "kernel", "bias")), message
 
 
@@ -190,7 +190,7 @@ def test_a_loss_that_depends_on_the_parameters_is_not_warned_about(
 ) -> None:
     made = module(training_step=lambda self, batch: through(self.error(batch)))
     make_trainer(strategy=strategy).fit(made, batches(1))
-    assert warnings_of(caplog) == []
+    assert [m for m in warnings_of(caplog) if "depend" in m] == []
 
 
 def test_a_loss_that_is_not_finite_is_refused_by_its_step_and_leaves_the_parameters_of_the_step_before() -> None:
