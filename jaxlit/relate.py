@@ -9,21 +9,8 @@ from jax.core import Tracer
 from jax.extend import core
 
 from jaxlit.jaxpr import CALLS, inner_jaxprs, scan_counts
-from jaxlit.relation import (
-    KEEPS_ZERO,
-    MIXED,
-    RULES,
-    SAME,
-    SHAPED,
-    SUMS,
-    UNKNOWN,
-    ZERO,
-    Differ,
-    Equation,
-    Relation,
-    join,
-    row_dims,
-)
+from jaxlit.primitive_rules import KEEPS_ZERO, RULES, SHAPED, SUMS, TAKES_PLACES
+from jaxlit.relation import BY_ROW, MIXED, PLACES, SAME, UNKNOWN, ZERO, Differ, Equation, Relation, join, row_dims
 
 
 @dataclass(frozen=True)
@@ -60,6 +47,7 @@ def relate(
         outputs = follower.run(program, longer, list(inputs))
     except Differ:
         outputs = [UNKNOWN] * len(program.jaxpr.outvars)
+    outputs = [UNKNOWN if r.kind in PLACES else r for r in outputs]
     return Related(outputs, follower.same_draws)
 
 
@@ -117,12 +105,13 @@ class _Follower:
         found = self._follow(eqn)
         for i, (relation, x, y) in enumerate(zip(found, eqn.one.outvars, eqn.longer.outvars, strict=True)):
             dims = row_dims(x, y)
-            if dims != ([relation.dim] if relation.kind == "rows" else []):
+            if dims != ([relation.dim] if relation.kind in BY_ROW else []):
                 found[i] = UNKNOWN
         return found
 
     def _follow(self, eqn: Equation) -> list[Relation]:
         count, same = len(eqn.one.outvars), all(r in (SAME, ZERO) for r in eqn.ins)
+        has_places = any(r.kind in PLACES for r in eqn.ins)
         inner = inner_jaxprs(eqn.one)
         if eqn.name in CALLS and inner and len(getattr(inner[0], "jaxpr", inner[0]).invars) == len(eqn.ins):
             return self.run(inner[0], inner_jaxprs(eqn.longer)[0], eqn.ins)
@@ -131,7 +120,8 @@ class _Follower:
         if self._is_collective(eqn):
             return self._collective(eqn)
         if eqn.name.startswith("random_") and eqn.makes_rows and not eqn.has_rows:
-            self.same_draws |= same
+            # A key that is folded with the places of rows draws the same for the first row of each replica.
+            self.same_draws |= all(r in (SAME, ZERO) or r.kind in PLACES for r in eqn.ins)
             # The draws of replicas are others than those of the whole batch, as they should be.
             return [UNKNOWN if same or eqn.row_dim is None else Relation("rows", 0, eqn.row_dim)]
         if self.alike and eqn.name == "random_bits" and not eqn.has_rows:
@@ -143,9 +133,11 @@ class _Follower:
             return [ZERO if zero else SAME] * count
         if eqn.name == "div" and self._is_mean_over_replicas(eqn):
             return [replace(eqn.ins[0], power=eqn.ins[0].power + 1)]
+        if has_places and eqn.name not in TAKES_PLACES:
+            return [UNKNOWN] * count
         rule = RULES.get(eqn.name)
         mixed = MIXED in eqn.ins and (eqn.name not in SUMS or any(r.kind in ("rows", "total") for r in eqn.ins[1:]))
-        if rule is None or UNKNOWN in eqn.ins or mixed:
+        if rule is None or mixed or (UNKNOWN in eqn.ins and eqn.ins[0].kind != "never"):
             return [UNKNOWN] * count
         return [rule(eqn)] * count
 
@@ -182,7 +174,7 @@ class _Follower:
         if params["length"] != eqn.longer.params["length"]:
             return [UNKNOWN] * len(eqn.one.outvars)
         # A scanned array comes without its leading dim.
-        xs = [replace(x, dim=x.dim - 1) if x.kind == "rows" else x for x in xs]
+        xs = [replace(x, dim=x.dim - 1) if x.kind == "rows" else UNKNOWN if x.kind in PLACES else x for x in xs]
         body = params["jaxpr"], eqn.longer.params["jaxpr"]
         carry, out = self._settle(body, head[:consts], head[consts:], xs)
         ys = [replace(y, dim=y.dim + 1) if y.kind == "rows" else y for y in out[carries:]]

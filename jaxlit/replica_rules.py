@@ -231,6 +231,8 @@ def _check_reads(
 ) -> None:
     """Refuse a step that uses what replicas count in parts: each would see its own part only."""
     held = parts | {i for places in spreads for i in places}
+    if not held:
+        return
     results = [found.loss, *found.state, *found.values, *found.weights, *found.outputs]
     for place, relation in enumerate(results):
         leaf = place - 1  # behind the loss comes the state

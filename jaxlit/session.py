@@ -285,7 +285,7 @@ class Session:
         if self.active is not None and self.current is not None:
             self._settle(self.current, "Trainer.apply")
             return self.active.apply(fn, *inputs)
-        module = getattr(self.trainer, "module", None)
+        module = self.trainer.module
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
         engine = next((e for e in (self.engine, self._idle) if e and e.module is module and e.is_whole), None)

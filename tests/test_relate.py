@@ -74,6 +74,14 @@ def branched(w: Any, b: Any) -> Any:
     return jax.lax.cond(w[0, 0] > 0, lambda: rows_loss(w, b).mean(), lambda: (b["x"] ** 2).mean())
 
 
+def rows_of(b: Any) -> jax.Array:
+    return jnp.arange(b["x"].shape[0])
+
+
+def rows_picked(table: jax.Array, places: jax.Array) -> jax.Array:
+    return table[jnp.arange(len(table)), places]
+
+
 CASES: list[tuple[str, Callable[..., Any], Relation]] = [
     ("a mean of losses", lambda w, b: rows_loss(w, b).mean(), MEAN),
     ("a sum of losses", lambda w, b: rows_loss(w, b).sum(), TOTAL),
@@ -91,6 +99,21 @@ CASES: list[tuple[str, Callable[..., Any], Relation]] = [
     ("the largest two", lambda w, b: jax.lax.top_k(b["x"] @ w, 2)[0], ROWS),
     ("halves of a layer", lambda w, b: jnp.split(b["x"] @ w, [2], axis=1)[1], ROWS),
     ("softmax over classes", lambda w, b: jax.nn.softmax(b["x"] @ w), ROWS),
+    ("each row's own entry", lambda w, b: rows_picked(b["x"] @ w, b["label"]), ROWS),
+    (
+        "a sum of each row's own entry",
+        lambda w, b: rows_picked(jax.nn.log_softmax(b["x"] @ w), b["label"]).sum(),
+        TOTAL,
+    ),
+    ("a mean of each row's own entry", lambda w, b: -rows_picked(b["x"] @ w, b["label"]).mean(), MEAN),
+    (
+        "entries set by label",
+        lambda w, b: jnp.zeros((len(b["x"]), 5)).at[rows_of(b), b["label"]].set(b["x"][:, 0]),
+        ROWS,
+    ),
+    ("a transform of rows", lambda w, b: jnp.abs(jnp.fft.rfft(b["x"])), ROWS),
+    ("a column set", lambda w, b: b["x"].at[:, 1].set(0.0), ROWS),
+    ("a column added to", lambda w, b: b["x"].at[:, 1].add(b["x"][:, 0]), ROWS),
     ("rows turned around", lambda w, b: b["x"].T, Relation("rows", 0, 1)),
     ("rows and columns in one", lambda w, b: b["x"].reshape(-1), ROWS),
     ("a scan's carry", lambda w, b: scanned(w, b)[0], ROWS),
@@ -104,8 +127,8 @@ CASES: list[tuple[str, Callable[..., Any], Relation]] = [
 @pytest.mark.parametrize(("fn", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_relation_tells_the_whole_value_from_those_of_the_replicas(fn: Any, expected: Relation) -> None:
     assert relation_of(fn) == expected
-    batch = make_batch(REPLICAS * ROWS_EACH)
-    parts = [jax.tree.map(lambda x: np.split(x, REPLICAS)[i], batch) for i in range(REPLICAS)]  # noqa: B023
+    batch = jax.tree.map(jnp.asarray, make_batch(REPLICAS * ROWS_EACH))
+    parts = [jax.tree.map(lambda x: jnp.split(x, REPLICAS)[i], batch) for i in range(REPLICAS)]  # noqa: B023
     values = np.stack([np.asarray(fn(W, part)) for part in parts])
     np.testing.assert_allclose(predicted(expected, values), np.asarray(fn(W, batch)), rtol=2e-5, atol=1e-6)
 
@@ -115,6 +138,16 @@ def test_a_relation_tells_the_whole_value_from_those_of_the_replicas(fn: Any, ex
     [
         lambda w, b: (rows_loss(w, b) * b["mask"]).sum() / b["mask"].sum(),
         lambda w, b: b["x"].var(),
+        lambda w, b: jnp.abs(jnp.fft.fft2(b["x"])),
+        lambda w, b: jnp.cumsum(w, 1)[rows_of(b), b["label"]],  # the places of rows in something else
+        lambda w, b: b["x"].T[b["label"] % 3, rows_of(b)].sum(),  # rows that come last are not looked for
+        lambda w, b: b["x"] * rows_of(b)[:, None],
+        lambda w, b: b["x"][rows_of(b) - 1, b["label"]],
+        lambda w, b: b["x"][jnp.where(rows_of(b) < 1, rows_of(b), 0), b["label"]],
+        lambda w, b: b["x"].at[:2].set(0.0),
+        lambda w, b: b["x"].at[0, 1].set(0.0),
+        lambda w, b: b["x"].at[b["label"] % 3, 1].set(0.0),
+        lambda w, b: jax.lax.dynamic_slice(rows_of(b), (1,), (2,)),
         lambda w, b: b["x"].max(),
         lambda w, b: jnp.cumsum(b["x"], 0),
         lambda w, b: (b["x"] @ b["x"].T).mean(),
@@ -198,6 +231,9 @@ def test_draws_for_all_rows_at_once_are_alike_only_if_asked() -> None:
 def test_rows_that_are_drawn_from_the_same_key_everywhere_are_noticed() -> None:
     draw = lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), b["x"].shape)  # noqa: E731
     assert relate(trace(draw, 3), trace(draw, 6), [SAME, ROWS, ROWS, ROWS], "data", REPLICAS).same_draws
+    keyed = lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i))  # noqa: E731
+    by_place = lambda w, b: jax.vmap(keyed)(rows_of(b))  # noqa: E731
+    assert relate(trace(by_place, 3), trace(by_place, 6), [SAME, ROWS, ROWS, ROWS], "data", REPLICAS).same_draws
     shared = lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), (3,))  # noqa: E731
     assert relation_of(shared) == ROWS
     own = lambda w, b: jax.random.normal(  # noqa: E731

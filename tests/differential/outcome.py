@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from sweeps.differential import hand_loop, trainer_run
-from sweeps.differential.case import Case
-from sweeps.differential.record import Record
-from sweeps.differential.trainer_run import Refused
+from differential import hand_loop, trainer_run
+from differential.case import Case
+from differential.record import Record
+from differential.trainer_run import Refused
 
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 

@@ -1,7 +1,7 @@
 """Random trainings by jaxlit and by a plain NNX loop: every number is equal, or jaxlit says before that it cannot.
 
-    python tests/sweeps/differential/run.py [--cases 200] [--seed 0]
-    python tests/sweeps/differential/run.py --case "Case(parts=('norm',), strategy='fsdp', devices=8)"
+    python tests/sweeps/differential.py [--cases N] [--seed N]
+    python tests/sweeps/differential.py --case "Case(parts=('norm',), strategy='fsdp', devices=8)"
 
 Prints what failed, each made as small as it gets, and a table by strategy. Fails if anything failed.
 """
@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path[:1] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
+sys.path[:1] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 # Nearly all time goes to compiling programs that run a few times: unoptimised, they compile three times as fast.
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
@@ -41,18 +41,18 @@ def main() -> int:
     fake_devices(8)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from sweeps.differential.case import Case
+    from differential.case import Case
 
     if given.case:
         case = eval(given.case, {"Case": Case})
         return _one(case)
-    from sweeps.differential.generate import mix
+    from differential.generate import mix
 
     return _many(mix(given.cases, given.seed), time.monotonic() + 60 * given.minutes)
 
 
 def _one(case: Any) -> int:
-    from sweeps.differential.outcome import try_case
+    from differential.outcome import try_case
 
     outcome = try_case(case)
     print(f"{case}\n{outcome.kind}, largest difference {outcome.error:.1e} {outcome.message}\n{outcome.details}")
@@ -91,7 +91,7 @@ def _many(cases: list[Any], deadline: float) -> int:
 
 
 def _quietly(case: Any) -> Any:
-    from sweeps.differential.outcome import try_case
+    from differential.outcome import try_case
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return try_case(case)
@@ -99,7 +99,7 @@ def _quietly(case: Any) -> Any:
 
 def _is_in(failure: tuple[Any, Any, list[Any]], case: Any, outcome: Any) -> bool:
     """Tell whether a failure that is known is part of a case that failed in the same way."""
-    from sweeps.differential.case import KINDS, PER_REPLICA
+    from differential.case import KINDS, PER_REPLICA
 
     smallest, known, _ = failure
     if known.head.split(" ")[0] != outcome.head.split(" ")[0]:  # numbers, refused, raised
@@ -117,7 +117,7 @@ def _is_in(failure: tuple[Any, Any, list[Any]], case: Any, outcome: Any) -> bool
 
 def _shrink(case: Any, outcome: Any) -> tuple[Any, Any]:
     """Return the smallest case found that fails in the same way."""
-    from sweeps.differential.generate import smaller
+    from differential.generate import smaller
 
     start, tried, left = time.monotonic(), {case}, SHRINKS
     again = True
@@ -140,7 +140,7 @@ def _shrink(case: Any, outcome: Any) -> tuple[Any, Any]:
 def _report(table: dict[str, Any], refused: dict[str, list[Any]], failures: list[tuple[Any, Any, list[Any]]]) -> None:
     for smallest, outcome, found in failures:
         print(f"\nFAILED in {len(found)} cases, off by {outcome.error:.1e}: {outcome.message.splitlines()[0][:400]}")
-        print(f'  python tests/sweeps/differential/run.py --case "{smallest}"')
+        print(f'  python tests/sweeps/differential.py --case "{smallest}"')
         print("\n".join(outcome.details.splitlines()[-12:]))
     print(
         f"\n{'strategy':<12}{'cases':>6}{'equal':>7}{'refused':>9}{'failed':>8}  largest difference (32 bits, 16 bits)"

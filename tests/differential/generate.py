@@ -4,9 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
-from hypothesis import strategies as st
-from sweeps.differential.case import (
+from differential.case import (
     COUNTERS,
     DEVICES,
     EVALUATING,
@@ -21,6 +19,8 @@ from sweeps.differential.case import (
     features,
     is_sound,
 )
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
 
 AHEAD = 250  # cases that are looked at for each one that is taken
 
