@@ -67,9 +67,9 @@ def throughput(devices: int, rounds: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     import jaxlit as jl
-    from jaxlit.data import Source
-    from jaxlit.feed import Feeder
-    from jaxlit.watchdog import Watchdog
+    from jaxlit.data.feeder import Feeder
+    from jaxlit.data.source import Source
+    from jaxlit.data.watchdog import Watchdog
 
     strategy = jl.strategies.DDP() if devices > 1 else jl.strategies.SingleDevice()
     strategy.use(devices)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlit import metrics
+from jaxlit.core import log as metrics
 
 if TYPE_CHECKING:
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.logger import Logger
-from jaxlit.checkpoint import FOLDER
-from jaxlit.terminal import clock, join, short_path
+from jaxlit.checkpoints.files import FOLDER
+from jaxlit.reporting.terminal import clock, join, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer

@@ -8,7 +8,7 @@ from jaxlit.callbacks.monitor import Monitor, is_blocked
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.terminal import say
+from jaxlit.reporting.terminal import say
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 

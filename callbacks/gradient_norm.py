@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError
-from jaxlit.state import named_leaves
+from jaxlit.leaf_names import named_leaves
 
 
 class GradientNorm(Callback):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
-from jaxlit.histogram import count
+from jaxlit.reporting.histogram import count
 
 
 class JSONLLogger(FileLogger):

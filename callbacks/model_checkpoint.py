@@ -9,15 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlit import arguments as check
-from jaxlit import checkpoint as disk
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import Monitor
+from jaxlit.checkpoints import files as disk
+from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
-from jaxlit.folder_lock import FolderLock
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")

@@ -10,12 +10,12 @@ from flax import nnx
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError
-from jaxlit.state import leaf_name
-from jaxlit.terminal import line_width, say
+from jaxlit.leaf_names import leaf_name
+from jaxlit.reporting.terminal import line_width, say
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
-    from jaxlit.state import TrainState
+    from jaxlit.core.module import TrainModule
+    from jaxlit.core.state import TrainState
     from jaxlit.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.errors import ArgumentError
-from jaxlit.terminal import (
+from jaxlit.reporting.terminal import (
     LiveLine,
     NotebookLine,
     TerminalLine,
@@ -25,9 +25,10 @@ from jaxlit.terminal import (
     say,
     short_path,
 )
+from jaxlit.version import __version__
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 
@@ -66,8 +67,6 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Print the header line."""
-        from jaxlit import __version__
-
         self._active, self._fitting, self._compiled = trainer.is_global_zero, stage == "fit", False
         self._start = time.monotonic()
         self._next = self._start if self._active and is_terminal() else math.inf

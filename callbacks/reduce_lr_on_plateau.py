@@ -11,7 +11,7 @@ from jaxlit.callbacks.monitor import Monitor
 from jaxlit.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")

@@ -13,21 +13,21 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.logger import Logger
+from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.exchange import agree
-from jaxlit.histogram import count, histogram, unpack
-from jaxlit.images import as_image, need_pillow
-from jaxlit.state import named_leaves
-from jaxlit.terminal import say, short_path
-from jaxlit.wandb_config import check_arguments, config_of, monitored, read_id, write_id
-from jaxlit.wandb_run import STEP, WandbRun
-from jaxlit.wandb_start import open_run
+from jaxlit.leaf_names import named_leaves
+from jaxlit.reporting.histogram import count, histogram, unpack
+from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.terminal import say, short_path
+from jaxlit.reporting.wandb_config import check_arguments, config_of, monitored, read_id, write_id
+from jaxlit.reporting.wandb_run import STEP, WandbRun
+from jaxlit.reporting.wandb_start import open_run
 
 if TYPE_CHECKING:
     import wandb
 
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-    from jaxlit.module import TrainModule
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 _ROOM = 2**17  # bytes that a run needs at its start

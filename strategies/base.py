@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, StateError
-from jaxlit.replica import Replica, num_rows
-from jaxlit.state import TrainState, is_key
+from jaxlit.leaf_names import is_key
 
 
 @dataclass(frozen=True)

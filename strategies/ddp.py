@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxlit.state import TrainState
+from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy, own_mesh
 
 

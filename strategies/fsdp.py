@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.state import TrainState
 from jaxlit.strategies.base import Strategy, own_mesh
 
 

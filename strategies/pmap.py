@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.replica import Replica
+from jaxlit.core.replica import Replica
 from jaxlit.strategies.base import ROWS, Program, named
 from jaxlit.strategies.replicas import PerReplica
 

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.replica import Replica, num_rows
-from jaxlit.state import TrainState
 from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, Whole, abstract_batch, with_rows
 
 

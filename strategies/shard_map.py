@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.replica import Replica
+from jaxlit.core.replica import Replica
 from jaxlit.strategies.base import EACH, Program, named, own_mesh
 from jaxlit.strategies.replicas import PerReplica, row_specs
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.replica import Replica
 from jaxlit.strategies.base import EACH, ROWS, Program, named
 from jaxlit.strategies.replicas import PerReplica
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.state import TrainState
 from jaxlit.strategies.base import Strategy
 
 

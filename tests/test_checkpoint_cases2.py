@@ -18,10 +18,11 @@ from flax import nnx
 from test_checkpoint_cases import Line, Rising, data, fit, names, state_of, trainer_of
 
 import jaxlit as jl
-from jaxlit import checkpoint, manifest
 from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.checkpoints import files as checkpoint
+from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.folder_lock import FolderLock
 
 # What is written --------------------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ def test_a_link_to_arrays_elsewhere_that_the_manifest_does_not_name_is_refused(l
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from jaxlit.folder_lock import FolderLock
+from jaxlit.checkpoints.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:

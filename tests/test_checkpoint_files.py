@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit import checkpoint, manifest
+from jaxlit.checkpoints import files as checkpoint
+from jaxlit.checkpoints import manifest
 from jaxlit.errors import CheckpointError
 
 OLDER, NEWER = "step_00000003", "step_00000006"

@@ -23,9 +23,9 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit import checkpoint
+from jaxlit.checkpoints import files as checkpoint
+from jaxlit.checkpoints.position import Position
 from jaxlit.errors import CheckpointError, JaxlitError
-from jaxlit.run import Position
 
 NAME = "step_00000003"
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.errors import CheckpointError, JaxlitError
-from jaxlit.state import is_key, leaf_name
+from jaxlit.leaf_names import is_key, leaf_name
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 

@@ -22,8 +22,8 @@ from processes import Ended, launch, say
 from scale import Scale
 
 import jaxlit as jl
-from jaxlit.distributed import own_rows
-from jaxlit.exchange import _client, agree, fetch
+from jaxlit.distributed.exchange import _client, agree, fetch
+from jaxlit.distributed.start import own_rows
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 STRATEGIES = ("ddp", "fsdp", "zero1", "shard_map")

@@ -13,9 +13,9 @@ from test_distributed import Again, Net, rows
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
-from jaxlit.distributed import own_rows
+from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.start import own_rows
 from jaxlit.errors import CheckpointError, DataError
-from jaxlit.exchange import fetch
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 STRATEGIES = ("ddp", "fsdp", "shard_map")

@@ -163,7 +163,7 @@ def test_3000_steps_on_8_devices_survive(strategy: str) -> None:
 
 
 def test_steps_in_flight_are_bounded() -> None:
-    from jaxlit.loop import Bound
+    from jaxlit.loop.train import Bound
 
     class Token:
         def __init__(self) -> None:

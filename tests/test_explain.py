@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit import hooks, session
 from jaxlit.callbacks import ModelCheckpoint
 from jaxlit.errors import ArgumentError, ModuleError
-from jaxlit.run import Run
+from jaxlit.loop import hooks
+from jaxlit.loop.run import Run
+from jaxlit.trainer import session
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 

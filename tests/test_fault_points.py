@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit import checkpoint
+from jaxlit.checkpoints import files as checkpoint
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Crash, faults
 

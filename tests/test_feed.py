@@ -20,10 +20,10 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.data import Source
-from jaxlit.feed import Feeder
+from jaxlit.data.feeder import Feeder
+from jaxlit.data.source import Source
+from jaxlit.data.watchdog import Watchdog
 from jaxlit.strategies.single import SingleDevice
-from jaxlit.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[1]
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
@@ -135,7 +135,7 @@ def test_a_number_draws_in_a_thread_after_the_first_batch() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws take as long as their loader sleeps, whatever else the machine does."""
     slept = [0.0]
-    monkeypatch.setattr("jaxlit.feed.time", SimpleNamespace(perf_counter=lambda: slept[0]))
+    monkeypatch.setattr("jaxlit.data.feeder.time", SimpleNamespace(perf_counter=lambda: slept[0]))
     monkeypatch.setitem(globals(), "time", SimpleNamespace(sleep=lambda s: slept.__setitem__(0, slept[0] + s)))
 
 

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
+from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.replica import Replica
-from jaxlit.state import leaf_name
+from jaxlit.leaf_names import leaf_name
 from jaxlit.testing import KeepFirstGrads, Training, keep_first_grads, train
 
 STEPS, ROWS = 20, 32

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlit as jl
-from jaxlit.histogram import BINS, count, histogram, unpack
+from jaxlit.reporting.histogram import BINS, count, histogram, unpack
 
 rng = np.random.default_rng(0)
 NORMAL = rng.normal(size=(40, 25)).astype(np.float32)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.errors import CheckpointError
-from jaxlit.state import is_key
+from jaxlit.leaf_names import is_key
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 

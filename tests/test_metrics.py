@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
+from jaxlit.core.device_sums import Table
+from jaxlit.core.log import Metric
 from jaxlit.errors import LogError
-from jaxlit.metrics import Metric
-from jaxlit.table import Table
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

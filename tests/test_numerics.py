@@ -12,8 +12,8 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import jaxlit as jl
+from jaxlit.core.precision import Precision
 from jaxlit.errors import NonFiniteError, StateError
-from jaxlit.precision import Precision
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 FEW = ("single", "fsdp", "shard_map")  # where the others would only repeat them

@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.data import Source
+from jaxlit.data.feeder import Feeder
+from jaxlit.data.source import Source
+from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
-from jaxlit.feed import Feeder
-from jaxlit.watchdog import Watchdog
 
 ROWS, BATCH = 20, 4
 Ids = list[list[int]]

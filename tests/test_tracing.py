@@ -13,7 +13,7 @@ from compiles import compiles
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.state import leaf_name
+from jaxlit.leaf_names import leaf_name
 
 STRATEGIES = ("single", "ddp", "fsdp", "shard_map", "pmap", "simulate:8", "zero1")
 TRAINS = ("train_step", "train_step_traced", "micro_step")

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.data import Source
+from jaxlit.data.source import Source
+from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
-from jaxlit.watchdog import Watchdog
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": "single"}
 

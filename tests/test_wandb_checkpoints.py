@@ -16,7 +16,7 @@ from wandb_offline import records, summary
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, WandbLogger
-from jaxlit.wandb_run import WandbError
+from jaxlit.reporting.wandb_run import WandbError
 
 QUIET: dict[str, Any] = {"strategy": "single", "enable_progress_bar": False, "enable_model_summary": False}
 

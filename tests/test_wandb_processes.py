@@ -81,7 +81,7 @@ class StopsTheService(jl.Callback):
 
 
 def train_with_a_service_that_stops() -> None:
-    from jaxlit import wandb_run, wandb_start
+    from jaxlit.reporting import wandb_run, wandb_start
 
     wandb_run.MARGIN, wandb_start._EXIT = 0.0, 0.1
     trainer = jl.Trainer(

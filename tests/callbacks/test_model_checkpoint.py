@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit import manifest
 from jaxlit.callbacks import model_checkpoint
+from jaxlit.checkpoints import manifest
 from jaxlit.errors import CheckpointError, LoggerError
 
 NAN, INF = math.nan, math.inf

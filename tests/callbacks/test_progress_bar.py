@@ -307,7 +307,7 @@ def test_nothing_is_drawn_more_often_than_the_rate_says(make_trainer, open_termi
     """Over an epoch of two seconds or a hundred of 20 ms, with validations: each drawing counts."""
     open_terminal()
     drawn = []
-    monkeypatch.setattr("jaxlit.terminal.TerminalLine.show", lambda self, text: drawn.append(clock.seconds))
+    monkeypatch.setattr("jaxlit.reporting.terminal.TerminalLine.show", lambda self, text: drawn.append(clock.seconds))
     trainer, bar = make_trainer(num_training_batches=batches, max_epochs=None), ProgressBar(refresh_rate=rate)
     trainer.start(bar)
     for _ in range(2000 // batches):

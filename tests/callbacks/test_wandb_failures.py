@@ -14,10 +14,10 @@ import wandb
 from wandb.errors import UsageError
 from wandb_offline import summary
 
-from jaxlit.background import Background
 from jaxlit.callbacks import WandbLogger
 from jaxlit.errors import LoggerError
-from jaxlit.wandb_run import WandbError
+from jaxlit.reporting.background import Background
+from jaxlit.reporting.wandb_run import WandbError
 
 STEP = "trainer/global_step"
 
@@ -179,7 +179,7 @@ def test_rows_that_there_was_no_time_for_are_said_in_one_line(
         release.set()
         return join(self, timeout)
 
-    monkeypatch.setattr("jaxlit.wandb_run.MARGIN", 30.0)
+    monkeypatch.setattr("jaxlit.reporting.wandb_run.MARGIN", 30.0)
     monkeypatch.setattr(Background, "join", late)
     train(make_trainer(), logger, 50)
     assert len(run.rows) <= 1 and run.codes == [0]
@@ -265,7 +265,7 @@ def test_a_run_that_lags_behind_too_far_is_given_up(
     release: threading.Event,
     capsys: Any,
 ) -> None:
-    monkeypatch.setattr("jaxlit.wandb_run._MOST_WAITING", 20)
+    monkeypatch.setattr("jaxlit.reporting.wandb_run._MOST_WAITING", 20)
     run = FakeRun(log=lambda row: release.wait(30))
     logger, trainer = make_logger(run), make_trainer()
     trainer.start(logger)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import wandb
 
-from jaxlit.background import within
 from jaxlit.callbacks import WandbLogger
+from jaxlit.reporting.background import within
 
 
 class FakeRun:

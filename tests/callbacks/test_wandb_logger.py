@@ -17,7 +17,7 @@ from wandb_offline import history, records, run_file, summary
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, WandbLogger
 from jaxlit.errors import ArgumentError, JaxlitError, LoggerError
-from jaxlit.redaction import redact
+from jaxlit.reporting.redaction import redact
 
 STEP = "trainer/global_step"
 

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxlit as jl
+from jaxlit.core.replica import Replica
 from jaxlit.errors import StateError
-from jaxlit.replica import Replica
 
 PER_REPLICA = ("shard_map", "pmap", "simulate:8")
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -100,7 +100,7 @@ def test_each_replica_draws_its_own_dropout_mask(strategy: str) -> None:
 
 
 def test_equal_masks_are_refused_if_keys_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxlit.model.fold_keys", lambda module, replica, batch_idx: lambda: None)
+    monkeypatch.setattr("jaxlit.core.pure_module.fold_keys", lambda module, replica, batch_idx: lambda: None)
     with pytest.raises(StateError, match="from a key that is the same on every replica"):
         masks_of("shard_map")
 

@@ -1,0 +1,101 @@
+"""Checks of the Trainer's arguments: each names the argument, the value and the allowed set."""
+
+import datetime
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+
+
+def integer(name: str, value: Any, *, low: int) -> int:
+    """Return an int of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes an int of at least {low}, got {value!r}.")
+    if value < low:
+        raise ArgumentError(f"Trainer({name}=...) takes an int of at least {low}, got {value}.")
+    return int(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes True or False, got {value!r}.")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """Return one of the allowed strings."""
+    if not isinstance(value, str) or value not in allowed:
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ArgumentError(f"Trainer({name}=...) takes one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+    return value
+
+
+def limit(name: str, value: Any) -> int | float:
+    """Return a number of batches, or a fraction of them."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(
+            f"Trainer({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
+        )
+    if not value >= 0 or (isinstance(value, (float, np.floating)) and not value <= 1.0):
+        raise ArgumentError(
+            f"Trainer({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {value!r}."
+        )
+    return float(value) if isinstance(value, (float, np.floating)) else int(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes a number above 0 or None, got {value!r}.")
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"Trainer({name}=...) takes a number above 0 or None, got {value!r}.")
+    return float(value)
+
+
+def duration(name: str, value: Any, owner: str = "Trainer") -> float:
+    """Return the seconds of a timedelta, a dict of its arguments, or "DD:HH:MM:SS"."""
+    forms = "a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'"
+    parts = value
+    if isinstance(value, str):
+        if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
+        parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
+    if isinstance(parts, dict):
+        try:
+            parts = datetime.timedelta(**parts)
+        except (TypeError, ValueError, OverflowError):  # another key, NaN, or more days than it can hold
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.") from None
+    if not isinstance(parts, datetime.timedelta):
+        raise ArgumentTypeError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
+    if parts.total_seconds() < 0:
+        raise ArgumentError(f"{owner}({name}=...) takes a duration of at least 0, got {value!r}.")
+    return parts.total_seconds()
+
+
+def interval(name: str, value: Any) -> int | float | datetime.timedelta:
+    """Return a number of batches, a fraction of an epoch, or a duration."""
+    if isinstance(value, (str, dict, datetime.timedelta)):
+        if not (seconds := duration(name, value)):
+            raise ArgumentError(f"Trainer({name}=...) takes a duration above 0, got {value!r}.")
+        return datetime.timedelta(seconds=seconds)
+    rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {value!r}.")
+    whole = isinstance(value, (int, np.integer))
+    if value < 1 if whole else not 0.0 < value <= 1.0:
+        raise ArgumentError(f"Trainer({name}=...) {rule}, got {value!r}.")
+    return int(value) if whole else float(value)
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Return a sequence of strings as a tuple."""
+    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes a list or tuple of strings, got {value!r}.")
+    if not all(isinstance(x, str) for x in value):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes strings, got {value!r}.")
+    return tuple(value)

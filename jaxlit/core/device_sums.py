@@ -1,0 +1,129 @@
+"""How metrics add up on device, and where they are read."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.log import Metric
+
+
+class Table:
+    """Adds up metrics on device, all of them in one float32 array.
+
+    Row 0 holds totals (the weighted sum of a mean, the sum, the minimum or the maximum so far), row 1
+    the sum of weights. The sums of an epoch have two rows more, what rounding has cut off the first two:
+    without them a mean over a million batches is wrong in its third digit.
+
+    Args:
+        metrics: The metrics, one a column.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self.metrics = tuple(metrics)
+        # Once here, as a row is made at every logged step: the name of each column in it, None for those not in rows.
+        self.row_names = [m.step_name if m.on_step and m.logger else None for m in metrics]
+        kinds = [m.reduce_fx for m in metrics]
+        self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
+        self._extreme = self._min | self._max
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a metric shows the values of single steps."""
+        return any(m.on_step for m in self.metrics)
+
+    def empty(self) -> np.ndarray:
+        """Return the table of no batch."""
+        table = np.zeros((2, len(self.metrics)), np.float32)
+        table[0, self._min], table[0, self._max] = np.inf, -np.inf
+        return table
+
+    def empty_sums(self) -> np.ndarray:
+        """Return the sums of no batch, (4, num_metrics)."""
+        return np.concatenate([self.empty(), np.zeros((2, len(self.metrics)), np.float32)])
+
+    def entry(self, values: Sequence[jax.Array], weights: Sequence[jax.Array], share: float = 1.0) -> jax.Array:
+        """Return the table of one batch.
+
+        Args:
+            values: One () float32 a metric.
+            weights: One () float32 a metric.
+            share: The part of this batch that counts; 1/n where n replicas see the same rows.
+        """
+        if not self.metrics:
+            return jnp.zeros((2, 0), jnp.float32)
+        value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
+        # What has no weight counts nothing, even if it is NaN: the mean over a mask without an entry, say.
+        weighted = jnp.where(weight == 0, 0.0, value * weight * share)
+        total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
+        return jnp.stack([total, weight * share])
+
+    def add(self, sums: jax.Array, table: jax.Array) -> jax.Array:
+        """Return the sums, (4, num_metrics), with the table of one batch or window in them.
+
+        What an addition rounds off is kept (Knuth's two-sum), and put back as soon as it counts.
+        """
+        old, lost = sums[:2], sums[2:]
+        new = self.combine(old, table)
+        part = new - old
+        lost = lost + ((old - (new - part)) + (table - part))
+        total = new + lost
+        lost = lost - (total - new)
+        if self._extreme.any():
+            extreme = np.stack([self._extreme, np.zeros_like(self._extreme)])
+            total, lost = jnp.where(extreme, new, total), jnp.where(extreme, 0.0, lost)
+        return jnp.concatenate([total, lost])
+
+    def combine(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Return the table of the batches of both."""
+        if not self._extreme.any():
+            return a + b
+        total = jnp.where(self._min, jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0]))
+        return jnp.stack([jnp.where(self._extreme, total, a[0] + b[0]), a[1] + b[1]])
+
+    def reduce(self, table: jax.Array, psum: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
+        """Return the table of all replicas, given the sum of their tables."""
+        if not self._extreme.any():
+            return psum(table)
+        low, high = jax.lax.pmin(table[0], axis), jax.lax.pmax(table[0], axis)
+        # An infinity among the extremes must not meet another in the sum.
+        summed = psum(jnp.where(np.stack([self._extreme, np.zeros_like(self._extreme)]), 0.0, table))
+        return summed.at[0].set(jnp.where(self._min, low, jnp.where(self._max, high, summed[0])))
+
+    def refit(self, table: np.ndarray, replicas: int | None) -> np.ndarray:
+        """Return the tables of some replicas, or one of them all, for another number of replicas.
+
+        Args:
+            table: (rows, num_metrics), or with a leading dim of replicas.
+            replicas: The leading dim to return, None for none. The first replica takes what the others had.
+        """
+        if (table.shape[0] if table.ndim == 3 else None) == replicas:
+            return table
+        if table.ndim == 3:
+            joined = table.sum(0)
+            joined[0] = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), joined[0]))
+            table = joined
+        if replicas is None:
+            return table
+        empty = self.empty() if len(table) == 2 else self.empty_sums()
+        return np.stack([table, *[empty] * (replicas - 1)]).astype(np.float32)
+
+    def read(self, table: np.ndarray) -> list[float]:
+        """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
+        table = np.asarray(table, np.float64)
+        if table.ndim == 2:
+            table = table[None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if table.shape[1] == 4:
+                # Past an infinity or NaN there is nothing to put back.
+                lost = np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
+                table = table[:, :2] + lost
+            total = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), table[:, 0].sum(0)))
+            return [float(x) for x in np.where(self._mean, total / table[:, 1].sum(0), total)]
+
+
+def table_of(metrics: Any) -> Table:
+    """Return the table of metrics that were saved."""
+    return Table([Metric(**metric) for metric in metrics])

@@ -1,0 +1,169 @@
+"""Looks at the program of a step for what its numbers would not tell."""
+
+import contextlib
+import inspect
+import logging
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlit.core.leaves import Leaf
+from jaxlit.core.module import STEPS, TrainModule
+from jaxlit.core.pure_module import Model
+from jaxlit.core.replica import Replica
+from jaxlit.errors import StateError
+from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.programs import jaxpr
+
+_logger = logging.getLogger("jaxlit")
+_MANY_BYTES = 64 * 2**20  # of constants in a step
+
+
+def inspect_step(model: Model, replica: Replica, *args: Any, twice: bool = False) -> None:
+    """Find out what a training step writes to, and refuse or warn of a program that is not what its author means.
+
+    Args:
+        model: The model, whose training step was traced.
+        replica: What the step sees.
+        *args: The arguments of the step's body, abstract.
+        twice: Trace the step once more, and warn if it comes out another.
+
+    Raises:
+        StateError: It writes to trained parameters in a lower precision than theirs.
+    """
+    closed = jax.make_jaxpr(model.body("training", replica))(*args)
+    program, noted = closed.jaxpr, model.noted("training")
+    parameters = len(jax.tree.leaves(args[:2]))  # only these are cast
+    # nnx.scan and its like hand every variable back as a new value: what comes out as it came in was not written to.
+    noted.changed = tuple(
+        written and jaxpr.origin(program, program.outvars[1 + i], model.rounded if i < parameters else ()) != i
+        for i, written in enumerate(noted.changed)
+    )
+    _check_rounding(model, *args[:3])
+    _warn_of_no_gradient(model.name, program, args[0])
+    _warn_of_constants(closed, model.origin)
+    if twice:
+        _warn_of_chance(model, replica, args)
+
+
+def _check_rounding(model: Model, params: Any, frozen: Any, model_state: Any) -> None:
+    """Refuse or warn of writes to parameters that a step of lower precision sees rounded."""
+    if model.precision.compute is None or model.precision.held is not None:
+        return
+    changed, leaves = model.noted("training").changed, model.leaves(params, frozen, model_state)
+    trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
+    names = [leaf.name for leaf, written in zip(leaves, changed, strict=True) if written]
+    low = jnp.dtype(model.precision.compute).name
+    if any(changed[:trained]):
+        raise StateError(
+            f"{model.name}.training_step writes to {names[0]}, which is trained, and under precision="
+            f"{model.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
+            "precision='32-true'."
+        )
+    if any(changed[trained:parameters]):
+        _logger.warning(
+            "%s.training_step writes to %s, an nnx.Param that it sees as %s under precision=%r: what it writes is "
+            "rounded to that, and small updates are lost. Hold it in another nnx.Variable, which stays as it is.",
+            model.name,
+            names[0],
+            low,
+            model.precision.name,
+        )
+
+
+def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
+    """Refuse an evaluation step that writes to the module's state: only training changes it.
+
+    Args:
+        model: The model.
+        stage: The stage, whose step was traced.
+        loader: The loader that it was traced for.
+        replica: What the step sees.
+        *args: The arguments of the step's body, abstract; the first three are the state.
+
+    Raises:
+        StateError: Naming the variable and what to do.
+    """
+    closed, (_, (written, *_)) = jax.make_jaxpr(model.body(stage, replica, loader), return_shape=True)(*args)
+    program, leaves = closed.jaxpr, model.leaves(*args[:3])
+    parameters = len(jax.tree.leaves(args[:2]))
+    # The dict comes behind the loss, its leaves in the order of its keys.
+    for var, place in zip(program.outvars[1:], sorted(written), strict=False):
+        leaf = leaves[place]
+        own_key = is_key(jax.tree.leaves(args[:3])[place])
+        if _is_scratch(leaf) or (own_key and replica.splits):  # a key is another on each replica already
+            continue
+        if jaxpr.origin(program, var, model.rounded if place < parameters else ()) == place:
+            continue
+        short = {"validation": "val"}.get(stage, stage)
+        way = f"Return the value, log it, or write to the variable in on_{stage}_end."
+        if own_key:
+            way = "Draw from an nnx.Rngs that the module holds: its streams are others for each batch."
+        elif leaf.kind is not None and issubclass(leaf.kind, nnx.metrics.MetricState):
+            way = (
+                f"Log the metric itself, which gathers it over batches and devices: self.log('{short}/acc', metric), "
+                "or self.log_dict(metrics) for an nnx.MultiMetric."
+            )
+        raise StateError(
+            f"{model.name}.{STEPS[stage]} wrote to {leaf.name}. Only training changes the state, so the write would be "
+            f"lost. {way}"
+        )
+
+
+def _is_scratch(leaf: Leaf) -> bool:
+    """Tell whether a step may use a variable as it likes: what it writes there is meant for itself."""
+    scratch = (nnx.RngState, nnx.Cache, nnx.Intermediate)
+    return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
+
+
+def _warn_of_no_gradient(name: str, program: Any, params: Any) -> None:
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if any(jaxpr.reaches(program, [0], gradient=True)[: len(names)]):
+        return
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    _logger.warning(
+        "The loss of %s.training_step depends on no parameter, so that nothing is trained: %s. "
+        "Return the loss of the model's outputs.",
+        name,
+        some,
+    )
+
+
+def _warn_of_chance(model: Model, replica: Replica, args: tuple[Any, ...]) -> None:
+    # Two new functions: a trace of the body itself would be taken from the cache.
+    one, other = (jax.make_jaxpr(partial(model.run, "training", replica, None))(*args) for _ in range(2))
+    if not jaxpr.same_program(one, other):
+        _logger.warning(
+            "%s.training_step came out another when it was traced again: it draws from numpy or random, or reads a "
+            "clock. What it reads is frozen into the compiled step: draw from nnx.Rngs, or pass it in the batch.",
+            model.name,
+        )
+
+
+def _warn_of_constants(closed: Any, module: TrainModule) -> None:
+    for array in jaxpr.constants(closed):
+        if getattr(array, "nbytes", 0) > _MANY_BYTES:
+            _logger.warning(
+                "%s.training_step captures %s, an array of %.0f MiB, as a constant of the step. Pass it in the "
+                "batch, or hold it in an nnx.Variable.",
+                type(module).__name__,
+                _name_of(array, module),
+                array.nbytes / 2**20,
+            )
+
+
+def _name_of(array: Any, module: TrainModule) -> str:
+    step: Any = inspect.unwrap(type(module).training_step)
+    names = dict(getattr(step, "__globals__", {}))
+    free = step.__code__.co_freevars if hasattr(step, "__code__") else ()
+    for name, cell in zip(free, getattr(step, "__closure__", None) or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell may still be empty
+            names[name] = cell.cell_contents
+    for name, value in names.items():
+        if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
+            return name
+    return f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,55 @@
+"""What each leaf of a module's state is, by its place: its name, its kind of Variable, and whose it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxlit.leaf_names import leaf_name
+
+# Layers that normalize their parameters in place at each call, in evaluation too.
+_NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of (params, frozen, model_state).
+
+    Attributes:
+        name: Its path in the module, as a user writes it.
+        kind: Its class of Variable; None for an array that is in none.
+        owner: "batchnorm", "welford" or "normalizing" if it belongs to such an object, else "".
+        group: Which of those objects.
+    """
+
+    name: str
+    kind: type | None
+    owner: str = ""
+    group: int = 0
+
+
+def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
+    """Return the leaves of a module in the order of `Model.split`."""
+    owners = _owners(module)
+    found = []
+    for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            is_variable = isinstance(leaf, nnx.Variable)
+            owner, group = owners.get(id(leaf), ("", 0))
+            found.append(Leaf(leaf_name(path), type(leaf) if is_variable else None, owner, group))
+    return found
+
+
+def _owners(module: nnx.Module) -> dict[int, tuple[str, int]]:
+    """Return the owner of Variables that belong to a known object, by their id."""
+    owners: dict[int, tuple[str, int]] = {}
+    for group, (_, node) in enumerate(nnx.iter_graph(module)):
+        if isinstance(node, nnx.BatchNorm):
+            owners |= {id(x): ("batchnorm", group) for x in (node.mean, node.var)}
+        elif isinstance(node, nnx.metrics.Welford) and type(node).update is nnx.metrics.Welford.update:
+            owners |= {id(x): ("welford", group) for x in (node.count, node.mean, node.m2)}
+        elif isinstance(node, _NORMALIZING):
+            inside = (x for _, x in nnx.iter_graph(node.layer_instance) if isinstance(x, nnx.Variable))
+            owners |= {id(x): ("normalizing", group) for x in inside}
+    return owners

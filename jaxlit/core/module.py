@@ -1,0 +1,274 @@
+"""The module that a user writes: a Flax NNX module that knows how to train itself."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import optax
+from flax import nnx
+
+from jaxlit.core import log as metrics
+from jaxlit.core.log import active_collector
+from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.side_tables import hparams_of, set_hparams, trainer_of, watchers
+from jaxlit.errors import ModuleError
+
+if TYPE_CHECKING:
+    _OfClass = classmethod
+else:
+
+    class _OfClass(classmethod):
+        """A class method that an object refuses: it would look as if it changed the object."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            method = super().__get__(instance, owner)
+            if instance is None:
+                return method
+
+            def refuse(*_: Any, **__: Any) -> None:
+                name = type(instance).__name__
+                raise ModuleError(
+                    f"{name}.{method.__name__} returns a new module, and was called on one that it would leave as "
+                    f"it is. Call it on the class: module = {name}.{method.__name__}(...)."
+                )
+
+            return refuse
+
+
+class TrainModule(nnx.Module):
+    """A Flax NNX module with the steps and the optimizer of its own training.
+
+    Override `training_step` and `configure_optimizers`; `validation_step`, `test_step` and
+    `predict_step` where they are needed. Steps are compiled: they are plain JAX code that sees the
+    *global* batch as jax arrays. Any hook of `jaxlit.Callback` may be defined as well, without
+    `trainer` and `module` in its signature.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxlit as jl, optax
+        >>> from flax import nnx
+        >>> class Regression(jl.TrainModule):
+        ...     def __init__(self, *, rngs):
+        ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+        ...     def training_step(self, batch):
+        ...         loss = jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
+        ...         self.log("train/loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return optax.sgd(0.1)
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "TrainModule":
+        """Keep the constructor's arguments as hyperparameters."""
+        module = super().__new__(cls)
+        set_hparams(module, args, kwargs)
+        return module
+
+    def __getattribute__(self, name: str) -> Any:
+        # While fit runs the newest arrays are with the engine: the first touch after a step brings them here.
+        if watchers and (watcher := watchers.get(id(self))) is not None:
+            watcher.touch()
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the compiled steps read from the module is frozen: an attribute set during a run would be ignored.
+        if watchers and (watcher := watchers.get(id(self))) is not None:
+            watcher.refuse_attribute(name)
+        super().__setattr__(name, value)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a batch: a scalar, or a dict with "loss" and other outputs.
+
+        Layers run in the modes that they have when `fit` begins. What the step writes to variables is kept; what it
+        writes to a trained parameter is what the optimizer updates.
+
+        Called as `training_step(batch)` or `training_step(batch, batch_idx)`; `batch_idx` is a traced
+        () int32. What the dict holds beside the loss reaches `on_train_batch_end` as `outputs`.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Log the metrics of a validation batch; called like `training_step`, in evaluation mode.
+
+        Only training changes the state: a write to a variable of the module is refused. A metric that it updates
+        is logged, `self.log("val/accuracy", self.accuracy)`.
+        """
+        raise NotImplementedError
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Log the metrics of a test batch; see `validation_step`."""
+        raise NotImplementedError
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the predictions of a batch: a pytree of arrays with one row for each row of the batch."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> "optax.GradientTransformation | Optimizer":
+        """Return an optax transform, or a `jaxlit.Optimizer`."""
+        raise NotImplementedError
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str = "mean",
+        batch_size: Any = None,
+        add_dataloader_idx: bool = True,
+    ) -> None:
+        """Log a scalar from a step or a hook.
+
+        In a step the call runs while the step is traced, once; afterwards the value is one column of a
+        small array that the step returns. In a hook the value is kept as it is and read when it is needed.
+
+        Args:
+            name: The metric's name, `train/loss` say.
+            value: () number; in a step also an `nnx.metrics.Average` or `Accuracy` that was updated there, of
+                which the step's own share is logged: exact over batches of any size and over replicas.
+            prog_bar: Show it in the progress bar.
+            logger: Send it to `on_log`, and so to the loggers; None, Lightning's default, is True.
+            on_step: Log the value of every `log_every_n_steps`-th step. Default: in `training_step` and training
+                batch hooks. In validation and test it shows in `trainer.logged_metrics` and makes no row.
+            on_epoch: Log the value of the epoch. Default: everywhere else. With both, the names end in `_step` and
+                `_epoch`.
+            reduce_fx: How an epoch adds up: "mean" (weighted by `batch_size`), "sum", "min" or "max". Where a step sees
+                one replica's rows, a sum adds up what each replica logs.
+            batch_size: The weight of this batch, an int or a () array. Default: its rows.
+            add_dataloader_idx: With several loaders, append `/dataloader_idx_<i>` to the name.
+
+        Raises:
+            LogError: The call or the value is not one that can be logged.
+        """
+        metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        """Log several values at once, a mapping or an `nnx.MultiMetric`; the other arguments are those of `log`."""
+        for name, value in metrics.named_values(dictionary).items():
+            self.log(name, value, *args, **kwargs)
+
+    @_OfClass
+    def load_from_checkpoint(cls, path: str | Path, /, *, strict: bool = True, **overrides: Any) -> Self:
+        """Build the module with the hyperparameters and the weights of a checkpoint.
+
+        Constructor arguments that are JSON values are kept in a checkpoint; `rngs` need not be given.
+
+        Args:
+            path: A checkpoint, or a run's folder, of which the newest that verifies is taken.
+            strict: Refuse a checkpoint that does not fit; otherwise what fits is taken, and the rest named.
+            **overrides: Constructor arguments that win over those of the checkpoint, or that it does not keep.
+
+        Raises:
+            CheckpointError: It is damaged, or does not fit: a table says what differs.
+        """
+        from jaxlit.checkpoints.weights import load_module
+
+        return load_module(cls, path, overrides, strict=strict)  # type: ignore[return-value]
+
+    @property
+    def trainer(self) -> Any:
+        """The `Trainer` that runs this module."""
+        if (trainer := trainer_of(self)) is None:
+            raise AttributeError(f"{type(self).__name__} is not attached to a Trainer. Call trainer.fit(module, ...).")
+        return trainer
+
+    @property
+    def global_step(self) -> Any:
+        """Optimizer steps taken: an int, inside a step a traced () int32."""
+        collector = active_collector()
+        return self.trainer.global_step if collector is None else collector.step
+
+    @property
+    def current_epoch(self) -> Any:
+        """The epoch: an int, inside a step a traced () int32."""
+        collector = active_collector()
+        return self.trainer.current_epoch if collector is None else collector.epoch
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The constructor's arguments that are JSON values."""
+        return hparams_of(self)
+
+
+STEPS = {"training": "training_step", "validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def is_overridden(module: TrainModule, method: str) -> bool:
+    """Tell whether the module's class defines a method of `TrainModule` itself."""
+    return getattr(type(module), method) is not getattr(TrainModule, method)
+
+
+def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> Optimizer:
+    """Return what `configure_optimizers` returned, as an `Optimizer`.
+
+    Args:
+        module: The module.
+        cls: The class whose method is asked, its own if left out.
+
+    Raises:
+        ModuleError: It is missing or returned something else.
+    """
+    cls = cls or type(module)
+    if cls.configure_optimizers is TrainModule.configure_optimizers:
+        raise ModuleError(
+            f"fit needs {cls.__name__}.configure_optimizers. Return an optax transform from it, optax.adamw(1e-3) say."
+        )
+    made = cls.configure_optimizers(module)
+    if isinstance(made, optax.MultiSteps):  # a transform in all but its type
+        made = made.gradient_transformation()
+    if isinstance(made, optax.GradientTransformation):  # a NamedTuple, so this comes before the tuple
+        return Optimizer(made)
+    if isinstance(made, Optimizer) and isinstance(made.tx, optax.GradientTransformation):
+        return made
+    where = f"{cls.__name__}.configure_optimizers"
+    if isinstance(made, (list, tuple)):
+        kind = "optimizers" if all(isinstance(x, optax.GradientTransformation) for x in made) else "things"
+        raise ModuleError(
+            f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform. A schedule goes into "
+            "it: optax.adamw(schedule)."
+        )
+    raise ModuleError(
+        f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {made!r}. "
+        "Return optax.adamw(1e-3), say."
+    )
+
+
+def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Callable[[Any, jax.Array], Any]:
+    """Return the stage's step as a function of (batch, batch_idx), whichever of them it takes.
+
+    Args:
+        module: The module.
+        stage: "training", "validation", "test" or "predict".
+        loader: The `dataloader_idx` for a step that takes one.
+
+    Raises:
+        ModuleError: The step is missing, or has another signature.
+    """
+    name = STEPS[stage]
+    if not is_overridden(module, name):
+        raise ModuleError(f"{type(module).__name__} has no {name}. Define {name}(self, batch).")
+    step = getattr(module, name)
+    signature = inspect.signature(step)
+    extra = {"dataloader_idx": loader or 0} if takes_loader(module, stage) else {}
+    second = [*signature.parameters.values()][1:2]
+    # A second argument with a default is the index only if it is called so.
+    wants = bool(second) and (second[0].default is inspect.Parameter.empty or second[0].name == "batch_idx")
+    for count in (2, 1) if wants or not second else (1,):
+        try:
+            signature.bind(*[None] * count, **extra)
+        except TypeError:
+            continue
+        return lambda batch, batch_idx: step(*(batch, batch_idx)[:count], **extra)
+    also = "" if stage == "training" else ", with dataloader_idx=0 behind them for several loaders"
+    raise ModuleError(
+        f"{type(module).__name__}.{name}{signature} must take (self, batch) or (self, batch, batch_idx){also}."
+    )
+
+
+def takes_loader(module: TrainModule, stage: str) -> bool:
+    """Tell whether the stage's step asks which loader a batch is from."""
+    parameters = inspect.signature(getattr(module, STEPS[stage])).parameters
+    return stage != "training" and "dataloader_idx" in parameters

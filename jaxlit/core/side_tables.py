@@ -1,0 +1,97 @@
+"""What belongs to a module but not to its graph."""
+
+import inspect
+import json
+import weakref
+from typing import Any, Generic, Protocol, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Watcher(Protocol):
+    """What is told when a module is touched while a run has its arrays."""
+
+    def touch(self) -> None:
+        """Bring the module's arrays up to date."""
+
+    def refuse_attribute(self, name: str) -> None:
+        """Refuse to set an attribute where the compiled steps could not follow."""
+
+
+class _SideTable(Generic[_T]):
+    """Values by module, forgotten with it; by identity, as a dataclass module has no hash."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, _T] = {}
+
+    def __setitem__(self, module: Any, value: _T) -> None:
+        if id(module) not in self._values:
+            weakref.finalize(module, self._values.pop, id(module), None)
+        self._values[id(module)] = value
+
+    def get(self, module: Any, default: Any = None) -> Any:
+        """Return the module's value."""
+        return self._values.get(id(module), default)
+
+
+# What belongs to a module but not to its graph: an attribute would change the graphdef, and with it
+# every compiled step.
+_hparams: _SideTable[dict[str, Any]] = _SideTable()
+_trainers: "_SideTable[weakref.ref[Any]]" = _SideTable()
+
+# By id of the module; empty outside a run, so that touching a module then costs nothing.
+watchers: dict[int, Watcher] = {}
+
+
+def attach(module: Any, trainer: Any) -> Any:
+    """Make `module.trainer` the trainer, and return the one that it was."""
+    outer = _trainers.get(module)
+    _trainers[module] = weakref.ref(trainer)
+    return outer() if outer else None
+
+
+def trainer_of(module: Any) -> Any:
+    """Return the Trainer that runs, or ran, the module; None without one."""
+    found = _trainers.get(module)
+    return found() if found else None
+
+
+def hparams_of(module: Any) -> dict[str, Any]:
+    """Return the module's hyperparameters without touching it."""
+    return dict(_hparams.get(module, {}))
+
+
+def share_hparams(copy: Any, module: Any) -> None:
+    """Give a copy the module's hyperparameters."""
+    if (hparams := _hparams.get(module)) is not None:
+        _hparams[copy] = hparams
+
+
+def share_side_tables(copy: Any, module: Any) -> None:
+    """Give the copy that a step sees the module's hyperparameters and Trainer."""
+    share_hparams(copy, module)
+    if (trainer := _trainers.get(module)) is not None:
+        _trainers[copy] = trainer
+
+
+def set_hparams(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep those of a constructor's arguments that are JSON values."""
+    try:
+        # In part: jl.lazy leaves out rngs.
+        bound = inspect.signature(type(module).__init__).bind_partial(module, *args, **kwargs)
+    except TypeError:
+        return  # the constructor itself will say what is wrong
+    bound.apply_defaults()
+    arguments = dict(list(bound.arguments.items())[1:])
+    for parameter in inspect.signature(type(module).__init__).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    _hparams[module] = {k: v for k, v in arguments.items() if _is_json(v)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""Everything a training step changes, as one pytree, and its flat form."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlit.leaf_names import is_key
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Window:
+    """An accumulation window: what the microbatches since the last optimizer step add up to.
+
+    Strategies whose step sees one replica's rows keep a window per replica, stacked along a leading
+    dim of size `num_replicas`, and reduce it once, in the update step.
+    """
+
+    grads: nnx.State  # sum of row-weighted gradients, the shape of the parameters, float32
+    rows: jax.Array  # () float32, rows so far
+    metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.device_sums.Table
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a training step changes."""
+
+    counters: jax.Array  # (4,) int32: step, epoch, batch_idx, bad_step
+    params: nnx.State  # variables that the optimizer trains
+    frozen: nnx.State  # nnx.Param variables that it does not
+    model_state: nnx.State  # batch statistics, rng keys and counts, caches, custom variables
+    opt_state: Any  # optax.OptState
+    window: Window | None  # None when every batch is an optimizer step
+    loss_scale: jax.Array | None  # (2,) float32, see jaxlit.core.precision; None without loss scaling
+    sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
+
+    # The counters share an array: each array more in the state costs a step one or two microseconds.
+    @property
+    def step(self) -> jax.Array:
+        """() int32, optimizer steps taken."""
+        return self.counters[0]
+
+    @property
+    def epoch(self) -> jax.Array:
+        """() int32, the current epoch."""
+        return self.counters[1]
+
+    @property
+    def batch_idx(self) -> jax.Array:
+        """() int32, batches of this epoch seen."""
+        return self.counters[2]
+
+    @property
+    def bad_step(self) -> jax.Array:
+        """() int32, step of a non-finite loss or gradient, -1 if there was none."""
+        return self.counters[3]
+
+    def advance(self, *, steps: int, bad_step: jax.Array | None = None) -> "TrainState":
+        """Count one batch and `steps` optimizer steps."""
+        bad_step = self.bad_step if bad_step is None else bad_step
+        return replace(self, counters=jnp.stack([self.step + steps, self.epoch, self.batch_idx + 1, bad_step]))
+
+
+class Layout:
+    """How a pytree of arrays is held as a flat list of raw arrays.
+
+    Typed PRNG keys leave jit's C++ fast path, so a key is held as its raw `key_data` and wrapped again
+    inside the trace.
+
+    Args:
+        tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
+
+    Attributes:
+        key_impls: The implementation of each leaf that is a key, by its place.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self.treedef = jax.tree.flatten(tree)
+        self.key_impls = {i: _key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+
+    def flatten(self, tree: Any) -> list[jax.Array]:
+        """Return the leaves of `tree`, keys as raw data."""
+        leaves = jax.tree.leaves(tree)
+        for i in self.key_impls:
+            leaves[i] = jax.random.key_data(leaves[i])
+        return leaves
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """Return the tree of `leaves`, raw data as keys."""
+        if self.key_impls:
+            leaves = list(leaves)
+            for i, impl in self.key_impls.items():
+                leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _key_impl(x: Any) -> Any:
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
+    return impls[0]

@@ -1,0 +1,267 @@
+"""The bodies of the compiled steps, as pure functions of a state and a batch.
+
+A strategy decides what a body sees, the global batch or one replica's rows. Everything that differs
+between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxlit.core.device_sums import Table
+from jaxlit.core.pure_module import Model
+from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
+from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.state import Layout, TrainState, Window
+from jaxlit.errors import ModuleError
+from jaxlit.leaf_names import is_key
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Builds the training steps of a model.
+
+    Args:
+        model: The model.
+        tx: The optimizer.
+        layout: How the flat state is laid out.
+        nan_policy: "raise", "skip" or "ignore".
+        clip: What is done to the gradients of an optimizer step first; it must be without state.
+        traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
+    """
+
+    model: Model
+    tx: optax.GradientTransformation
+    layout: Layout
+    nan_policy: str
+    clip: optax.GradientTransformation | None = None
+    traced: tuple[Callable[..., Any], ...] = ()
+
+    def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
+        """Add one batch to the accumulation window.
+
+        Returns:
+            The state, the window's table so far (of this replica), and this batch's loss and outputs.
+        """
+        state = self.layout.unflatten(leaves)
+        state, loss, outputs = self._accumulate(replica, state, batch)
+        assert state.window is not None
+        table, state = state.window.metrics, state.advance(steps=0)
+        return self.layout.flatten(state), self._logs(table, state), loss, outputs
+
+    def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+        """Take an optimizer step with one batch, or with the window that it completes.
+
+        Returns:
+            The state, the table of the batch or window, the batch's loss if it ends a window, its outputs, and with
+            traced functions a tuple of their results.
+        """
+        old = self.layout.unflatten(leaves)
+        if old.window is None:
+            new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
+            loss = None  # it is in the table
+            grads = replica.pmean(grads)
+            if replica.splits:
+                table = self.table.reduce(table, replica.psum, str(replica.axis))
+        else:
+            new, loss, outputs = self._accumulate(replica, old, batch)
+            assert new.window is not None
+            table, rows = new.window.metrics, new.window.rows
+            if replica.axis is not None:
+                table = self.table.reduce(table, replica.psum, replica.axis)
+            grads, rows = replica.psum((new.window.grads, rows))
+            grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
+            new = replace(new, window=self._empty_window(new.window))
+        grads = replica.constrain_grads(grads)
+        params = new.params  # as the batch left them
+        new, updates = self._apply(old, new, grads, table)
+        seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
+        return self.layout.flatten(new), self._logs(table, new), loss, outputs, *([seen] if self.traced else [])
+
+    @property
+    def table(self) -> Table:
+        """The training metrics."""
+        return self.model.table("training")
+
+    def _gradient(
+        self, replica: Replica, state: TrainState, batch: Any, share: float
+    ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
+        """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
+        noted, held = self.model.noted("training"), (state.params, state.frozen, state.model_state)
+        batch = replica.constrain_batch(batch)
+        body = self.model.body("training", replica)
+        params, *rest = hand_out(replica, held, noted.sharing)
+        rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
+        factor, scale = replica.loss_factor, state.loss_scale
+
+        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+            loss, aux = body(params, *rest)
+            loss = loss if factor == 1 else loss * factor
+            return loss if scale is None else loss * scale[0], (loss, aux)
+
+        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
+        new, (_, *values), weights, outputs = aux
+        new = gather(replica, _unless(held, new, noted.changed), noted.sharing)
+        state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
+        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
+        # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
+        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, noted.sharing), share)
+        return state, grads, entry, loss, outputs
+
+    def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
+        """Return the state with the batch in its window, this body's loss, and the outputs."""
+        new, grads, table, loss, outputs = self._gradient(replica, old, batch, replica.share)
+        window = old.window
+        assert window is not None
+        weight = num_rows(batch) * replica.share
+        grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
+        window = Window(replica.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        written = (new.params, new.frozen, new.model_state)
+        if self.nan_policy != "ignore":
+            # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
+            sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
+            written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
+        params, frozen, model_state = written
+        return replace(new, params=params, frozen=frozen, model_state=model_state, window=window), loss, outputs
+
+    def _empty_window(self, window: Window) -> Window:
+        return Window(
+            jax.tree.map(jnp.zeros_like, window.grads),
+            jnp.zeros_like(window.rows),
+            jnp.broadcast_to(self.table.empty(), window.metrics.shape),
+        )
+
+    def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
+        """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out.
+
+        What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
+        behind `nnx.value_and_grad`.
+        """
+
+        def update() -> tuple[Any, ...]:
+            tx, clipped = optax.with_extra_args_support(self.tx), grads
+            if self.clip is not None:
+                clipped, _ = self.clip.update(grads, self.clip.init(new.params))
+            try:
+                updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
+            except TypeError as error:
+                if "argument" not in str(error):
+                    error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
+                    raise
+                raise ModuleError(
+                    f"{self.model.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
+                    f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
+                    "say, needs a loop of your own."
+                ) from error
+            params = optax.apply_updates(new.params, updates)
+            opt_state = jax.tree.map(_like, old.opt_state, opt_state)
+            # Kept for traced functions only: otherwise they would be one more copy of the parameters.
+            return params, opt_state, new.frozen, new.model_state, updates if self.traced else None
+
+        loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
+        checks = self.nan_policy != "ignore"
+        if not checks and old.loss_scale is None:
+            params, opt_state, _, _, updates = update()
+            return replace(new, params=params, opt_state=opt_state, sums=sums).advance(steps=1), updates
+        # Leaf by leaf: the norm of finite gradients may overflow.
+        finite_grads = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        overflow = jnp.zeros((), bool)
+        if (scale := old.loss_scale) is not None:
+            # What is not finite without any scaling is no overflow of it.
+            overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
+            new = replace(new, loss_scale=self.model.precision.next_scale(scale, overflow))
+        bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
+        sticky = self.nan_policy == "raise"
+        ok = ~bad & ~overflow & (old.bad_step < 0 if sticky else True)
+
+        def keep() -> tuple[Any, ...]:
+            frozen, model_state = jax.tree.map(
+                _keep_counters, (old.frozen, old.model_state), (new.frozen, new.model_state)
+            )
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
+            return old.params, old.opt_state, frozen, model_state, nothing
+
+        # cond, not where: where computes both sides and holds a second copy of the state.
+        params, opt_state, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
+        mark = bad & ((old.bad_step < 0) | (not sticky))
+        new = replace(new, params=params, opt_state=opt_state, frozen=frozen, model_state=model_state)
+        new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
+        return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
+
+    def _logs(self, table: jax.Array, state: TrainState) -> jax.Array:
+        if self.nan_policy == "ignore":
+            return table
+        # One small array out of the step: the flag is one more column of it.
+        bad = (state.bad_step >= 0).astype(jnp.float32)
+        return jnp.concatenate([table, jnp.stack([bad, bad])[:, None]], axis=1)
+
+
+def _unless(old: Any, new: Any, changed: tuple[bool, ...]) -> Any:
+    """Return `new` where a step changed it, else `old`."""
+    treedef = jax.tree.structure(new)
+    triples = zip(jax.tree.leaves(old), jax.tree.leaves(new), changed, strict=True)
+    return treedef.unflatten([b if written else a for a, b, written in triples])
+
+
+def _keep_counters(old: jax.Array, new: jax.Array) -> jax.Array:
+    return old if jnp.issubdtype(new.dtype, jnp.floating) else new
+
+
+def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    if old is new or not jnp.issubdtype(new.dtype, jnp.floating):
+        return new
+    return jnp.where(jnp.isfinite(new).all() & ~stopped, new, old)
+
+
+def _like(old: jax.Array, new: jax.Array) -> jax.Array:
+    # An optimizer that widens its state would compile the step a second time.
+    return new if is_key(old) else jnp.asarray(new, old.dtype)
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """Builds the validation, test or predict step of a model.
+
+    Args:
+        model: The model.
+        stage: "validation", "test" or "predict".
+        loader: The `dataloader_idx` of a step that takes one, else None.
+        layout: How (counters, params, frozen, model_state) is laid out flat.
+    """
+
+    model: Model
+    stage: str
+    loader: int | None
+    layout: Layout
+
+    def run(
+        self, replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
+    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
+        """Add one batch to the metrics; the state is only read.
+
+        Args:
+            replica: What this body sees.
+            leaves: The flat state.
+            sums: The metrics so far, (4, num_metrics) float32 of this replica, and () int32 batches seen.
+            batch: The batch.
+
+        Returns:
+            The new `sums`, the batch's own table if a metric shows its steps, and what the step returned.
+        """
+        counters, params, frozen, model_state = self.layout.unflatten(leaves)
+        step, epoch = counters[0], counters[1]
+        batch = replica.constrain_batch(batch)
+        table, batch_idx = sums
+        body = self.model.body(self.stage, replica, self.loader)
+        _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
+        metrics, noted = self.model.table(self.stage, self.loader), self.model.noted(self.stage, self.loader)
+        entry = metrics.entry(*on_replica(replica, metrics, values, weights, noted.sharing), replica.share)
+        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
+        return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

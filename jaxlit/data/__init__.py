@@ -1,0 +1,1 @@
+"""From a user's loader to a batch that a step can take."""

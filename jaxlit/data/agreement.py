@@ -1,0 +1,116 @@
+"""What several processes must have in common about the batches of one loader."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.core.replica import num_rows
+from jaxlit.data.array_loader import ArrayLoader, differences
+from jaxlit.data.intake import named_leaves
+from jaxlit.distributed.exchange import agree, join_rows
+from jaxlit.distributed.start import own_rows
+from jaxlit.errors import DataError
+from jaxlit.strategies.base import Whole, with_rows
+
+
+class Agreement:
+    """Sees that the batches of all processes make one global batch.
+
+    The first batch of a loader is compared between the processes, and the last one of each epoch, whose rows may
+    differ. No other costs one, except that rows which do not divide among the devices are joined.
+
+    Args:
+        source: The loader: a `jaxlit.data.Source`.
+        num_replicas: How many ways the rows of a global batch are split.
+    """
+
+    def __init__(self, source: Any, num_replicas: int) -> None:
+        self._source, self._num_replicas = source, num_replicas
+        self._told: list[int] | None = None  # rows of each process in every batch but the last
+        self._count = 0
+
+    def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
+        """Return the global batch's shapes, and the batch to place: this process's rows, or `Whole` of all rows.
+
+        Args:
+            batch: This process's part.
+            at: Where its iteration stands behind it.
+            last: Whether it is the last of the epoch.
+
+        Raises:
+            DataError: The processes' batches do not belong together.
+        """
+        argument, rows, loader = self._source.argument, num_rows(batch), self._source.loader
+        self._count += 1
+        if self._told is None:
+            told = self._told = self._first(batch, last)
+        elif type(loader) is ArrayLoader and self._source.prepare is None:  # known without asking
+            count = min(loader.batch_size, loader.num_rows - (at - 1) * loader.batch_size)
+            parts = [own_rows(count, process) for process in range(jax.process_count())]
+            told = [part.stop - part.start for part in parts]
+        elif last:
+            told = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
+        elif rows == self._told[jax.process_index()]:
+            told = self._told
+        else:
+            before, process = self._told[jax.process_index()], jax.process_index()
+            raise DataError(
+                f"{argument}: a batch in the middle of an epoch has {rows} rows in process {process}, those before had "
+                f"{before}. In several processes only the last batch of an epoch may have other rows: the processes do "
+                "not know of each other's."
+            )
+        if len(set(told)) == 1 and sum(told) % self._num_replicas == 0:
+            return with_rows(batch, sum(told)), batch
+        whole = jax.tree.map(lambda x: join_rows(x, told) if x.ndim else x, batch)
+        return with_rows(whole, sum(told)), Whole(whole)
+
+    def _first(self, batch: Any, last: bool) -> list[int]:
+        """Compare the first batches; returns every process's rows."""
+        argument, loader, rows = self._source.argument, self._source.loader, num_rows(batch)
+        shared = type(loader) is ArrayLoader
+        kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
+        mine = {
+            "kinds": kinds,
+            "rows": rows,
+            "length": self._source.length,
+            "last": last,
+            "digest": _digest(batch),
+            "loader": loader.fingerprint if shared else {},
+        }
+        told = agree(f"the first batch of {argument}", mine)
+        for process, theirs in enumerate(told):
+            between = f"between process {process} (was) and process {jax.process_index()} (is)"
+            if what := differences(theirs["kinds"], kinds):
+                raise DataError(
+                    f"{argument}: dtype and shape of a row differ {between}: {what}. Build the same loader everywhere."
+                )
+            if what := differences(theirs["loader"], mine["loader"]):
+                raise DataError(
+                    f"{argument}: the ArrayLoader differs {between}: {what}. Give every process all the arrays and the "
+                    "same arguments, seed included: it takes its own share of each batch."
+                )
+        lengths, sizes = [theirs["length"] for theirs in told], [theirs["rows"] for theirs in told]
+        same_rows = len(set(sizes)) == 1 or shared or all(theirs["last"] for theirs in told)
+        if len(set(lengths)) > 1 or len({theirs["last"] for theirs in told}) > 1 or not same_rows:
+            raise DataError(
+                f"{argument}: the processes differ in the number of batches or in the rows of the first one: batches "
+                f"{lengths}, rows {sizes}, by process. Give each the same: leave the remainder of the data out when "
+                "you share it, by drop_remainder=True say."
+            )
+        distinct = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
+        if not shared and distinct and len({theirs["digest"] for theirs in told}) == 1:
+            raise DataError(
+                f"{argument}: every process reads the same rows. Give each its share: "
+                "dataset[jax.process_index()::jax.process_count()] of a grain dataset, before it is batched, "
+                "jl.distributed.shard_options() for a grain.DataLoader, or a jl.ArrayLoader, which shares by itself."
+            )
+        return sizes
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for x in jax.tree.leaves(batch):
+        digest.update(np.ascontiguousarray(x).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,142 @@
+"""Batches of arrays in memory or mapped from disk."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.distributed.start import own_rows
+from jaxlit.errors import ArgumentError, DataError
+from jaxlit.leaf_names import leaf_name
+
+
+class ArrayLoader:
+    """Batches of arrays in memory or mapped from disk, taken by one vectorised index each.
+
+    Batch k of epoch e is a function of (seed, e, k) alone; the Trainer sets the epoch. In several processes, which
+    all hold the same arrays, each gives its own rows of a batch.
+
+    Args:
+        arrays: A pytree of arrays with the same leading size, `np.memmap` for data larger than memory.
+        batch_size: Global rows of a batch.
+        shuffle: Take the rows in another order each epoch.
+        seed: The seed of that order.
+        drop_remainder: Leave out a last batch that is not full.
+
+    Raises:
+        ArgumentError: An argument is out of its range, or leading sizes differ.
+
+    Example:
+        >>> import jaxlit as jl, numpy as np
+        >>> loader = jl.ArrayLoader({"x": np.zeros((10, 3)), "y": np.arange(10)}, 4, shuffle=True)
+        >>> len(loader)
+        3
+    """
+
+    def __init__(
+        self, arrays: Any, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
+    ) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(arrays)
+        if not leaves:
+            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")
+        sizes = {}
+        for path, x in leaves:
+            if not getattr(x, "shape", ()):
+                where = leaf_name(path) or "arrays"
+                raise ArgumentError(
+                    f"ArrayLoader(arrays, ...): {where} must be an array with rows, got {type(x).__name__}. "
+                    "Pass numpy arrays whose first dim is the row."
+                )
+            sizes[leaf_name(path)] = x.shape[0]
+        if len(set(sizes.values())) > 1:
+            raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            raise ArgumentError(f"ArrayLoader(seed=...) must be an int of at least 0, got {seed!r}.")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+            raise ArgumentError(f"ArrayLoader(batch_size=...) must be a positive int, got {batch_size!r}.")
+        self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
+        self.seed, self.drop_remainder = int(seed), bool(drop_remainder)
+        self.num_rows = next(iter(sizes.values()))
+        # A plain view of a memory map is indexed faster than the map, and reads from the disk as late.
+        # A pandas column is indexed by its labels, so it is made an array as well.
+        ours = lambda x: isinstance(x, (np.ndarray, jax.Array)) or hasattr(x, "to_numpy")  # noqa: E731
+        self._leaves = [np.asarray(x) if ours(x) else x for _, x in leaves]
+        self._treedef = jax.tree.structure(arrays)
+        self._epoch, self._next, self._start = 0, 0, 0
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.num_rows, self.batch_size)
+        return full + (rest > 0 and not self.drop_remainder)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order the next iteration takes."""
+        if epoch != self._epoch:
+            self._epoch, self._next, self._start = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order, start, self._start = self._order(self._epoch), self._start, 0
+        for k in range(start, len(self)):
+            first, stop = k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows)
+            own = own_rows(stop - first)
+            rows = slice(first + own.start, first + own.stop)
+            self._next = k + 1
+            yield self._treedef.unflatten([_take(x, rows, order) for x in self._leaves])
+
+    def unshuffled(self) -> "ArrayLoader":
+        """Return a loader of the same rows in their own order."""
+        return ArrayLoader(self.arrays, self.batch_size, drop_remainder=self.drop_remainder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration stands: epoch, next batch, and a fingerprint of data and arguments."""
+        return {"epoch": self._epoch, "batch": self._next, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the next iteration where `state_dict` was taken.
+
+        Raises:
+            DataError: It was taken from other data, or with another batch size, seed or order.
+        """
+        if what := differences(state["fingerprint"], self.fingerprint):
+            raise DataError(
+                f"ArrayLoader.load_state_dict: the state belongs to other data: {what}. Build the loader as it was "
+                "built when the state was taken."
+            )
+        self._epoch, self._start = int(state["epoch"]), int(state["batch"])
+        self._next = self._start
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the order and the content of the batches depend on; of the content a few rows are looked at."""
+        named = zip(jax.tree_util.tree_leaves_with_path(self.arrays), self._leaves, strict=True)
+        digest = hashlib.sha256()
+        for (path, _), x in named:
+            digest.update(repr((leaf_name(path), tuple(x.shape), str(x.dtype))).encode())
+            if self.num_rows and x.dtype != object:  # whose bytes are addresses
+                sample = np.unique(np.linspace(0, self.num_rows - 1, 16).astype(int))
+                digest.update(np.ascontiguousarray(x[sample]).tobytes())
+        return {
+            "rows": self.num_rows,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_remainder": self.drop_remainder,
+            "arrays": digest.hexdigest()[:16],
+        }
+
+    def _order(self, epoch: int) -> np.ndarray | None:
+        return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows) if self.shuffle else None
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return what differs between two fingerprints, nothing if they are equal."""
+    names = [*now, *(name for name in was if name not in now)]
+    pairs = {name: (was.get(name, "nothing"), now.get(name, "nothing")) for name in names}
+    return "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new)
+
+
+def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:
+    # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
+    return np.array(x[rows]) if order is None else np.asarray(x[order[rows]])

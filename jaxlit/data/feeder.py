@@ -1,0 +1,245 @@
+"""From a loader to the step: batches are drawn, checked and placed ahead of the step that takes them."""
+
+import itertools
+import logging
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxlit.data.agreement import Agreement
+from jaxlit.data.source import Source
+from jaxlit.data.watchdog import Watchdog
+
+# A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
+_SLOW_S = 300e-6
+_NOTED_S = 20e-6  # less is no wait
+_TIMED = 8  # batches after which it is known
+_AHEAD = 2  # batches that the thread holds ready, where nobody asked for a number
+
+_END = object()
+_logger = logging.getLogger("jaxlit")
+
+
+class Feeder:
+    """Feeds the steps of a run.
+
+    Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
+    from loaders whose first batches were slow, or where `prefetch` asks for it.
+
+    Args:
+        place: Puts what goes to the step onto the devices.
+        num_replicas: How many ways the rows of a batch are split.
+        num_processes: How many processes feed the same steps.
+        prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
+        watchdog: Watches the wait for a batch.
+        interrupted: Tells whether a wait for data is to be given up.
+        epoch: Tells the epoch of training, for messages.
+
+    Attributes:
+        token: A result of the newest step; what is drawn until it is ready costs no time.
+        example: What the batch given last is to the step: the host batch, or in several processes global shapes.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[Any], Any],
+        *,
+        num_replicas: int,
+        num_processes: int,
+        prefetch: int | str,
+        watchdog: Watchdog,
+        interrupted: Callable[[], bool],
+        epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._place, self._num_replicas, self._several = place, num_replicas, num_processes > 1
+        self._prefetch, self._interrupted, self._epoch = prefetch, interrupted, epoch
+        self._watchdog = watchdog if watchdog.has_limit else None
+        self.token: Any = None
+        self.example: Any = None
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def batches(
+        self, source: Source, epoch: int, limit: int | None, start: int = 0
+    ) -> Iterator[tuple[Any, Any, bool, Any]]:
+        """Return an iterator over one epoch, or over what is left of it behind `start` batches.
+
+        It gives (placed batch, host batch, is last, where the iteration stands behind it) of each batch.
+        One batch is drawn ahead, so that the last is known as such even if the loader has no length.
+
+        Raises:
+            Exception: What the loader raised, with a note that says where; the batches before it come first.
+        """
+        found = self._batches(source, epoch, None if limit is None else max(limit - start, 0), start)
+        self._open.add(found)
+        return found
+
+    def close(self) -> None:
+        """Stop the threads and loaders of iterators that an error has kept from their end."""
+        for found in list(self._open):
+            found.close()
+
+    def _batches(
+        self, source: Source, epoch: int, limit: int | None, start: int
+    ) -> Iterator[tuple[Any, Any, bool, Any]]:
+        draws = source.epoch(epoch)
+        stream, thread = itertools.islice(draws, limit), None
+        depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
+        if _are_slow(source.times) if self._prefetch == "auto" else depth:
+            stream = thread = _Thread(stream, depth, self._interrupted)
+        if self._several and source.agreement is None:
+            source.agreement = Agreement(source, self._num_replicas)
+        agreement, source.waited = source.agreement, 0.0
+        try:
+            drawn = self._draw(source, stream, start)
+            for k in itertools.count(start + 1):
+                if drawn is _END or (thread is not None and thread.given_up):
+                    return
+                if isinstance(drawn, _Failure):
+                    raise _noted(drawn.error, source, self._epoch(), k - 1)
+                try:
+                    host, batch = source.take(drawn[0])
+                except Exception as error:
+                    _noted(error, source, self._epoch(), k - 1)
+                    raise
+                placed = None
+                if agreement is None:
+                    self.example, placed = batch, self._place(batch)
+                following = self._draw(source, stream, k)
+                if thread is not None and thread.given_up:
+                    return
+                if agreement is not None:
+                    self.example, batch = agreement(batch, drawn[1], last=following is _END)
+                    placed = self._place(batch)
+                slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
+                if slow and following is not _END and not isinstance(following, _Failure):
+                    stream = thread = _Thread(stream, depth, self._interrupted)
+                yield placed, host, following is _END, drawn[1]
+                drawn = following
+        finally:
+            if thread is None or thread.close(10.0 if source.goes_on else 1.0):
+                draws.close()
+
+    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
+        """Return the next draw, `_END` or a `_Failure`, and count the time."""
+        start = time.perf_counter()
+        if self._watchdog is not None:
+            self._watchdog.watch(source.argument, self._epoch(), k)
+        try:
+            return next(stream, _END)
+        except Exception as error:  # raised when the batches before it are done
+            return _Failure(error)
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.rest()
+            seconds = time.perf_counter() - start
+            if len(source.times) < _TIMED:
+                source.times.append(seconds)
+            if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
+                source.waited += seconds
+
+
+def look(source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:
+    """Draw a loader's first batch and refuse one that no step could take.
+
+    Args:
+        source: The loader.
+        limit: How many batches of it are wanted; nothing is drawn for 0.
+        watchdog: Watches the wait.
+        required: Whether an empty loader is refused; else it is only told of.
+    """
+    if source.looked or (limit == 0 and source.length != 0):
+        return
+    watchdog.watch(source.argument, 0, 0)
+    try:
+        source.peek()
+    except Exception as error:
+        _noted(error, source, 0, 0)
+        raise
+    finally:
+        watchdog.rest()
+    if source.looked and not source.gave:
+        if required:
+            raise source.empty()
+        _logger.warning(source.empty())
+
+
+class _Failure:
+    """What a loader raised in place of a batch."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Thread:
+    """Draws from an iterator in a thread, a bounded number ahead.
+
+    Args:
+        stream: The iterator; nothing else may draw from it now.
+        depth: How many drawn items may wait.
+        interrupted: Tells whether to give up a wait for an item.
+    """
+
+    def __init__(self, stream: Iterator[Any], depth: int, interrupted: Callable[[], bool]) -> None:
+        self._stream, self._interrupted = stream, interrupted
+        self.given_up = self._closed = False
+        # Both queues are of C and hand over without Python.
+        self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._tokens.put(None)
+        self._thread = threading.Thread(target=self._fill, daemon=True, name="jaxlit-prefetch")
+        self._thread.start()
+
+    def __iter__(self) -> "_Thread":
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                item = self._out.get(timeout=0.2)
+            except queue.Empty:
+                if not self._interrupted():
+                    continue
+                self.given_up = True
+                raise StopIteration from None
+            self._tokens.put(None)
+            if item is _END:
+                self._out.put(_END)  # for whoever asks again
+                raise StopIteration
+            if isinstance(item, _Failure):
+                raise item.error
+            return item
+
+    def close(self, patience: float) -> bool:
+        """Stop the thread; returns whether it has ended in so many seconds, so that the iterator is free."""
+        self._closed = True
+        self._tokens.put(None)
+        self._thread.join(timeout=patience)  # one that hangs in the loader ends with the process
+        return not self._thread.is_alive()
+
+    def _fill(self) -> None:
+        item = None
+        while item is not _END and not isinstance(item, _Failure):
+            self._tokens.get()
+            if self._closed:
+                return
+            try:
+                item = next(self._stream, _END)
+            except BaseException as error:  # raised again where the batch is asked for
+                item = _Failure(error)
+            self._out.put(item)
+
+
+def _noted(error: BaseException, source: Source, epoch: int, k: int) -> BaseException:
+    error.add_note(f"It was raised by {source.argument} in epoch {epoch}, batch {k}.")
+    if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone
+        error.add_note("A worker is killed most often for want of memory: use fewer workers, or smaller buffers.")
+    return error
+
+
+def _are_slow(times: list[float]) -> bool:
+    return len(times) == _TIMED and statistics.median(times) > _SLOW_S

@@ -1,0 +1,267 @@
+"""Host batches: what a step could not take is refused, and what it takes is made of the rest."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.errors import DataError, did_you_mean
+from jaxlit.leaf_names import is_key, leaf_name
+
+_logger = logging.getLogger("jaxlit")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Batches of one structure, dtypes and shapes."""
+
+    # By leaf: "batch['x'][0]", and how it is shown in messages, "int32[8, 3]".
+    shown: dict[str, str]
+    narrowed: tuple[tuple[int, str], ...]  # leaves of 64 bits that a step takes as 32: index and name
+    as_is: bool  # nothing is to be made of it, and nothing looked at
+
+
+class Intake:
+    """Takes in the batches of one loader: each is compared with those before, and looked at if it is of a new kind.
+
+    Args:
+        argument: Where the loader was given, for messages.
+        host_keys: Keys of the batch that stay on the host.
+        max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
+            limit.
+        debug: Refuse NaN, in every batch.
+        may_be_empty: Whether a batch may have no rows: this process's share of a last one.
+    """
+
+    def __init__(
+        self,
+        argument: str,
+        *,
+        host_keys: Sequence[str] = (),
+        max_recompiles: int | None = None,
+        debug: bool = False,
+        may_be_empty: bool = False,
+    ) -> None:
+        self.argument, self._host_keys = argument, tuple(host_keys)
+        self._max_recompiles, self._debug, self._may_be_empty = max_recompiles, debug, may_be_empty
+        self._kinds: dict[Any, _Kind] = {}
+        self._treedef: Any = None
+        self._last, self._kind = None, _Kind({}, (), as_is=False)
+        self._told_float64 = False
+
+    def __call__(self, batch: Any) -> tuple[Any, Any]:
+        """Return the batch as hooks see it, with numpy leaves, and what of it goes to the step.
+
+        Raises:
+            DataError: No step could take it, or it is of another structure than those before.
+        """
+        to_step = self._without_host_keys(batch) if self._host_keys else batch
+        key = _key(to_step)
+        if key == self._last:  # cheaper than a hash, and nearly always so
+            kind = self._kind
+        else:
+            kind = self._kinds.get(tuple(key)) or self._meet(tuple(key), to_step)
+            self._last, self._kind = key, kind
+        if kind.as_is:
+            return batch, to_step
+        leaves, treedef = jax.tree.flatten(to_step)
+        if self._debug:
+            self._refuse_nan(kind, leaves)
+        arrays = [np.asarray(x) for x in leaves]
+        host = to_step = treedef.unflatten(arrays)
+        if self._host_keys:
+            host = {k: batch[k] if k in self._host_keys else to_step[k] for k in batch}
+        if kind.narrowed:
+            for i, name in kind.narrowed:
+                arrays[i] = self._narrow(arrays[i], name)
+            to_step = treedef.unflatten(arrays)
+        return host, to_step
+
+    def _meet(self, key: Any, batch: Any) -> _Kind:
+        """Look at a batch of a kind that was not there before."""
+        check_batch(batch, self.argument, may_be_empty=self._may_be_empty)
+        named = named_leaves(batch)
+        # As the step takes it: int64 and int32 compile it once.
+        shown = {name: f"{jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)}{list(np.shape(x))}" for name, x in named}
+        narrowed = [
+            (i, name)
+            for i, (name, x) in enumerate(named)
+            if jax.dtypes.canonicalize_dtype(np.asarray(x).dtype) != np.asarray(x).dtype
+        ]
+        plain = all(type(x) is np.ndarray for _, x in named)
+        kind = _Kind(shown, tuple(narrowed), as_is=plain and not narrowed and not self._debug)
+        treedef = jax.tree.structure(batch)
+        if self._kinds:
+            self._compare(kind, treedef)
+        self._treedef, self._kinds[key] = treedef, kind
+        return kind
+
+    def _compare(self, kind: _Kind, treedef: Any) -> None:
+        """Refuse another structure, and count what makes the step compile again."""
+        first, last = next(iter(self._kinds.values())), next(reversed(self._kinds.values()))
+        if treedef != self._treedef:
+            missing, added = first.shown.keys() - kind.shown.keys(), kind.shown.keys() - first.shown.keys()
+            parts = [f"{what} {', '.join(sorted(x))}" for what, x in (("missing", missing), ("new", added)) if x]
+            raise DataError(
+                f"{self.argument}: the structure of the batch changed: {'; '.join(parts) or treedef}. Give every "
+                "batch the same keys and nesting."
+            )
+        again = len({tuple(k.shown.items()) for k in (*self._kinds.values(), kind)}) - 1
+        changed = {name: (last.shown[name], now) for name, now in kind.shown.items() if last.shown[name] != now}
+        what = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        if self._max_recompiles is not None and again > self._max_recompiles:
+            raise DataError(
+                f"{self.argument}: a batch of another shape or dtype, {what}, would compile the step again, and "
+                f"Trainer(max_recompiles={self._max_recompiles}) allows that {self._max_recompiles} times. Pad the "
+                "batches to a few sizes, or raise max_recompiles."
+            )
+        if again >= 3 and (again & (again - 1) == 0 or again == 3):  # 3, 4, 8, 16, ...
+            _logger.warning(
+                "%s: batches of %d shapes or dtypes so far, each compiles the step again. The newest: %s. Pad them to "
+                "a few sizes; Trainer(max_recompiles=...) refuses more.",
+                self.argument,
+                again + 1,
+                what,
+            )
+
+    def _without_host_keys(self, batch: Any) -> dict[Any, Any]:
+        if not isinstance(batch, dict):
+            raise DataError(
+                f"{self.argument}: Trainer(host_keys={self._host_keys}) needs batches that are dicts, got "
+                f"{type(batch).__name__}. Give dicts, or leave host_keys out."
+            )
+        for key in self._host_keys:
+            if key not in batch:
+                hint = did_you_mean(key, [k for k in batch if isinstance(k, str)])
+                raise DataError(
+                    f"{self.argument}: the batch has no {key!r}, which Trainer(host_keys=...) names; it has "
+                    f"{', '.join(map(repr, batch))}.{hint} Give it in every batch, or leave it out of host_keys."
+                )
+        return {k: v for k, v in batch.items() if k not in self._host_keys}
+
+    def _narrow(self, x: np.ndarray, name: str) -> np.ndarray:
+        """Return 64-bit numbers as 32-bit ones.
+
+        Raises:
+            DataError: One does not fit: jax itself would wrap it around, or make it infinite, and say nothing.
+        """
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if x.dtype.kind in "iu":
+            _check_range(x, dtype, name, self.argument)
+            return x.astype(dtype)
+        with np.errstate(over="ignore"):
+            narrow = x.astype(dtype)
+        if not np.isfinite(narrow).all() and (np.isinf(narrow) & ~np.isinf(x)).any():
+            most = np.abs(x[np.isfinite(x)]).max()
+            raise DataError(
+                f"{self.argument}: {name} is {x.dtype} and holds {most:.3g}, which would become infinite as {dtype}. "
+                "Scale it, or set jax_enable_x64."
+            )
+        if x.ndim and not self._told_float64:
+            self._told_float64 = True
+            _logger.warning("%s: %s is %s and is cast to %s in every batch.", self.argument, name, x.dtype, dtype)
+        return narrow
+
+    def _refuse_nan(self, kind: _Kind, leaves: Sequence[Any]) -> None:
+        for name, leaf in zip(kind.shown, leaves, strict=True):
+            x = np.asarray(leaf)
+            if not np.issubdtype(x.dtype, np.integer) and x.dtype != bool and (bad := x != x).any():
+                where = tuple(int(i[0]) for i in np.nonzero(bad))
+                raise DataError(
+                    f"{self.argument}: {name}{list(where) if where else ''} is NaN, as are {int(bad.sum())} of its "
+                    f"{x.size} numbers. Clean the data, or mask it in the step."
+                )
+
+
+def _key(batch: Any) -> list[Any]:
+    """Return what tells kinds of batches apart."""
+    try:
+        if type(batch) is dict:  # of arrays, most often: then it need not be flattened
+            return [*batch, *[(type(x), x.dtype, x.shape) for x in batch.values()]]
+    except AttributeError:
+        pass
+    leaves, treedef = jax.tree.flatten(batch)
+    return [treedef, *[(type(x), *((x.dtype, x.shape) if hasattr(x, "dtype") else _described(x))) for x in leaves]]
+
+
+def _described(x: Any) -> tuple[Any, Any]:
+    array = np.asarray(x)
+    return array.dtype, array.shape
+
+
+def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
+    """Refuse a first batch that no step could take.
+
+    Raises:
+        DataError: Naming the leaf, what it holds, and what to do.
+    """
+    try:
+        leaves = named_leaves(batch)
+    except ValueError as error:  # jax sorts the keys of dicts
+        raise DataError(f"{where} gave a batch whose keys cannot be sorted. Use strings for keys.") from error
+    if not leaves:
+        raise DataError(f"{where} gave {batch!r}, a batch with no array. Give a pytree of numpy arrays.")
+    for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list):
+        if _is_number_list(node):
+            raise DataError(
+                f"{where}: batch{''.join(map(_subscript, path))} is a list of Python numbers, which jax takes for as "
+                "many scalars. Make it an array, by np.asarray."
+            )
+    sizes: dict[str, int] = {}
+    for name, leaf in leaves:
+        if is_key(leaf):
+            raise DataError(f"{where}: {name} holds PRNG keys. Give jax.random.key_data(...), and wrap it in the step.")
+        x = np.asarray(leaf)
+        if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
+            if leaf is batch:
+                raise DataError(
+                    f"{where} gave a {type(leaf).__name__}, which is no pytree to jax. Give a dict, a tuple or a "
+                    "registered dataclass of arrays, dict(batch) say."
+                )
+            kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
+            raise DataError(
+                f"{where}: {name} holds {kind}, which no device takes. Name its key in Trainer(host_keys=...) to keep "
+                "it on the host, leave it out of the batch, or encode it as numbers."
+            )
+        if not x.dtype.isnative or x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8):
+            order = "" if x.dtype.isnative else ", not in this computer's byte order"
+            raise DataError(
+                f"{where}: {name} is {x.dtype}{order}, which no device takes. Cast it, with .astype(np.float32) say."
+            )
+        if x.ndim:
+            sizes[name] = x.shape[0]
+    if not sizes:
+        raise DataError(f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows.")
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch.")
+    if 0 in sizes.values() and not may_be_empty:
+        raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
+
+
+def _is_number_list(x: Any) -> bool:
+    return type(x) is list and len(x) > 1 and all(isinstance(value, (bool, int, float)) for value in x)
+
+
+def _check_range(x: np.ndarray, dtype: Any, name: str, where: str) -> None:
+    info = np.iinfo(dtype)
+    if x.size and (x.min() < info.min or x.max() > info.max):
+        beyond = int(x.max()) if x.max() > info.max else int(x.min())
+        raise DataError(
+            f"{where}: {name} is {x.dtype} and holds {beyond}, which would wrap around as {info.dtype}. Map such ids "
+            "to smaller ones, or set jax_enable_x64."
+        )
+
+
+def named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of a batch, each with how a user writes it: `batch['x'][0]`."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return [("batch" + "".join(map(_subscript, path)), leaf) for path, leaf in leaves]
+
+
+def _subscript(entry: Any) -> str:
+    key = getattr(entry, "key", getattr(entry, "idx", None))
+    return f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"

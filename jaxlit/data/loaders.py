@@ -1,0 +1,163 @@
+"""Where the loaders of a run come from."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxlit.data.datamodule import DataModule
+from jaxlit.data.feeder import look
+from jaxlit.data.intake import Intake
+from jaxlit.data.source import ArrayLoader, Source, limit_of, sources
+from jaxlit.data.watchdog import Watchdog
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+
+_logger = logging.getLogger("jaxlit")
+
+# By stage: the hook that makes its loaders, and the Trainer's argument that limits them.
+LOADERS = {
+    "training": ("train_dataloader", "limit_train_batches"),
+    "validation": ("val_dataloader", "limit_val_batches"),
+    "test": ("test_dataloader", "limit_test_batches"),
+    "predict": ("predict_dataloader", "limit_predict_batches"),
+}
+
+
+# By verb of the Trainer: the stage that it runs.
+STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+class Loaders:
+    """The loaders of one run.
+
+    Args:
+        verb: The Trainer's method, for messages.
+        given: What was passed to it, by stage: the loaders and the argument's name.
+        datamodule: The DataModule, if one was passed.
+        module: The module, which may have the loader hooks as well; None while it is not built.
+        limits: By stage, a number of batches or a fraction.
+        intake: Arguments of each loader's `Intake`.
+        pinned: Whether every epoch takes the same batches, in the loader's own order.
+        asked: Whether the limits are the user's own.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        given: Mapping[str, tuple[Any, str]],
+        datamodule: DataModule | None,
+        module: Any,
+        limits: Mapping[str, int | float],
+        *,
+        intake: Mapping[str, Any],
+        pinned: bool = False,
+        asked: bool = True,
+    ) -> None:
+        # As in Lightning, a DataModule may stand in the place of the loaders.
+        stage, (first, argument) = next(iter(given.items()))
+        if isinstance(first, DataModule) and datamodule is None:
+            datamodule, given = first, {**given, stage: (None, argument)}
+        if datamodule is not None and not isinstance(datamodule, DataModule):
+            kind = f"the class {datamodule.__name__}" if isinstance(datamodule, type) else type(datamodule).__name__
+            raise ArgumentTypeError(f"Trainer.{verb}(datamodule=...) takes a jl.DataModule object, got {kind}.")
+        for loaders, argument in given.values():
+            if loaders is not None and datamodule is not None:
+                raise ArgumentError(
+                    f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
+                )
+        self._passed = {  # what is no loader is refused before anything is set up
+            stage: sources(loaders, f"Trainer.{verb}({argument}=...)") for stage, (loaders, argument) in given.items()
+        }
+        self._opened: dict[str, list[tuple[Source, int | None]]] = {}
+        self._intakes: dict[tuple[str, int], Intake] = {}
+        self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
+        self._limits, self._pinned, self._intake, self._asked = limits, pinned, intake, asked
+
+    def from_hook(self, stage: str) -> bool:
+        """Tell whether a hook makes the stage's loaders, and so can make them again."""
+        return self.given[stage][0] is None and self._hook(LOADERS[stage][0]) is not None
+
+    def look(self, cls: type, timeout: float | None) -> None:
+        """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
+
+        A loader that a hook gives, or whose batches a hook changes, has to wait for the module.
+        """
+        if self.datamodule is not None or hasattr(cls, "on_before_batch_transfer"):
+            return
+        for stage, (loaders, _) in self.given.items():
+            if loaders is not None:
+                self._opened[stage] = self.open(stage, required=True)
+                with Watchdog(timeout) as watchdog:
+                    for source, limit in self._opened[stage]:
+                        look(source, limit, watchdog, required=stage == "training")
+
+    def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
+        """Return each loader of a stage, with its limit in batches.
+
+        Raises:
+            ArgumentError: There is none, though one is required, or a limit does not fit.
+        """
+        if stage in self._opened:
+            return self._opened.pop(stage)
+        hook, limit_name = LOADERS[stage]
+        limit_name = "overfit_batches" if self._pinned else limit_name
+        loaders, argument = self.given[stage]
+        where = f"Trainer.{self.verb}({argument}=...)"
+        if loaders is None and (make := self._hook(hook)) is not None:
+            where = f"{type(make.__self__).__name__}.{hook}()"  # type: ignore[attr-defined]
+            loaders = make()
+            if loaders is None:
+                raise DataError(f"{where} returned None. Return a loader.")
+        if loaders is None:
+            if not required:
+                return []
+            raise ArgumentError(
+                f"Trainer.{self.verb} has no {argument}. Pass a loader, jl.ArrayLoader(arrays, batch_size) say, or "
+                f"datamodule= with {hook}, or define {hook} in the module."
+            )
+        found = self._passed[stage] or sources(loaders, where)
+        if stage == "training" and len(found) > 1:
+            raise ArgumentError(f"{where} takes one loader, got {len(found)}. Join them into one, a grain mix say.")
+        for idx, source in enumerate(found):
+            self._prepare(source, idx, stage)
+        limits = [limit_of(self._limits[stage], source, limit_name) for source in found]
+        for source, limit in zip(found, limits, strict=True):
+            source.keep = limit if self._pinned else None
+            asked = self._limits[stage]
+            if self._asked and isinstance(asked, int) and limit is not None and limit < asked:
+                _logger.warning(
+                    "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches.",
+                    limit_name,
+                    asked,
+                    source.argument,
+                    limit,
+                )
+            if stage != "training" and limit is None and source.is_endless:
+                raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
+        return [(s, n) for s, n in zip(found, limits, strict=True) if n != 0 or s.length == 0 or stage == "training"]
+
+    def _prepare(self, source: Source, idx: int, stage: str) -> None:
+        source.prepare = self._transfer(idx)
+        # One for all loaders that a hook makes, so that the batches of a reloaded one are compared as well.
+        source.intake = self._intakes.setdefault(
+            (stage, idx), Intake(source.argument, **self._intake, may_be_empty=jax.process_count() > 1)
+        )
+        source.may_go_on = stage == "training" and not self._pinned
+        if self._pinned:
+            source.pinned = True
+            if type(source.loader) is ArrayLoader:
+                source.loader = source.loader.unshuffled()
+
+    def _hook(self, name: str) -> Callable[..., Any] | None:
+        """Return a hook of the DataModule, or else of the module, if it is overridden."""
+        if self.datamodule is not None and getattr(type(self.datamodule), name) is not getattr(DataModule, name):
+            return getattr(self.datamodule, name)
+        if self.datamodule is None and callable(getattr(type(self.module), name, None)):
+            return getattr(self.module, name)
+        return None
+
+    def _transfer(self, idx: int) -> Callable[[Any], Any] | None:
+        name = "on_before_batch_transfer"
+        hook = self._hook(name) or getattr(self.module, name, None)
+        return None if hook is None else lambda batch: hook(batch, idx)

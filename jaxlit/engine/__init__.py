@@ -1,0 +1,1 @@
+"""The training state on the devices, and the compiled programs that change it."""

@@ -1,0 +1,193 @@
+"""A training step for loops of one's own: a strategy without a Trainer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlit.core.device_sums import Table
+from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.precision import PRECISIONS, Precision
+from jaxlit.core.replica import num_rows
+from jaxlit.core.side_tables import share_hparams
+from jaxlit.core.state import TrainState
+from jaxlit.data.intake import Intake
+from jaxlit.engine.creation import check_variables
+from jaxlit.engine.engine import Engine
+from jaxlit.engine.in_flight import Bound
+from jaxlit.engine.lazy import build_lazy, lazy
+from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.strategies.base import Strategy, with_rows
+from jaxlit.strategies.registry import resolve_strategy
+
+
+@jax.tree_util.register_pytree_node_class
+class StepState:
+    """The state of a `compile_step`, a pytree of arrays; `params`, `opt_state` and the like are those of `TrainState`.
+
+    Args:
+        leaves: The flat state.
+        engine: The engine whose state it is.
+    """
+
+    def __init__(self, leaves: list[jax.Array], engine: Engine) -> None:
+        self.leaves, self._engine = leaves, engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.unflatten(), name)
+
+    def unflatten(self) -> TrainState:
+        """Return the state as a `TrainState`."""
+        return self._engine.layout.unflatten(self.leaves)
+
+    def tree_flatten(self) -> tuple[list[jax.Array], Engine]:
+        """Return the leaves and what they belong to."""
+        return self.leaves, self._engine
+
+    @classmethod
+    def tree_unflatten(cls, engine: Engine, leaves: Any) -> "StepState":
+        """Return the state of these leaves."""
+        return cls(list(leaves), engine)
+
+
+class StepLogs(Mapping[str, jax.Array]):
+    """The `loss` and the logged metrics of a step: () float32 arrays, made when they are asked for.
+
+    Args:
+        table: The metrics.
+        logs: The step's table, (2, num_metrics) float32.
+    """
+
+    def __init__(self, table: Table, logs: jax.Array) -> None:
+        self._columns, self._table, self._logs = {m.name: i for i, m in enumerate(table.metrics)}, table, logs
+
+    def __getitem__(self, name: str) -> jax.Array:
+        column = self._columns[name]
+        mean = self._table.metrics[column].reduce_fx == "mean"
+        return self._logs[0, column] / self._logs[1, column] if mean else self._logs[0, column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+class CompiledStep:
+    """A compiled training step: `step(state, batch) -> state, logs`. The old state is overwritten.
+
+    Args:
+        engine: The engine that compiled it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._table = engine, engine.model.table("training")
+        self._intake = Intake("step(state, batch)")
+        # Unbounded, several CPU devices would end the process.
+        self._wait = Bound(32 if engine.strategy.mesh.size == 1 else 4)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that it runs under."""
+        return self._engine.strategy
+
+    def __call__(self, state: StepState, batch: Any) -> tuple[StepState, StepLogs]:
+        """Take one optimizer step with a host batch of global rows, or in several processes with this one's.
+
+        Raises:
+            DataError: No step could take the batch.
+            ArgumentTypeError: `state` is no state.
+            StateError: An earlier step has overwritten it.
+        """
+        if not isinstance(state, StepState):
+            raise ArgumentTypeError(f"step(state, batch) takes the state of compile_step, got {type(state).__name__}.")
+        if state.leaves[0].is_deleted():
+            raise StateError(
+                "step(state, batch) got a state that an earlier step has overwritten. Go on with the one that it "
+                "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
+            )
+        _, batch = self._intake(batch)
+        leaves, logs = self._engine.run_step(state.leaves, self._engine.place(batch))
+        self._wait(logs)
+        return StepState(leaves, self._engine), StepLogs(self._table, logs)
+
+    def module(self, state: StepState) -> Any:
+        """Return a copy of the module with the state's arrays."""
+        whole = self._engine.strategy.canonical(state.unflatten())
+        parts = jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state))
+        module = nnx.merge(self._engine.model.graphdef, *parts, copy=True)
+        share_hparams(module, self._engine.module)
+        return module
+
+
+def compile_step(
+    module: TrainModule | lazy,
+    *,
+    batch: Any,
+    strategy: str | Strategy = "auto",
+    devices: int | str = "auto",
+    precision: str = "32-true",
+    seed: int = 0,
+) -> tuple[StepState, CompiledStep]:
+    """Return a state and a step that trains it, for a loop without a Trainer.
+
+    The step is the Trainer's own: flat, donated and sharded by the strategy. What only a Trainer can do is left
+    to optax: accumulate with `optax.MultiSteps`, clip with `optax.clip_by_global_norm`, skip bad steps with
+    `optax.apply_if_finite`. The module is not changed; `step.module(state)` returns a trained copy.
+
+    Args:
+        module: The module, or `jl.lazy(...)`.
+        batch: A host batch like those to come, for its shapes and dtypes.
+        strategy: As for the Trainer.
+        devices: How many devices, or "auto" for all.
+        precision: As for the Trainer.
+        seed: The seed of a lazy module's `rngs`.
+
+    Returns:
+        The state, and `step(state, batch) -> state, logs`. `logs` maps "loss" and every logged name to a () float32
+        array. A state that was passed to the step is overwritten by it.
+
+    Raises:
+        JaxlitError: An argument, the module or the batch cannot be used.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
+        >>> from flax import nnx
+        >>> class Line(jl.TrainModule):
+        ...     def __init__(self):
+        ...         self.slope = nnx.Param(jnp.zeros(()))
+        ...     def training_step(self, batch):
+        ...         return jnp.mean((self.slope * batch["x"] - batch["y"]) ** 2)
+        ...     def configure_optimizers(self):
+        ...         return optax.sgd(0.1)
+        >>> batch = {"x": np.ones(4, np.float32), "y": np.full(4, 2.0, np.float32)}
+        >>> state, step = jl.compile_step(Line(), batch=batch, strategy="single")
+        >>> for _ in range(3):
+        ...     state, logs = step(state, batch)
+        >>> round(float(logs["loss"]), 4)
+        1.6384
+    """
+    count = None if devices == "auto" else devices
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ArgumentError(f"compile_step(devices=...) takes an int of at least 1 or 'auto', got {devices!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ArgumentError(f"compile_step(seed=...) takes an int of at least 0, got {seed!r}.")
+    if precision not in PRECISIONS:
+        raise ArgumentError(f"compile_step(precision=...) takes one of {PRECISIONS}, got {precision!r}.")
+    if not isinstance(module, (TrainModule, lazy)):
+        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
+    _, example = Intake("compile_step(batch=...)")(batch)
+    found = resolve_strategy(strategy, count)  # type: ignore[arg-type]
+    found.use(count)  # type: ignore[arg-type]
+    own = isinstance(module, lazy)
+    built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
+    check_variables(built)
+    engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", precision=Precision(precision), own=own)
+    processes = found.num_processes
+    engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
+    leaves, engine.leaves = engine.leaves, []
+    return StepState(leaves, engine), CompiledStep(engine)

@@ -1,0 +1,98 @@
+"""How a training begins: from a module to the state of step 0."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxlit.core.module import TrainModule
+from jaxlit.core.precision import Precision, cast
+from jaxlit.core.state import TrainState, Window
+from jaxlit.errors import ModuleError
+from jaxlit.leaf_names import leaf_name
+
+
+def init_state(
+    tx: optax.GradientTransformation,
+    window_replicas: int | None,
+    precision: Precision,
+    params: Any,
+    frozen: Any,
+    model_state: Any,
+) -> TrainState:
+    """Build the state of step 0; metrics have no columns until the step was traced.
+
+    Args:
+        tx: The optimizer.
+        window_replicas: Size of the accumulation window's leading dim, None if it has none, 0 for no window.
+        precision: The dtypes.
+        params: Trained variables.
+        frozen: Other parameters.
+        model_state: Other state.
+    """
+    params, frozen = cast(params, precision.held), cast(frozen, precision.held)
+    window = None
+    if window_replicas != 0:
+        lead = () if window_replicas is None else (window_replicas,)
+        window = Window(
+            jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params),
+            jnp.zeros(lead, jnp.float32),
+            jnp.zeros((*lead, 2, 0), jnp.float32),
+        )
+    state = TrainState(
+        counters=jnp.array([0, 0, 0, -1], jnp.int32),
+        params=params,
+        frozen=frozen,
+        model_state=model_state,
+        opt_state=tx.init(params),
+        window=window,
+        loss_scale=precision.first_scale(),
+        sums=jnp.zeros((4, 0), jnp.float32),
+    )
+    # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
+    # neither two leaves of a donated state nor the state and its caller may share a buffer.
+    return jax.tree.map(jnp.copy, state)
+
+
+def check_trainable(tx: optax.GradientTransformation, params: Any, name: str) -> None:
+    """Refuse what the optimizer cannot train.
+
+    Raises:
+        ModuleError: Naming the variable, or what the optimizer says.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ModuleError(f"{name} has no variable to train. Give it an nnx.Param, or widen jl.Optimizer(wrt=...).")
+    for path, x in leaves:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ModuleError(
+                f"{name}: {leaf_name(path)} is {x.dtype}, and only floating parameters can be trained. "
+                "Make it an nnx.Variable, or leave it out of jl.Optimizer(wrt=...)."
+            )
+    try:
+        jax.eval_shape(tx.init, params)
+    except Exception as error:
+        what = str(error).split("\n")[0].rstrip(".")
+        raise ModuleError(
+            f"{name}.configure_optimizers: the optimizer cannot be set up for the parameters: {what}. Give masks of "
+            "optax.masked and the labels of optax.multi_transform as functions of params: lambda params: "
+            "jax.tree.map(..., params)."
+        ) from error
+
+
+def check_variables(module: TrainModule) -> None:
+    """Refuse a module whose Variables do not hold one array each.
+
+    Raises:
+        ModuleError: One of them holds something else.
+    """
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            where = leaf_name(path)
+            raise ModuleError(
+                f"{type(module).__name__}: {where} holds {type(value).__name__}, not an array. "
+                "Make one nnx.Variable for each array."
+            )

@@ -1,0 +1,98 @@
+"""A module that is built inside the strategy, straight into its shards."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jaxlit.core.module import TrainModule
+from jaxlit.core.precision import Precision
+from jaxlit.core.side_tables import set_hparams
+from jaxlit.core.state import TrainState
+from jaxlit.engine.creation import init_state
+from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.strategies.base import Strategy
+
+
+class lazy:
+    """A module that is built inside the strategy, straight into its shards.
+
+    Parameters larger than a device never exist whole on one. `rngs` left out is
+    `nnx.Rngs(trainer.seed)`; an int or an `nnx.Rngs` is copied. The weights equal those of
+    `cls(*args, **kwargs)` to rounding. The built module is `trainer.module`.
+
+    Args:
+        cls: A subclass of `TrainModule`.
+        *args: Positional arguments of its constructor.
+        **kwargs: Keyword arguments of its constructor.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> class Model(jl.TrainModule):
+        ...     def __init__(self, width, *, rngs): ...
+        >>> model = jl.lazy(Model, width=256)
+    """
+
+    def __init__(self, cls: type[TrainModule], *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, TrainModule)):
+            raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {cls!r}.")
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def builder(self, seed: int) -> Callable[[], TrainModule]:
+        """Return a function that builds the module, fit to be traced."""
+        kwargs = dict(self.kwargs)
+        names = list(inspect.signature(self.cls.__init__).parameters)
+        args = list(self.args)
+        if "rngs" in names and names.index("rngs") - 1 < len(args):  # given by position
+            kwargs |= dict(zip(names[1 : len(args) + 1], args, strict=False))
+            args = []
+        rngs = kwargs.pop("rngs", seed if "rngs" in names else None)
+        if rngs is None:
+            return lambda: self.cls(*args, **kwargs)
+        graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
+        state = nnx.as_pure(state)
+        # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
+        return lambda: self.cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
+
+    def note(self, module: TrainModule) -> TrainModule:
+        """Keep the constructor's arguments as the hyperparameters of the built module."""
+        set_hparams(module, self.args, self.kwargs)
+        return module
+
+
+def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
+    """Build a lazy module straight into the shards of the strategy."""
+    build = model.builder(seed)
+    graphs: list[Any] = []
+
+    def init() -> Any:
+        graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
+        graphs.append(graphdef)
+        return nnx.as_pure(params), nnx.as_pure(rest)
+
+    try:
+        params, rest = jax.eval_shape(init)
+    except ValueError as error:
+        if "mesh" not in str(error):
+            raise
+        raise ModuleError(
+            f"jl.lazy({model.cls.__name__}): a Variable is annotated with mesh axes, which flax looks up as it is made "
+            f"({error}). Build the module under a mesh with these axes and give it to the Trainer: "
+            f"with jax.set_mesh(mesh): module = {model.cls.__name__}(...)."
+        ) from error
+    blank = _abstract_state(params, rest)
+    shardings = strategy.state_sharding(blank)
+    arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
+    return model.note(nnx.merge(graphs[0], *arrays))
+
+
+def _abstract_state(params: Any, model_state: Any) -> TrainState:
+    """Return the abstract state of a model with no optimizer, to ask a strategy for its shardings."""
+    empty = nnx.State({})
+    state = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, empty, model_state)
+    return replace(state, opt_state=())

@@ -1,0 +1,126 @@
+"""The user's module while the engine holds the newest arrays."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from jaxlit.core.module import TrainModule
+from jaxlit.core.plain_attributes import MODES
+from jaxlit.core.side_tables import watchers
+from jaxlit.errors import StateError
+
+if TYPE_CHECKING:
+    from jaxlit.engine.engine import Engine
+
+
+class Live:
+    """Hands the engine's arrays to the user's module when it is touched, and takes back what hooks wrote.
+
+    Args:
+        module: The caller's module.
+        engine: The engine that trains it.
+        hook: Returns the name of the hook that runs.
+        put_back: Leave the module the arrays that it came with, except those that a hook has written to.
+    """
+
+    def __init__(
+        self, module: TrainModule, engine: "Engine", hook: Callable[[], str], *, put_back: bool = False
+    ) -> None:
+        self.module, self.engine, self.hook = module, engine, hook
+        self.stale, self.touched = True, False
+        self._variables = engine.variables(module)  # [(name, Variable)], in the order of its leaves
+        self._graphdef = nnx.graphdef(module)
+        self._given: list[Any] = []
+        self._came_with = [variable.get_value() for _, variable in self._variables] if put_back else []
+        self._first = engine.module_arrays() if put_back else []
+
+    def touch(self) -> None:
+        """Bring the module's arrays up to date."""
+        self.touched = True  # also when nothing is new: whoever reads may write
+        if not self.stale:
+            return
+        self.stale = False  # first, so that set_value does not come back here
+        self._given = self.engine.module_arrays()
+        try:
+            for (_, variable), array in zip(self._variables, self._given, strict=True):
+                variable.set_value(array)
+        except BaseException:  # nnx refuses to write inside a trace
+            self.stale = True
+            raise
+
+    def refuse_attribute(self, name: str) -> None:
+        """Refuse to set an attribute of the module in a batch hook; other hooks are looked at when they end.
+
+        Raises:
+            StateError: Naming the attribute and the hook.
+        """
+        if name in MODES or "_batch_" not in (hook := self.hook()):
+            return
+        raise StateError(
+            f"{type(self.module).__name__}.{name} was set in {hook}. The compiled steps cannot follow: hold it in an "
+            "nnx.Variable that an epoch hook writes to, pass it in the batch, or keep notes in a callback."
+        )
+
+    def settle(self, owner: str, hook: str, adopt: bool) -> None:
+        """Take over what a hook wrote to the module's Variables, or refuse it.
+
+        Args:
+            owner: Name of the callback or module whose hook ran.
+            hook: Name of the hook.
+            adopt: Whether this hook may write.
+
+        Raises:
+            StateError: It wrote where it may not, or changed the module's structure, a shape or a dtype.
+        """
+        self.touched = False
+        where = f"{owner}.{hook}"
+        # Only here: walking the graph after every batch hook that reads would cost milliseconds.
+        if adopt and nnx.graphdef(self.module) != self._graphdef:
+            raise StateError(
+                f"{where} changed the structure of {type(self.module).__name__} (an attribute, a sub-module or a "
+                "mode). The compiled steps cannot follow: change it before fit."
+            )
+        written = {}
+        for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
+            array = variable.get_value()
+            if array is given:
+                continue
+            if not adopt:
+                raise StateError(
+                    f"{where} wrote to {name}. A batch hook may read the module, not write to it: write in "
+                    "on_train_epoch_start, on_train_epoch_end or on_validation_end."
+                )
+            shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+            if (shape, dtype) != (given.shape, given.dtype):
+                raise StateError(
+                    f"{where} wrote {dtype}{shape} to {name}, which is {given.dtype}{given.shape}. "
+                    "Write an array of the same shape and dtype."
+                )
+            written[i] = array
+        if written:
+            self.engine.write(written)
+            self.stale = True
+
+    @contextmanager
+    def registered(self) -> Iterator["Live"]:
+        """Keep the module in sync inside the block, and leave it the newest arrays."""
+        outer = watchers.get(id(self.module))  # of a run whose hook started this one
+        watchers[id(self.module)] = self
+        try:
+            yield self
+        finally:
+            if outer is None:
+                del watchers[id(self.module)]
+            else:
+                watchers[id(self.module)] = outer
+            # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
+            if self.engine.is_whole:
+                self.stale = True
+                self.touch()
+            for (_, variable), mine, first, last in zip(
+                self._variables, self._came_with, self._first, self._given, strict=False
+            ):
+                if first is last:
+                    variable.set_value(mine)

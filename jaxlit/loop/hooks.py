@@ -1,0 +1,270 @@
+"""Which hooks are called, and what follows each call."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.log import collecting
+from jaxlit.data.datamodule import DataModule
+from jaxlit.errors import ModuleError
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.engine.live import Live
+    from jaxlit.loop.host_sums import HostLog
+    from jaxlit.trainer import Trainer
+
+# Lightning's hooks that have no place in a compiled step, and what does their work here.
+_IN_STEP = "The step is compiled whole"
+_GONE = {
+    **dict.fromkeys(
+        ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step", "backward"),
+        f"{_IN_STEP}: transform gradients in configure_optimizers, with optax.chain; look at them in "
+        "Callback.trace_step.",
+    ),
+    **dict.fromkeys(
+        ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+        f"{_IN_STEP}: put schedules and masks into configure_optimizers, with optax.",
+    ),
+    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=...) or optax.clip in configure_optimizers.",
+    "configure_model": "Build large models in shards with jl.lazy(cls, ...).",
+    "transfer_batch_to_device": "The strategy places batches; override its shard_batch.",
+    "on_after_batch_transfer": f"{_IN_STEP}: do it in training_step, or in on_before_batch_transfer as numpy.",
+    **dict.fromkeys(
+        (f"on_{stage}_model_{what}" for stage in ("validation", "test", "predict") for what in ("eval", "train")),
+        "jaxlit calls eval() and train() itself; switch a part of the module inside its step.",
+    ),
+    "on_validation_model_zero_grad": f"{_IN_STEP}: there are no gradients between steps.",
+    "training_epoch_end": "Use on_train_epoch_end.",
+    "validation_epoch_end": "Use on_validation_epoch_end.",
+    "test_epoch_end": "Use on_test_epoch_end.",
+    **dict.fromkeys(
+        ("training_step_end", "validation_step_end", "test_step_end"), "Do it at the end of the step itself."
+    ),
+}
+
+
+# Hooks that are about numbers.
+_WITHOUT_MODULE = ("on_log", "on_trace")
+
+
+class TimedFunction:
+    """One owner's hook, and how long its calls took, without hooks that ran inside it.
+
+    Args:
+        owner: The name of the class it belongs to.
+        function: What is called; it takes the trainer and the module first.
+    """
+
+    __slots__ = ("calls", "function", "longest", "owner", "seconds")
+
+    def __init__(self, owner: str, function: Callable[..., Any]) -> None:
+        self.owner, self.function = owner, function
+        self.calls, self.seconds, self.longest = 0, 0.0, 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.seconds += seconds
+        if seconds > self.longest:
+            self.longest = seconds
+
+
+class Hook:
+    """Every hook of one name; calling it calls them in order.
+
+    Args:
+        hooks: The hooks that it belongs to.
+        name: The name.
+        functions: Those of each owner.
+    """
+
+    def __init__(self, hooks: "Hooks", name: str, functions: list[TimedFunction]) -> None:
+        self.hooks, self.name, self.functions = hooks, name, functions
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    def __call__(self, *args: Any) -> bool:
+        """Call every hook of this name; returns whether one of them returned -1."""
+        hooks, skip = self.hooks, False
+        if not self.functions:
+            return skip
+        log, live = hooks.log, hooks.live
+        outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, by a checkpoint say
+        log.hook, hooks.inside = self.name, 0.0
+        if log.named:
+            log.named = set()
+        begun = start = perf_counter()
+        with collecting(log):
+            for function in self.functions:
+                try:
+                    result = function.function(hooks.trainer, hooks.module, *args)
+                except BaseException:
+                    now = perf_counter()
+                    function.note(now - start - hooks.inside)
+                    hooks.inside = outer[2] + now - begun
+                    raise
+                if result is not None and isinstance(result, (int, np.integer)) and result == -1:
+                    skip = True
+                if live is not None and live.touched:
+                    hooks.settle(function.owner, self.name)
+                now = perf_counter()
+                function.note(now - start - hooks.inside)
+                start, hooks.inside = now, 0.0
+        log.hook, log.named = outer[:2]
+        hooks.inside = outer[2] + start - begun
+        return skip
+
+
+class Hooks:
+    """The hooks of the DataModule, the callbacks and the module that are overridden; nothing else is called.
+
+    Args:
+        trainer: The trainer.
+        module: The module, whose hooks come after the callbacks'.
+        callbacks: The callbacks, in order.
+        log: What `self.log` fills in hooks.
+        datamodule: The DataModule, whose hooks come first.
+    """
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        module: "TrainModule",
+        callbacks: Sequence[Callback],
+        log: "HostLog",
+        datamodule: DataModule | None,
+    ) -> None:
+        self.trainer, self.module, self.callbacks, self.log, self.datamodule = (
+            trainer,
+            module,
+            callbacks,
+            log,
+            datamodule,
+        )
+        self.live: Live | None = None  # set while a fit owns the state
+        self.inside = 0.0  # seconds of hooks inside the one that runs
+        self._bound: dict[Any, Hook] = {}
+        for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
+            _refuse_gone(owner)
+        for name in ("trace_step", "on_trace"):
+            if callable(getattr(type(module), name, None)):
+                raise ModuleError(f"{type(module).__name__}.{name} would never be called. Put it into a Callback.")
+        for name in vars(Callback):
+            if name.startswith("on_") or name in ("setup", "teardown"):
+                self._find(name)  # a wrong signature is refused now, not in the middle of training
+
+    def bind(self, name: str) -> Hook:
+        """Return every hook of this name."""
+        if name not in self._bound:
+            self._bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
+        return self._bound[name]
+
+    def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
+        # The sort is stable: callbacks that run last keep their order behind the module.
+        late = name == "on_train_epoch_end"
+        owners = [c for c in self.callbacks if overrides(c, name)]
+        found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
+        if callable(getattr(type(self.module), name, None)):
+            found.append((False, type(self.module).__name__, _without_trainer(self.module, name)))
+        data = self.datamodule
+        # Loader hooks and the like are called by whoever needs what they return.
+        if name in ("prepare_data", "setup", "teardown", "on_exception") and data is not None:
+            found.insert(0, (False, type(data).__name__, _without_trainer(data, name)))
+        return [(owner, function) for _, owner, function in sorted(found, key=lambda x: x[0])]
+
+    def __call__(self, name: str, *args: Any) -> None:
+        """Call every hook of this name."""
+        self.bind(name)(*args)
+
+    def call_one(self, callback: Callback, name: str, *args: Any) -> None:
+        """Call the hook of one callback only."""
+        key = id(callback), name  # not the callback, which may have no hash, or equal another
+        if key not in self._bound:
+            function = TimedFunction(type(callback).__name__, _of_callback(callback, name))
+            self._bound[key] = Hook(self, name, [function])
+        self._bound[key](*args)
+
+    def functions(self) -> list[tuple[str, TimedFunction]]:
+        """Return every (hook, function) that was bound so far."""
+        return [(hook.name, function) for hook in self._bound.values() for function in hook.functions]
+
+    def settle(self, owner: str, hook: str) -> None:
+        """Take over, or refuse, what a hook wrote to the module."""
+        if self.live is not None and self.live.touched:
+            self.live.settle(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
+
+
+def _refuse_gone(owner: Any) -> None:
+    for name, remedy in _GONE.items():
+        if callable(getattr(type(owner), name, None)):
+            raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
+    if getattr(owner, "automatic_optimization", True) is False:
+        raise ModuleError(
+            f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Write your own "
+            "loop with jl.compile_step, or an optax transform."
+        )
+
+
+def overrides(callback: Callback, hook: str) -> bool:
+    """Tell whether a callback has a hook of its own."""
+    if not hasattr(Callback, hook):  # prepare_data belongs to modules and DataModules
+        return False
+    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+
+
+def fitting(callback: Callback, hook: str) -> Callable[..., Any]:
+    """Return a callback's method that can be called as `Callback`'s is.
+
+    Raises:
+        ModuleError: It takes other arguments.
+    """
+    return _fitting(callback, hook, _arguments(hook))
+
+
+def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
+    method = fitting(callback, hook)
+    return method if hook not in _WITHOUT_MODULE else lambda trainer, module, *args: method(trainer, *args)
+
+
+def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:
+    method = _fitting(owner, hook, [name for name in _arguments(hook) if name not in ("trainer", "module")])
+    return lambda trainer, module, *args: method(*args)
+
+
+def _arguments(hook: str) -> list[str]:
+    """Return the names of what a callback's hook is called with."""
+    return list(inspect.signature(getattr(Callback, hook)).parameters)[1:] if hasattr(Callback, hook) else []
+
+
+def _fitting(owner: Any, hook: str, arguments: list[str]) -> Callable[..., Any]:
+    """Return a hook that can be called with these arguments; it may leave out `dataloader_idx`, as in Lightning.
+
+    Raises:
+        ModuleError: It takes others.
+    """
+    method = getattr(owner, hook)
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # a builtin may have none
+        return method
+    if _takes(signature, arguments):
+        return method
+    if arguments[-1:] == ["dataloader_idx"] and _takes(signature, arguments[:-1]):
+        return lambda *args: method(*args[:-1])
+    raise ModuleError(
+        f"{type(owner).__name__}.{hook}{signature} is called with ({', '.join(arguments)}). Give it these arguments."
+    )
+
+
+def _takes(signature: inspect.Signature, arguments: list[str]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,181 @@
+"""What hooks log, added up on the host."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlit.core.log import Metric, check_average, check_scalar, check_weight
+from jaxlit.core.replica import num_rows
+from jaxlit.errors import LogError
+from jaxlit.loop.results import Results
+
+TRACED = "trace_step"  # where a callback's traced values come from
+
+
+class Total:
+    """A metric that hooks log, as it adds up; device values are read late, when they are ready.
+
+    Args:
+        metric: How it is reduced.
+        hook: Where it is logged.
+    """
+
+    def __init__(self, metric: Metric, hook: str) -> None:
+        self.metric, self.hook = metric, hook
+        self._waiting: list[tuple[Any, Any]] = []
+        self._total: float | None = None
+        self._weight = 0.0
+
+    def add(self, value: Any, weight: Any) -> None:
+        """Take one value."""
+        self._waiting.append((value, weight))
+        if len(self._waiting) >= 64:
+            self._fold()
+
+    def __float__(self) -> float:
+        self._fold()
+        assert self._total is not None
+        if self.metric.reduce_fx != "mean":
+            return self._total
+        return self._total / self._weight if self._weight else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has come so far; waits for the device."""
+        self._fold()
+        return {"metric": asdict(self.metric), "hook": self.hook, "total": self._total, "weight": self._weight}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Total":
+        """Return the total that `state_dict` was taken of."""
+        found = cls(Metric(**state["metric"]), state["hook"])
+        found._total, found._weight = state["total"], float(state["weight"])
+        return found
+
+    def _fold(self) -> None:
+        kind = self.metric.reduce_fx
+        for waiting, share in self._waiting:
+            value, weight = float(waiting), float(share)
+            value = value * weight if kind == "mean" else value
+            if self._total is None:
+                self._total = value
+            else:
+                self._total = {"min": min, "max": max}.get(kind, lambda a, b: a + b)(self._total, value)
+            self._weight += weight
+        self._waiting.clear()
+
+
+class HostLog:
+    """Takes what `self.log` is given in hooks, and adds it up on the host.
+
+    Args:
+        results: Where the values show.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self.hook = ""  # the one that runs
+        self.batch: Any = None  # the one at hand, whose rows are the default weight
+        self.loader: int | None = None  # the loader at hand, if there are several
+        self._results = results
+        self.named: set[str] = set()  # what the hook that runs has logged
+        self.window: dict[str, Total] = {}  # since the last optimizer step
+        self._epoch: dict[str, Total] = {}
+        self._evaluation: dict[tuple[str, int | None], Total] = {}
+
+    def add(self, metric: Metric, value: Any, batch_size: Any) -> None:
+        """Take one value.
+
+        Raises:
+            LogError: It is no scalar number, or the name is logged elsewhere or in another way.
+        """
+        name, batch = metric.name, "_batch_" in self.hook
+        if name in self.named:
+            raise LogError(f"self.log({name!r}, ...) is called twice in one {self.hook}. Log a name once.")
+        self.named.add(name)
+        if isinstance(value, nnx.metrics.Metric):
+            average = check_average(metric, value, batch_size, self.hook)
+            value, weight = average.compute(), average.count.get_value()
+        else:
+            check_scalar(name, value, self.hook)
+            check_weight(name, batch_size)
+            weight = batch_size if batch_size is not None else num_rows(self.batch) if batch else 1
+        if isinstance(value, jax.Array):
+            value = jnp.copy(value)  # it may be the module's, which a later step overwrites
+        training = self.hook.startswith("on_train")
+        if training and self._results.has_column(metric):
+            raise LogError(f"self.log({name!r}, ...) in {self.hook}: training_step logs this name. Use another.")
+        suffix = f"/dataloader_idx_{self.loader}" if self.loader is not None and metric.add_dataloader_idx else ""
+        if metric.on_step and training:
+            total = self._into(self.window, name, metric)
+            total.add(value, weight)
+            self._results.put_step(metric, total)
+        elif metric.on_step:
+            self._results.put_step(metric, value, suffix, evaluating=True)
+        if metric.on_epoch:
+            key: Any = name if training else (name, (self.loader or 0) if batch else None)
+            total = self._into(self._epoch if training else self._evaluation, key, metric)  # type: ignore[arg-type]
+            total.add(value, weight)
+            if not batch:  # there is no more to come
+                self._results.put_epoch(metric, total)
+
+    def _into(self, totals: dict[Any, Total], key: Any, metric: Metric) -> Total:
+        if (total := totals.get(key)) is None:
+            if any(metric.names & other.metric.names for other in totals.values() if other.metric.name != metric.name):
+                raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: another metric shows under this name.")
+            total = totals[key] = Total(metric, self.hook)
+        if total.metric != metric:
+            raise LogError(
+                f"self.log({metric.name!r}, ...) in {self.hook} has other arguments than before. Log a name in one way."
+            )
+        if total.hook != self.hook:
+            raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: {total.hook} logs this name. Use another.")
+        return total
+
+    def add_traced(self, values: Mapping[str, Any]) -> None:
+        """Take scalars of an optimizer step, device arrays: they are in its row whether it would be logged or not."""
+        for name, value in values.items():
+            if name in self.window:
+                raise LogError(
+                    f"self.log({name!r}, ...) in {self.window[name].hook}: a trace_step returns this name. Use another."
+                )
+            total = self.window[name] = Total(Metric(name), TRACED)
+            total.add(value, 1)
+            self._results.put_step(total.metric, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the hooks have logged and no row has taken."""
+        return {
+            "window": [[name, total.state_dict()] for name, total in self.window.items()],
+            "epoch": [[name, total.state_dict()] for name, total in self._epoch.items()],
+            "evaluation": [[*key, total.state_dict()] for key, total in self._evaluation.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.window = {name: Total.from_state(total) for name, total in state["window"]}
+        self._epoch = {name: Total.from_state(total) for name, total in state["epoch"]}
+        self._evaluation = {(name, loader): Total.from_state(total) for name, loader, total in state["evaluation"]}
+
+    def take_window(self) -> dict[str, Total]:
+        """Return the values of the optimizer step that ended, by their names in rows, and begin the next."""
+        totals, self.window = self.window, {}
+        return {t.metric.step_name: t for t in totals.values() if t.metric.logger}
+
+    def show_epoch(self) -> None:
+        """Show the epoch's values of what batch hooks logged."""
+        for total in self._epoch.values():
+            self._results.put_epoch(total.metric, total)
+
+    def take_epoch(self) -> dict[str, Total]:
+        """Return the epoch's values by their names in rows, and begin the next epoch."""
+        totals, self._epoch = self._epoch, {}
+        return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
+
+    def take_evaluation(self, loader: int | None) -> list[Total]:
+        """Return what was logged for the batches of a loader, None for all else, and forget it."""
+        keys = [key for key in self._evaluation if key[1] == loader]
+        return [self._evaluation.pop(key) for key in keys]

@@ -1,0 +1,118 @@
+"""From a checkpoint back to an engine or a module: what fits is read straight into its shards, the rest is told."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.weights import match, report
+from jaxlit.core.device_sums import table_of
+from jaxlit.engine.engine import Engine
+from jaxlit.errors import CheckpointError
+
+_logger = logging.getLogger("jaxlit")
+
+# What an engine keeps beside the model and the optimizer; how much depends on the step and the Trainer's arguments.
+_METRICS = ("sums", "window.metrics")
+
+
+def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, reset_optimizer: bool = False) -> None:
+    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
+
+    Args:
+        engine: The engine.
+        checkpoint: A verified checkpoint.
+        strict: Refuse a checkpoint whose arrays are not exactly those of the engine. Otherwise those that fit are
+            taken, and the others named.
+        reset_optimizer: Leave the optimizer as it is at step 0.
+
+    Raises:
+        CheckpointError: It does not fit: a table says what differs.
+    """
+    saved, wanted = checkpoint.specs, engine.specs
+    evaluates = engine.evaluates_only
+    same = {name for name, _, _ in {*saved} & {*wanted}}
+    empty = not checkpoint.state["position"]["filled"]
+
+    def host(name: str) -> bool:
+        """Tell whether an array is left out here: it comes by the host, or is that of a fresh engine."""
+        fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
+        return _is_own(name) and (name not in same or fresh)
+
+    pairs, rows = match(
+        saved, wanted, skip=lambda name: host(name) or _is_skipped(name, evaluates, reset_optimizer), cast=evaluates
+    )
+    kind = checkpoint.state.get("optimizer")
+    if not (evaluates or reset_optimizer) and kind != engine.optimizer_kind:
+        rows.insert(0, ("the optimizer", kind or "nothing", engine.optimizer_kind or "nothing"))
+        pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+    report(checkpoint, rows, type(engine.module).__name__, strict)
+    shardings, leaves = engine.shardings, engine.leaves
+    target: dict[int, Any] = {
+        i: jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype, sharding=shardings[k]) for i, k in pairs.items()
+    }
+    extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
+    # Metrics, and windows of another number of replicas, come by way of the host.
+    target |= dict.fromkeys(extra)
+    for k in pairs.values():
+        leaves[k] = None  # type: ignore[call-overload]  # its memory is for what comes
+    read = checkpoint.arrays(target)
+    arrays = {k: read[i] for i, k in pairs.items()}
+    arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
+    engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+    position = checkpoint.state["position"]
+    # Between epochs the arrays still count in the one before.
+    count = 3 if position["begun"] else 1
+    told, found = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count], engine.counts()[:count]
+    if not evaluates and told != found:
+        raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
+
+
+def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
+    """Return the engine's own arrays in the checkpoint: by index where each goes, and what it becomes on the way."""
+    saved, wanted, replicas = checkpoint.specs, engine.specs, engine.strategy.window_replicas
+    table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
+    found: dict[int, Any] = {}
+    for i, (name, _, _) in enumerate(saved):
+        if not _is_own(name) or name in same:
+            continue
+        if name.startswith("window") and not checkpoint.state["position"]["filled"]:
+            continue  # an empty one is that of a fresh engine
+        if name in _METRICS:
+            count = None if name == "sums" else replicas
+            found[i] = places[name], partial(table.refit, replicas=count)
+        elif name in places:
+            # A sum over rows: the first replica takes what all had.
+            was = checkpoint.state["window_replicas"] if name.startswith("window") else replicas
+            found[i] = places[name], partial(_refit, was=was, replicas=replicas)
+    return found
+
+
+def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
+    if was == replicas:
+        return x
+    x = x if was is None else x.sum(0)
+    return x if replicas is None else np.concatenate([x[None], np.zeros((replicas - 1, *x.shape), x.dtype)])
+
+
+def _is_own(name: str) -> bool:
+    return name in ("sums", "loss_scale") or name.startswith("window.")
+
+
+def _is_skipped(name: str, evaluates: bool, reset_optimizer: bool) -> bool:
+    if evaluates:
+        return not name.startswith("module.")
+    return reset_optimizer and name.startswith("opt_state")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to begin with, and how much of it must fit."""
+
+    checkpoint: Checkpoint
+    strict: bool = True
+    reset_optimizer: bool = False

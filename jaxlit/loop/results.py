@@ -1,0 +1,162 @@
+"""The metrics of a run as callbacks see them, and what hooks log on the host."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.core.device_sums import Table
+from jaxlit.core.log import Metric, active_collector
+from jaxlit.distributed.exchange import fetch
+from jaxlit.errors import StateError, did_you_mean
+
+
+class MetricView(Mapping[str, float]):
+    """A read-only mapping of metrics; a value comes from the device when its key is read."""
+
+    def __init__(self, names: Callable[[], Sequence[str]], read: Callable[[str], float]) -> None:
+        self._names, self._read = names, read
+
+    def __getitem__(self, name: str) -> float:
+        if active_collector() is not None:
+            raise StateError(
+                f"The metric {name!r} is read inside a step, which is traced once: it would stay what it was then. "
+                "Read it in a hook, and pass what depends on it in the batch or in an nnx.Variable."
+            )
+        names = self._names()
+        if name not in names:
+            raise KeyError(f"No metric {name!r} was logged.{did_you_mean(name, names)} Logged: {sorted(names)}.")
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One name in the metric mappings."""
+
+    metric: Metric
+    value: Any  # a float, a () array, or a function that returns one of them
+    callback: bool = True  # shows in callback_metrics
+    logged: bool = True  # shows in logged_metrics and progress_bar_metrics, if the metric does
+    number: int | None = None  # which value of all this is; None for one that every step changes
+
+
+class Results:
+    """The metrics of a run as callbacks see them.
+
+    `latest` is the newest training step's table, still on device: storing it is all that a step pays.
+    """
+
+    def __init__(self) -> None:
+        self.latest: jax.Array | None = None
+        self._table = Table([])
+        self._read_of: tuple[Any, list[float]] = (None, [])
+        self._slots: dict[str, Slot] = {}
+        self._count = 0  # values of epochs put here
+        self.callback_metrics = self._view(lambda slot: slot.callback)
+        self.logged_metrics = self._view(lambda slot: slot.logged and slot.metric.logger)
+        self.progress_bar_metrics = self._view(lambda slot: slot.logged and slot.metric.prog_bar)
+
+    def show_steps(self, table: Table) -> None:
+        """From now on show the values of `latest`, whose columns are those of `table`."""
+        self._table = table
+        for column, metric in enumerate(table.metrics):
+            if column and metric.on_step:  # column 0 is the loss, which is no logged metric
+                self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
+
+    def show_evaluation(self, table: Table, values: Any, suffix: str) -> None:
+        """Show the values of an evaluation step, given as its own table."""
+        for column, metric in enumerate(table.metrics):
+            if metric.on_step:
+                end = suffix if metric.add_dataloader_idx else ""
+                self.put_step(metric, lambda i=column: table.read(np.asarray(values))[i], end, evaluating=True)
+
+    def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
+        """Show the value of a step; that of an evaluation step is not in `callback_metrics`, as in Lightning."""
+        split = metric.on_epoch
+        self._slots[metric.step_name + suffix] = Slot(metric, value, callback=not evaluating)
+        if split and not evaluating:
+            self._slots[metric.name + suffix] = Slot(metric, value, logged=False)
+
+    def put_epoch(self, metric: Metric, value: Any, suffix: str = "") -> None:
+        """Show the value of an epoch."""
+        self._count += 1
+        self._slots[metric.epoch_name + suffix] = Slot(metric, value, number=self._count)
+        if metric.on_step:
+            self._slots[metric.name + suffix] = Slot(metric, value, logged=False, number=self._count)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.latest, self._read_of = None, (None, [])
+        self._slots.clear()
+
+    @property
+    def row_names(self) -> list[str | None]:
+        """The name in a row of each column of a step's table, None for those that are not in rows."""
+        return self._table.row_names
+
+    def number(self, name: str) -> int | None:
+        """Return which value of all this one is; None for one that every step changes."""
+        return self._slots[name].number
+
+    def state_dict(self) -> list[Any]:
+        """Return every value as a float; waits for the device."""
+        return [[k, asdict(s.metric), self._value(k), s.callback, s.logged, s.number] for k, s in self._slots.items()]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        """Show what `state_dict` returned."""
+        for name, metric, value, callback, logged, number in state:
+            self._slots[name] = Slot(Metric(**metric), float(value), bool(callback), bool(logged), number)
+            self._count = max(self._count, number or 0)
+
+    def steps(self, logs: Any) -> list[float]:
+        """Return the values of a step's table, read once."""
+        if self._read_of[0] is not logs:
+            # The columns behind the table's own are flags of the engine.
+            self._read_of = (logs, self._table.read(fetch(logs)[..., : len(self._table.metrics)]))
+        return self._read_of[1]
+
+    def has_column(self, metric: Metric) -> bool:
+        """Tell whether the training step itself logs one of a metric's names."""
+        return any(metric.names & other.names for other in self._table.metrics[1:])
+
+    def _view(self, where: Callable[[Slot], bool]) -> MetricView:
+        return MetricView(lambda: [name for name, slot in self._slots.items() if where(slot)], self._value)
+
+    def _value(self, name: str) -> float:
+        value: Any = self._slots[name].value
+        return float(value() if callable(value) else value)  # type: ignore[arg-type]
+
+
+class Outputs(Mapping[str, Any]):
+    """The `outputs` of a training step, device arrays; the loss is computed when it is asked for.
+
+    Args:
+        logs: The table of metrics, whose column 0 is the loss.
+        loss: The batch's own loss, of each replica, if the table is that of a window.
+        outputs: What else the step returned.
+    """
+
+    def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
+        self._logs, self._loss, self._outputs = logs, loss, outputs
+
+    def __getitem__(self, name: str) -> Any:
+        if name != "loss":
+            return self._outputs[name]
+        return self._logs[0, 0] / self._logs[1, 0] if self._loss is None else self._loss.mean()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("loss", *self._outputs))
+
+    def __len__(self) -> int:
+        return 1 + len(self._outputs)

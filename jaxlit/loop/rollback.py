@@ -1,0 +1,61 @@
+"""Back to the last checkpoint after a step that was not finite, without the batches in between."""
+
+import contextlib
+import logging
+from pathlib import Path
+
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.checkpoints.files import read
+from jaxlit.errors import CheckpointError, NonFiniteError
+from jaxlit.loop.restore import load_engine
+from jaxlit.loop.run import Run
+from jaxlit.loop.snapshot import load_position
+
+_logger = logging.getLogger("jaxlit")
+_MOST = 3  # times from one checkpoint: more is no bad batch, but a training that diverges
+
+
+def roll_back(run: Run, what: str) -> None:
+    """Give a run the weights, the optimizer and the step of its newest checkpoint; the data go on where they are.
+
+    Args:
+        run: The run, whose newest steps were not finite.
+        what: What happened, for messages.
+
+    Raises:
+        NonFiniteError: There is no checkpoint yet, or training diverges from it again and again.
+    """
+    trainer, engine, position = run.trainer, run.engine, run.position
+    found = None
+    for callback in (c for c in run.hooks.callbacks if isinstance(c, ModelCheckpoint)):
+        callback.finish(trainer)  # what is being written may be the newest
+        for path in callback.known_paths:  # others in the folder may be of another training
+            with contextlib.suppress(CheckpointError):
+                found = found or read(Path(path))
+    if found is None:
+        raise NonFiniteError(
+            f"{what} There is no checkpoint yet to go back to. Lower the learning rate, or write one earlier with "
+            "ModelCheckpoint(every_n_train_steps=...)."
+        )
+    count = run.rollbacks[found.path.name] = run.rollbacks.get(found.path.name, 0) + 1
+    if count > _MOST:
+        raise NonFiniteError(
+            f"{what} Training went back to {found.path} {_MOST} times, and diverges from there on any data. Lower the "
+            "learning rate, or clip gradients."
+        )
+    load_engine(engine, found)
+    was = load_position(found.state)
+    _logger.warning("%s Back to step %d of %s; the batches since then are left out.", what, was.global_step, found.path)
+    position.global_step, position.filled = was.global_step, 0
+    engine.count_from(was.global_step, position.epoch, position.batch_idx)
+    engine.clear_window()
+    if was.epoch != position.epoch or was.over:
+        position.first_step = was.global_step
+        engine.clear_sums()
+    run.hooks.log.take_window()
+    run.pending, run.noted_bad_step = None, -1
+    run.tracing.seen.clear()
+    run.tracing.seek(was.global_step)
+    if run.hooks.live is not None:
+        run.hooks.live.stale = True
+    run.hooks("on_load_checkpoint", dict(found.state))

@@ -1,0 +1,188 @@
+"""One run of the loops: what they share, and when it is over."""
+
+import datetime
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.data.feeder import Feeder
+from jaxlit.data.loaders import Loaders
+from jaxlit.data.source import Source
+from jaxlit.engine.engine import Engine
+from jaxlit.errors import ArgumentError
+from jaxlit.loop.compile_log import CompileLog
+from jaxlit.loop.hooks import Hooks
+from jaxlit.loop.results import Results
+from jaxlit.loop.tracing import Tracing
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+
+
+@dataclass
+class Run:
+    """One fit, validate, test or predict: what its loops share."""
+
+    trainer: "Trainer"
+    module: "TrainModule"
+    hooks: Hooks
+    results: Results
+    position: Position
+    loaders: Loaders
+    engine: Engine = field(init=False)
+    feeder: Feeder = field(init=False)
+    train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
+    val: Sequence[tuple[Source, int | None]] = ()
+    evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
+    val_every: int | None = None  # batches between validations; None for the end of the epoch
+    # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
+    pending: tuple[Any, Mapping[str, Any], int] | None = None
+    tracing: Tracing = field(init=False)
+    evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
+    resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
+    rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
+    noted_bad_step: int = -1
+    every_check: bool = False  # look at the guard's mark after every step
+    compiles: CompileLog = field(default_factory=CompileLog)
+    _started: float = field(default_factory=time.monotonic)
+    _ended: float | None = None
+    _deadline: float | None = None
+    _next_validation: float | None = None  # where validation goes by the clock
+    _told: bool = False
+
+    def start_clocks(self) -> None:
+        """Begin to count `max_time` and a `val_check_interval` that is a duration."""
+        if self.trainer.max_time is not None:
+            self._deadline = time.monotonic() + self.trainer.max_time
+        self.restart_interval()
+
+    def restart_interval(self) -> None:
+        """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
+        if isinstance(interval := self.trainer.val_check_interval, datetime.timedelta):
+            self._next_validation = time.monotonic() + interval.total_seconds()
+
+    def end_clock(self) -> None:
+        """Note that the run is over."""
+        self._ended = self._ended or time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken so far."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._started
+
+    def close(self) -> None:
+        """Let go of the loaders."""
+        for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
+            source.close()
+
+    def note_lengths(self) -> None:
+        """Tell the Trainer how many batches the loaders have."""
+        assert self.train is not None
+        self.trainer.num_training_batches = _count(self.train[1])
+        self.trainer.num_val_batches = [_count(limit) for _, limit in self.val]
+
+    @property
+    def trains(self) -> bool:
+        """Whether `limit_train_batches` leaves anything to train on."""
+        # A loader that is empty itself is no such limit, but an error.
+        return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
+
+    @property
+    def validates(self) -> bool:
+        """Whether a validation loader has batches."""
+        return any(limit != 0 for _, limit in self.val)
+
+    @property
+    def done(self) -> bool:
+        """Whether training is over."""
+        trainer, position = self.trainer, self.position
+        return (
+            trainer.interrupted
+            or position.global_step >= trainer.max_steps >= 0
+            or (trainer.max_epochs is not None and position.epoch >= trainer.max_epochs)
+            or self.may_stop
+        )
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
+        trainer, position = self.trainer, self.position
+        if not trainer.should_stop:
+            return False
+        if position.epoch >= trainer.min_epochs and position.global_step >= trainer.min_steps:
+            return True
+        if not self._told:
+            self._told = True
+            _logger.info(
+                "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training goes on.",
+                trainer.stop_reason,
+                trainer.min_epochs,
+                trainer.min_steps,
+            )
+        return False
+
+    def check_time(self) -> None:
+        """Ask for a stop once `max_time` is over."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self.trainer.stop(f"max_time={datetime.timedelta(seconds=self.trainer.max_time or 0)} is over")
+
+    def validation_due(self, last: bool) -> bool:
+        """Tell whether to validate after a batch.
+
+        Args:
+            last: Whether it is the last batch of the epoch.
+        """
+        trainer, position = self.trainer, self.position
+        if not self.validates:
+            return False
+        every = trainer.check_val_every_n_epoch
+        if every is not None and (position.epoch + 1) % every:
+            return False
+        if self.may_stop:
+            return True
+        if self._next_validation is not None:
+            return time.monotonic() >= self._next_validation
+        if self.val_every is None:
+            return last
+        count = position.total_batch_idx if every is None else position.batch_idx
+        return count % self.val_every == 0
+
+
+def _count(limit: int | None) -> int | float:
+    return math.inf if limit is None else limit
+
+
+def validation_interval(trainer: "Trainer", source: Source, limit: int | None) -> int | None:
+    """Return the batches between validations, None for one at the end of each epoch.
+
+    Args:
+        trainer: The trainer.
+        source: The training loader.
+        limit: Its batches in an epoch, None if unknown.
+
+    Raises:
+        ArgumentError: An epoch has too few batches, or an unknown number of them.
+    """
+    interval = trainer.val_check_interval
+    if isinstance(interval, datetime.timedelta) or (interval == 1.0 and isinstance(interval, float)):
+        return None
+    if isinstance(interval, float):
+        if limit is None:
+            raise ArgumentError(
+                f"Trainer(val_check_interval={interval}) is a fraction, but {source.argument} has no length. "
+                "Give the number of batches as an int."
+            )
+        return max(1, int(limit * interval))
+    if trainer.check_val_every_n_epoch is not None and limit is not None and interval > limit:
+        raise ArgumentError(
+            f"Trainer(val_check_interval={interval}) is more than the {limit} batches of an epoch. Give at most "
+            f"{limit}, or check_val_every_n_epoch=None to count batches across epochs."
+        )
+    return interval

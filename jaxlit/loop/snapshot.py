@@ -1,0 +1,245 @@
+"""What a checkpoint holds of a training beside its arrays, taken from a run and given back to one."""
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.core.device_sums import table_of
+from jaxlit.core.side_tables import hparams_of
+from jaxlit.data.source import Source
+from jaxlit.distributed.exchange import agree, fetch
+from jaxlit.errors import CheckpointError, DataError
+from jaxlit.loop.run import Run
+from jaxlit.reporting.redaction import redact
+
+if TYPE_CHECKING:
+    from jaxlit.data.datamodule import DataModule
+
+
+# What of an Evaluation is JSON as it is.
+_PLAIN = ("begun", "loader", "batch_idx", "starting", "found", "row", "ended")
+
+
+def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
+    """Return the state of a training as JSON values; waits for the device.
+
+    Args:
+        run: The fit.
+        ask: Whether `on_save_checkpoint` is called.
+
+    Raises:
+        CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
+    """
+    engine, strategy = run.engine, run.trainer.strategy
+    position = {f.name: getattr(run.position, f.name) for f in fields(Position) if f.name != "data"}
+    latest, pending = run.results.latest, run.pending
+    table = [asdict(metric) for metric in engine.training_table.metrics]
+    state = {
+        "global_step": run.position.global_step,
+        "epoch": run.position.epoch,
+        "position": position,
+        "loaders": _loaders(run),
+        "evaluation": None if run.trainer.sanity_checking else _evaluation(run.evaluation),
+        "arrays": engine.specs,
+        "optimizer": engine.optimizer_kind,
+        "metrics": table,
+        "latest": None if latest is None else _pack(fetch(latest)),
+        "pending": None
+        if pending is None
+        else [
+            None if pending[0] is None else _pack(fetch(pending[0])),
+            {k: float(v) for k, v in pending[1].items()},
+            pending[2],
+        ],
+        "results": run.results.state_dict(),
+        "log": run.hooks.log.state_dict(),
+        "callbacks": {key: callback.state_dict() for key, callback in keyed(run.hooks.callbacks).items()},
+        "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
+        "module": {"class": type(run.module).__name__, "hparams": redact(_kept(hparams_of(run.module)))},
+        "strategy": strategy.describe(),
+        "accumulate": run.trainer.accumulate_grad_batches,
+        "window_replicas": strategy.window_replicas,
+        "processes": strategy.num_processes,
+    }
+    if ask:
+        run.hooks("on_save_checkpoint", state)
+    return _plain(state, "")
+
+
+def load_position(state: Mapping[str, Any]) -> Position:
+    """Return where training stood."""
+    found = Position(**{**_section(state, "position"), "cut": False})
+    found.ended *= found.over  # the end hooks of an epoch that a stop has cut run again at its end
+    return found
+
+
+def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None", state: Mapping[str, Any]) -> list:
+    """Give the callbacks and the DataModule their states; returns the callbacks of those that nobody took."""
+    saved, known = dict(_section(state, "callbacks")), keyed(callbacks)
+    for key, callback in known.items():
+        if key in saved:
+            _load(callback, saved[key], key)
+    if datamodule is not None:
+        _load(datamodule, _section(state, "datamodule"), type(datamodule).__name__)
+    return [key for key, kept in saved.items() if kept and key not in known]
+
+
+def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
+    try:
+        owner.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name}.load_state_dict cannot take what the checkpoint keeps of it: {error!r}. It was saved by another "
+            "version of it, or is damaged: leave the callback out, or resume from another checkpoint."
+        ) from error
+
+
+def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes: int, index: int, idx: int) -> None:
+    """Make a loader go on where it stood.
+
+    Args:
+        source: The loader.
+        state: The checkpoint's.
+        stage: "training", or "validation" for the one of an evaluation that was cut.
+        processes: How many processes feed the steps now.
+        index: Which of them this is.
+        idx: The loader's number in its stage.
+
+    Raises:
+        DataError: It is another loader than the one that was saved, or cannot go on here.
+    """
+    saved = _section(state, "loaders")[stage]
+    if saved is None or saved["idx"] != idx:
+        return
+    was = len(saved["states"])
+    if was == processes:
+        source.load_state_dict(saved["states"][index])
+        return
+    theirs = saved["states"]
+    if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
+        raise DataError(
+            f"{source.argument}: the checkpoint is from the middle of an epoch in {was} process{'es' * (was > 1)}, and "
+            f"there {'are' if processes > 1 else 'is'} {processes} now, which do not know where this kind of loader "
+            "goes on. Resume with as many processes, use a jl.ArrayLoader or a grain MapDataset, or resume from the "
+            "end of an epoch."
+        )
+    # That of another loader is about each process's share.
+    source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
+
+
+def load_run(run: Run, state: Mapping[str, Any]) -> None:
+    """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
+    table = table_of(state["metrics"])
+    run.resumed = True
+    if state["latest"] is not None:
+        run.results.latest = jnp.asarray(_unpack(state["latest"]))
+        run.results.show_steps(table)
+    run.results.load_state_dict(_section(state, "results"))
+    run.hooks.log.load_state_dict(_section(state, "log"))
+    if (pending := state["pending"]) is not None:
+        run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
+    if (saved := state["evaluation"]) is not None:
+        now = run.evaluation = Evaluation(**{k: saved[k] for k in _PLAIN})
+        if saved["sums"] is not None:
+            now.table = table_of(saved["metrics"])
+            sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
+            now.sums = [now.table.refit(sums, run.trainer.strategy.window_replicas), count]
+
+
+def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return the callbacks by their keys, numbered where several have the same."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = callback.state_key
+        same = sum(key == name or key.startswith(f"{name}:") for key in found)
+        found[f"{name}:{same}" if same else name] = callback
+    return found
+
+
+def _loaders(run: Run) -> dict[str, Any]:
+    """Return where the loaders stand, in every process."""
+    position, now = run.position, run.evaluation
+    found: dict[str, Any] = {"training": None, "validation": None}
+    if run.train is not None:
+        source, epoch, at = run.train[0], position.epoch, position.data
+        if position.over:
+            epoch, at = epoch + 1, source.between_epochs(at)
+        found["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
+    if now is not None and now.loader < len(run.val) and not run.trainer.sanity_checking:
+        state = run.val[now.loader][0].state_dict(0, now.data)
+        found["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
+    return found
+
+
+def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
+    if now is None:
+        return None
+    found: dict[str, Any] = {k: getattr(now, k) for k in _PLAIN}
+    found |= {"sums": None, "metrics": []}
+    if now.sums is not None and now.table is not None:
+        table, count = now.sums
+        found["sums"] = [_pack(fetch(table)), int(fetch(count))]
+        found["metrics"] = [asdict(metric) for metric in now.table.metrics]
+    return found
+
+
+def _section(state: Mapping[str, Any], name: str) -> Any:
+    if name not in state:
+        raise CheckpointError(f"The checkpoint's state.json has no {name!r}.")
+    return state[name]
+
+
+def _pack(x: np.ndarray) -> dict[str, Any]:
+    """Return a small array as JSON values, bit by bit."""
+    x = np.ascontiguousarray(x, np.float32)
+    return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
+
+
+def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
+    data = base64.b64decode(packed["data"])
+    shape = tuple(map(int, packed["shape"]))
+    if math.prod(shape) * 4 != len(data):
+        raise CheckpointError(f"The checkpoint's state.json has {len(data)} bytes for an array of shape {shape}.")
+    return np.frombuffer(data, np.float32).reshape(shape)
+
+
+def _kept(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that come back from JSON as they were: keys of dicts would come back as text."""
+    found = {}
+    for name, value in hparams.items():
+        try:
+            found[name] = _plain(value, name)
+        except CheckpointError:
+            continue
+    return found
+
+
+def _plain(x: Any, where: str) -> Any:
+    """Return a tree of JSON's own types.
+
+    Raises:
+        CheckpointError: Naming what is none.
+    """
+    if isinstance(x, Mapping):
+        for key in x:
+            if not isinstance(key, str):
+                raise CheckpointError(f"A checkpoint keeps JSON values, and{where or ' it'} has the key {key!r}.")
+        return {key: _plain(value, f"{where}[{key!r}]") for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_plain(value, f"{where}[{i}]") for i, value in enumerate(x)]
+    if isinstance(x, (np.bool_, np.integer, np.floating)):
+        return x.item()
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    name = where.replace("['callbacks']", " the state_dict of ").replace("['loaders']", " the loader's state ")
+    raise CheckpointError(
+        f"A checkpoint keeps JSON values, and{name or ' it'} is of type {type(x).__name__}. Return numbers, strings, "
+        "lists and dicts from state_dict."
+    )

@@ -1,0 +1,107 @@
+"""Callbacks that look into the optimizer step: what they compute is compiled into the steps on which they fire."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.log import metric_of
+from jaxlit.distributed.exchange import fetch
+from jaxlit.engine.engine import Engine
+from jaxlit.errors import LogError, ModuleError
+from jaxlit.loop.hooks import Hooks, fitting, overrides
+from jaxlit.loop.host_sums import TRACED
+from jaxlit.loop.results import Results
+
+
+class Tracing:
+    """Says at which optimizer steps callbacks look into the step, runs those steps, and hands over what was seen.
+
+    Args:
+        hooks: The hooks; each callback that overrides `trace_step` takes part.
+        log_every: The interval of those that name none.
+
+    Attributes:
+        next: The optimizer step, from 0, at which the next one fires; -1 if none ever does.
+        seen: What was seen and not handed over yet: (callback, step, values on the device).
+    """
+
+    def __init__(self, hooks: Hooks, log_every: int) -> None:
+        self._hooks = hooks
+        self._every: list[tuple[Callback, int]] = []
+        for callback in hooks.callbacks:
+            if overrides(callback, "trace_step") and (every := _interval(callback, log_every)):
+                fitting(callback, "trace_step")
+                self._every.append((callback, every))
+        self.next, self._checked = -1, False
+        self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
+
+    def check(self, engine: Engine, results: Results) -> None:
+        """Refuse before the first step what a `trace_step` could not return.
+
+        Raises:
+            ModuleError: It returns no dict of arrays.
+            LogError: A scalar's name is taken.
+        """
+        if self._checked:
+            return
+        self._checked, state, owners = True, engine.state, {}
+        for callback, _ in self._every:
+            owner = f"{type(callback).__name__}.{TRACED}"
+            try:
+                found = jax.eval_shape(callback.trace_step, state.params, state.params, state.params, state.opt_state)
+            except Exception as error:
+                error.add_note(f"It was raised by {owner}.")
+                raise
+            if not isinstance(found, dict) or not all(
+                isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in found.items()
+            ):
+                raise ModuleError(f"{owner} must return a dict of names and arrays, got {found!r}.")
+            for name, x in found.items():
+                if x.shape:
+                    continue
+                if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool) or jnp.iscomplexobj(x):
+                    raise ModuleError(f"{owner} returns {name!r} of {x.dtype}. Scalars are logged: return a real one.")
+                metric = metric_of("on_train_batch_end", name)
+                if results.has_column(metric) or name in owners:
+                    raise LogError(
+                        f"{owner} returns {name!r}, which {owners.get(name, 'training_step')} logs. Use another name."
+                    )
+                owners[name] = owner
+
+    def seek(self, step: int) -> None:
+        """Find the next step at which one fires, from `step` on."""
+        # The last step of each n, whose row is logged.
+        self.next = min((step + every - 1 - step % every for _, every in self._every), default=-1)
+
+    def step(self, engine: Engine, batch: Any) -> tuple[jax.Array, Any, Any]:
+        """Take the optimizer step `next`: scalars that are seen go to its row, and all of it to `on_trace`."""
+        at = self.next
+        due = [callback for callback, every in self._every if (at + 1) % every == 0]
+        logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)
+        for callback, values in zip(due, seen, strict=True):
+            self._hooks.log.add_traced({name: x for name, x in values.items() if not x.ndim})
+            if overrides(callback, "on_trace"):
+                self.seen.append((callback, at, values))
+        self.seek(at + 1)
+        return logs, loss, outputs
+
+    def deliver(self, until: int | None = None) -> None:
+        """Hand over what was seen, up to a step or all of it; waits for the device."""
+        seen = [x for x in self.seen if until is None or x[1] <= until]
+        self.seen = self.seen[len(seen) :]
+        for callback, step, values in seen:
+            self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
+
+
+def _interval(callback: Callback, log_every: int) -> int:
+    every = callback.trace_every_n_steps
+    if every is None:
+        return log_every
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ModuleError(
+            f"{type(callback).__name__}.trace_every_n_steps is an int of at least 0, or None for the Trainer's "
+            f"log_every_n_steps, got {every!r}."
+        )
+    return every

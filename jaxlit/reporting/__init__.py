@@ -1,0 +1,1 @@
+"""What a run shows and sends away: the terminal, pictures, histograms, Weights & Biases."""

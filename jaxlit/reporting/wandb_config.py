@@ -1,0 +1,121 @@
+"""What a run of Weights & Biases is told, and what is remembered of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flax
+import jax
+import optax
+from flax import nnx
+
+from jaxlit.errors import ArgumentError
+from jaxlit.reporting.redaction import redact
+from jaxlit.version import __version__
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_IDS = "wandb_run_ids.json"  # in the folder of a run that may be resumed: the id of each project's run
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse a WandbLogger's arguments that are out of their sets.
+
+    Args:
+        given: The arguments by name.
+
+    Raises:
+        ArgumentError: Naming the argument.
+    """
+
+    def check(name: str, allowed: bool, rule: str) -> None:
+        if not allowed:
+            raise ArgumentError(f"WandbLogger({name}=...) takes {rule}, got {given[name]!r}.")
+
+    for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
+        text = given[name]
+        check(name, text is None or (isinstance(text, str) and text != ""), "a string that is not empty, or None")
+    check("id", not set(given["id"] or "") & set("/\\#?%:"), "an id without any of / \\ # ? % :")
+    tags = given["tags"]
+    valid = isinstance(tags, (list, tuple)) and all(isinstance(x, str) and 0 < len(x) <= 64 for x in tags)
+    check("tags", valid, "a list of strings of 1 to 64 characters")
+    check("config", given["config"] is None or isinstance(given["config"], Mapping), "a mapping or None")
+    check("save_dir", given["save_dir"] is None or isinstance(given["save_dir"], (str, Path)), "a path or None")
+    check("offline", isinstance(given["offline"], bool), "True or False")
+    for name, allowed in (
+        ("log_model", (False, True, "all", "best")),
+        ("watch", (None, "gradients", "parameters", "all")),
+        ("processes", ("first", "group", "shared")),
+        ("on_error", ("offline", "raise")),
+    ):
+        check(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
+    every = given["watch_every_n_steps"]
+    check("watch_every_n_steps", type(every) is int and every > 0, "an int of at least 1")
+    for name in ("init_timeout", "finish_timeout"):
+        number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
+        check(name, number and 0 < given[name] < float("inf"), "seconds, a number above 0")
+    if given["offline"] and given["processes"] == "shared":
+        raise ArgumentError(
+            "WandbLogger(processes='shared', offline=True): only a server can share a run. Use processes='group'."
+        )
+
+
+def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config without secrets: what is trained, how, where and by which versions.
+
+    Args:
+        trainer: The trainer.
+        module: The module, whose hyperparameters are in it.
+        extra: What else a user wants in it.
+    """
+    strategy = trainer.strategy
+    count, kind = strategy.mesh.size, jax.devices()[0].device_kind
+    ours = {
+        "trainer": trainer.config,
+        "strategy": strategy.describe(),
+        "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
+        "devices": {"kind": kind, "count": count, "processes": jax.process_count()},
+        "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
+        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
+    }
+    # The user's own names stay theirs.
+    theirs = {**module.hparams, **extra}
+    return redact({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
+
+
+def monitored(trainer: "Trainer") -> dict[str, str]:
+    """Return the metrics that callbacks watch, and whether "min" or "max" is best."""
+    found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in trainer.callbacks}
+    return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
+
+
+def read_id(folder: Path, key: str) -> str | None:
+    """Return the id that a training which left no checkpoint has noted; None if there is none that can be read."""
+    found = _read(folder / _IDS).get(key)
+    return found if isinstance(found, str) and found else None
+
+
+def write_id(folder: Path, key: str, id: str) -> None:
+    """Note a run's id.
+
+    Args:
+        folder: The run's folder, which is made.
+        key: What tells the runs of several loggers apart.
+        id: The id.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _IDS).write_text(json.dumps({**_read(folder / _IDS), key: id}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,26 @@
+"""Proofs that users can run too: fake devices, the same training under every strategy, crashes on purpose."""
+
+from jaxlit.testing.devices import fake_devices
+from jaxlit.testing.faults import Crash, faults
+from jaxlit.testing.same_training import (
+    KeepFirstGrads,
+    Training,
+    assert_same_training,
+    keep_first_grads,
+    train,
+)
+
+__all__ = [
+    "Crash",
+    "KeepFirstGrads",
+    "Training",
+    "assert_same_training",
+    "fake_devices",
+    "faults",
+    "keep_first_grads",
+    "train",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

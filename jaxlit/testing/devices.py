@@ -1,0 +1,42 @@
+"""Fake devices: several on one CPU."""
+
+import os
+import re
+
+import jax
+
+from jaxlit.distributed.start import jax_runs
+from jaxlit.errors import ArgumentError
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def fake_devices(count: int) -> None:
+    """Simulate `count` CPU devices; call it before the first use of jax, in a conftest say.
+
+    Once jax runs it only checks that there are at least `count` devices.
+
+    Args:
+        count: How many.
+
+    Raises:
+        ArgumentError: `count` is no positive int.
+        RuntimeError: jax runs already, with fewer devices.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> jl.testing.fake_devices(1)
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ArgumentError(f"fake_devices(count) takes a positive int, got {count!r}.")
+    if not jax_runs():
+        flags = re.sub(rf"{_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+        os.environ.pop("JAX_NUM_CPU_DEVICES", None)  # it would win over the flag
+        jax.config.update("jax_platforms", "cpu")
+        return
+    if jax.device_count() < count:
+        raise RuntimeError(
+            f"fake_devices({count}) came after the first use of jax, which runs with {jax.device_count()} devices. "
+            f"Call it earlier, or start Python with XLA_FLAGS={_FLAG}={count}."
+        )

@@ -1,0 +1,127 @@
+"""Which checkpoint a run begins with."""
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.checkpoints.files import FOLDER, Checkpoint, locate, newest, read
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.reporting.terminal import say, short_path
+
+if TYPE_CHECKING:
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+
+
+def check_resume(resume: Any, root: Path | None, fast_dev_run: int) -> Any:
+    """Return `Trainer(resume=...)`, once it is known to make sense.
+
+    Raises:
+        ArgumentError: It does not.
+    """
+    if resume is None:
+        return None
+    if resume in ("last", "best"):
+        raise ArgumentError(
+            f"Trainer(resume={resume!r}): 'auto' goes on from the newest checkpoint in default_root_dir. Pass it, a "
+            f"path, or fit(ckpt_path={resume!r})."
+        )
+    if not isinstance(resume, (str, Path)) or not str(resume):
+        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {resume!r}.")
+    if resume == "auto" and root is None:
+        raise ArgumentError(
+            "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
+            "Trainer(default_root_dir=...)."
+        )
+    if fast_dev_run:
+        raise ArgumentError(
+            f"Trainer(resume={str(resume)!r}, fast_dev_run={fast_dev_run}): a trial of a few batches begins anew. "
+            "Leave one of them out."
+        )
+    return resume
+
+
+def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
+    """Return the checkpoint that a run begins with, verified; None to begin anew.
+
+    Args:
+        trainer: The Trainer.
+        verb: Its method, for messages.
+        ckpt_path: The method's argument; for `fit` `trainer.resume` stands in for it.
+
+    Raises:
+        ArgumentError: Two are named, or a name means nothing here.
+        CheckpointError: There is none, or none that verifies.
+    """
+    resume = trainer.resume if verb == "fit" else None
+    if ckpt_path is not None and resume is not None:
+        raise ArgumentError(
+            f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
+            "Leave one out."
+        )
+    wanted, argument = (
+        (ckpt_path, f"Trainer.{verb}(ckpt_path=...)") if resume is None else (resume, "Trainer(resume=...)")
+    )
+    if wanted is None:
+        return None
+    if not isinstance(wanted, (str, Path)):
+        raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {wanted!r}.")
+    if wanted in ("auto", "last", "best"):
+        callbacks = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+        own = Path(os.path.abspath(trainer.run_dir)) / FOLDER
+        folders = list(dict.fromkeys([*(c.folder(trainer) for c in callbacks), own]))
+        found, skipped = _newest(folders)
+        if wanted == "best":
+            found = _best(callbacks, found)
+        if found is None and resume != "auto":
+            places = " or ".join(map(str, folders))
+            raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
+        if found is None:
+            _tell(trainer, f"resume: no checkpoint in {short_path(own)}, training begins anew")
+    else:
+        found, skipped = locate(wanted, argument)
+    for reason in skipped:
+        _logger.warning("A newer checkpoint was passed over. %s", reason)
+    if found is not None:
+        state = found.state
+        what = "resume" if verb == "fit" else verb
+        _tell(trainer, f"{what}: {short_path(found.path)} (step {state['global_step']}, epoch {state['epoch']})")
+    return found
+
+
+def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint of several folders that has seen most, and why others were passed over."""
+    found, skipped, failed = [], [], None
+    for folder in folders:
+        try:
+            checkpoint, reasons = newest(folder)
+            skipped += reasons
+            found += [checkpoint] if checkpoint is not None else []
+        except CheckpointError as error:
+            failed = error
+            skipped.append(str(error))
+    if failed is not None and not found:
+        raise failed
+    place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
+    return max(found, key=place, default=None), skipped
+
+
+def _best(callbacks: list[ModelCheckpoint], last: Checkpoint | None) -> Checkpoint | None:
+    if callbacks and callbacks[0].best_model_path:
+        return read(Path(callbacks[0].best_model_path))
+    # Of an earlier process: the newest checkpoint knows.
+    states = {} if last is None else last.state["callbacks"]
+    mine = callbacks[0].state_key if callbacks else ""
+    for state in (states.get(mine, {}), *states.values()):
+        name = state.get("best_model")
+        if last is not None and isinstance(name, str) and name:
+            return read(last.path.parent / Path(name).name)
+    return None
+
+
+def _tell(trainer: "Trainer", line: str) -> None:
+    if trainer.is_global_zero:
+        say(line)

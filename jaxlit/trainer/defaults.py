@@ -1,0 +1,106 @@
+"""The callbacks that a Trainer adds by itself."""
+
+from typing import Any
+
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.file_logger import FileLogger
+from jaxlit.callbacks.jsonl_logger import JSONLLogger
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.progress_bar import ProgressBar
+from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+
+def all_callbacks(
+    given: Any, logger: Any, progress_bar: Any, summary: Any, checkpoints: Any
+) -> tuple[list[Callback], list[Callback]]:
+    """Return every callback of a Trainer in order, and those that were given as loggers.
+
+    Args:
+        given: `Trainer(callbacks=...)`.
+        logger: `Trainer(logger=...)`.
+        progress_bar: `Trainer(enable_progress_bar=...)`.
+        summary: `Trainer(enable_model_summary=...)`.
+        checkpoints: `Trainer(enable_checkpointing=...)`.
+
+    Raises:
+        ArgumentError: Two of them cannot go together.
+        ArgumentTypeError: One of them is no callback.
+    """
+    found, extra = callbacks_of("callbacks", given), []
+    if logger is None:
+        raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
+    if not isinstance(logger, bool):
+        extra = callbacks_of("logger", logger)
+    found += extra
+    uses_wandb = any(isinstance(c, WandbLogger) for c in found)
+    if logger is True or (logger is not False and uses_wandb):
+        # A W&B run that is killed loses what it has not sent: the rows are kept here, too.
+        for kind in (CSVLogger, JSONLLogger)[: 2 if uses_wandb else 1]:
+            found += [] if any(isinstance(c, kind) for c in found) else [kind()]
+    # The bar's header comes before the summary's table.
+    _add(found, ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar))
+    _add(found, ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary))
+    _add(found, ModelCheckpoint, "enable_checkpointing", check.boolean("enable_checkpointing", checkpoints))
+    return check_together(found), extra
+
+
+def check_together(callbacks: list[Callback]) -> list[Callback]:
+    """Return callbacks that can go together, those of the Trainer and those that a module adds.
+
+    Raises:
+        ArgumentError: An object is there twice, or two would draw or write to the same place.
+    """
+    for i, c in enumerate(callbacks):
+        name = type(c).__name__
+        if any(c is other for other in callbacks[:i]):
+            raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
+        if isinstance(c, ProgressBar) and any(isinstance(other, ProgressBar) for other in callbacks[:i]):
+            raise ArgumentError(f"The callbacks hold two {name}s, and only one can draw. Leave one of them out.")
+        if isinstance(c, ModelCheckpoint):
+            folders = [other.dirpath for other in callbacks[:i] if isinstance(other, ModelCheckpoint)]
+            if c.dirpath in folders:
+                raise ArgumentError(
+                    f"The callbacks hold two {name}s that write to one folder. Give one of them a dirpath of its own."
+                )
+        files = [other.filename for other in callbacks[:i] if isinstance(other, FileLogger)]
+        if isinstance(c, FileLogger) and c.filename in files:
+            raise ArgumentError(
+                f"The callbacks hold two loggers that write to {c.filename}. Leave one of them out, give it another "
+                "filename, or pass Trainer(logger=False)."
+            )
+        projects = [(other.entity, other.project) for other in callbacks[:i] if isinstance(other, WandbLogger)]
+        if isinstance(c, WandbLogger) and (c.entity, c.project) in projects:
+            raise ArgumentError(
+                f"The callbacks hold two {name}s of one project. Leave one of them out, or give it its own project."
+            )
+    # A checkpoint holds what the other callbacks have decided.
+    return sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))
+
+
+def _add(callbacks: list[Callback], kind: type[Callback], argument: str, enabled: bool) -> None:
+    present = sum(isinstance(c, kind) for c in callbacks)
+    if present and not enabled:
+        raise ArgumentError(
+            f"Trainer({argument}=False) with a {kind.__name__} among the callbacks. Leave one of them out."
+        )
+    if enabled and not present:
+        callbacks.append(kind())
+
+
+def callbacks_of(name: str, value: Any) -> list[Callback]:
+    """Return a list of callbacks."""
+    if value is None:
+        return []
+    found = [value] if isinstance(value, Callback) else value
+    if not isinstance(found, (list, tuple)):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes callbacks, got {value!r}. Pass a list of jl.callbacks.")
+    for c in found:
+        if isinstance(c, type) and issubclass(c, Callback):
+            raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
+        if not isinstance(c, Callback):
+            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {c!r}.")
+    return list(found)

@@ -1,0 +1,66 @@
+"""Where a Trainer's runs write."""
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlit.checkpoints.files import FOLDER, Checkpoint
+from jaxlit.distributed.exchange import agree
+from jaxlit.errors import ArgumentError
+
+
+class RunFolder:
+    """The folder of a Trainer's runs; whoever writes first makes it.
+
+    Args:
+        root: `Trainer(default_root_dir=...)`; None for a fresh `runs/<time>-<id>`.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._given = root
+        self.root = None if root is None else Path(os.path.abspath(root))  # whatever folder a program goes to later
+        self._path, self._is_ours = self.root, False
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        if self._path is None:
+            self._path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        return self._path
+
+    def claim(
+        self, files: Sequence[str], resume: Any, found: Checkpoint | None, *, several: bool, refuse: bool = True
+    ) -> None:
+        """Make the folder this Trainer's.
+
+        Args:
+            files: What a Trainer's loggers would leave in it.
+            resume: `Trainer(resume=...)`.
+            found: The checkpoint that the fit begins with.
+            several: Whether several processes write to it.
+            refuse: Whether a folder of another run is refused; otherwise it stays another's.
+
+        Raises:
+            ArgumentError: It holds another run, which the fit does not continue.
+        """
+        if self.root is None:
+            if self._path is None and found is not None and resume is not None and found.path.parent.name == FOLDER:
+                self._path = found.path.parent.parent  # a run goes on in its own folder
+            if several:  # its name holds a time and a number of chance
+                self._path = Path(agree("the run's folder", str(self.path))[0])
+            return
+        continues = resume == "auto" or (
+            found is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(found.path)).parents
+        )
+        for name in () if self._is_ours or continues else ("metrics.csv", FOLDER, *files):
+            if (self.root / name).exists():
+                if not refuse:
+                    return
+                raise ArgumentError(
+                    f"Trainer(default_root_dir={str(self._given)!r}) holds {name} of another run. Pass "
+                    "Trainer(resume='auto') to continue it, another folder, or move that run away."
+                )
+        self._is_ours = True
