@@ -65,7 +65,7 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
     home = Path(os.path.abspath(trainer.run_dir)) / FOLDER
     callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.last_model_path]
-    found = any(callback.folder(trainer) == home for callback in callbacks)
+    found = any(callback.folder(trainer.run_dir) == home for callback in callbacks)
     place = trainer.run_dir if found else Path(callbacks[0].last_model_path)
     return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
 

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import Monitor
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
+from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
-_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 class ModelCheckpoint(Callback):
@@ -86,7 +85,7 @@ class ModelCheckpoint(Callback):
             raise ArgumentError(
                 f"{owner}(filename=...) takes a text like '{{epoch}}-{{val/loss:.2f}}', got {filename!r}."
             )
-        _check_filename(filename)
+        check_filename(filename)
         self._monitor = Monitor(owner, monitor if monitor is not None else "loss", mode)
         for name, value in (("save_last", save_last), ("save_on_exception", save_on_exception)):
             if not isinstance(value, bool):
@@ -152,9 +151,9 @@ class ModelCheckpoint(Callback):
         """The best value of `monitor`."""
         return self.best_k_models.get(self.best_model_path)
 
-    def folder(self, trainer: "Trainer") -> Path:
-        """Return where the checkpoints of a Trainer go."""
-        return self.dirpath or Path(os.path.abspath(trainer.run_dir)) / disk.FOLDER
+    def folder(self, run_dir: Path) -> Path:
+        """Return where the checkpoints of a run go, whose folder is `run_dir`."""
+        return self.dirpath or Path(os.path.abspath(run_dir)) / disk.FOLDER
 
     # When -------------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self._reset()
-        self._folder, self._fitting = self.folder(trainer), True
+        self._folder, self._fitting = self.folder(trainer.run_dir), True
         if self.train_time_interval is not None and trainer.strategy.num_processes > 1:
             raise ArgumentError(
                 "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
@@ -190,7 +189,7 @@ class ModelCheckpoint(Callback):
         except CheckpointError as error:
             problem = error
         disk.raise_together("the folder of checkpoints", problem)
-        trainer._session.check_saving()
+        trainer.saver.check()
         self._restart_clock()
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -225,7 +224,7 @@ class ModelCheckpoint(Callback):
         alone = trainer.strategy.num_processes == 1
         if not (self.save_on_exception and self._fitting and kept and alone and self._lock is not None):
             return
-        if not trainer._session.has_trained:
+        if not trainer.saver.has_trained:
             return
         try:
             self._save(trainer, epoch_over=False, forced=True)
@@ -263,8 +262,8 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: "Trainer", epoch_over: bool, *, forced: bool) -> None:
         """Begin to write a checkpoint, once the one before is there."""
-        trainer._session.check_finite()  # first: it may go back to an earlier checkpoint
-        at = trainer._session.place
+        trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
+        at = trainer.saver.place
         if at == self._saved_at:
             return
         self.finish(trainer)
@@ -286,11 +285,11 @@ class ModelCheckpoint(Callback):
         elif path in self.best_k_models:
             del self.best_k_models[path]
         self.last_model_path, self._order = path, self._order + 1
-        if trainer.nan_policy != "ignore" or trainer._session.is_finite():
+        if trainer.nan_policy != "ignore" or trainer.saver.is_finite():
             self._newest_finite = path
         self._replaced = sorted(self._names(self._before) - self._names(self.state_dict()))
         try:
-            self._saving = trainer._session.save(Path(path), self._order)
+            self._saving = trainer.saver.begin(path, self._order)
         except CheckpointError as error:
             self._failed(error)
             return
@@ -311,7 +310,7 @@ class ModelCheckpoint(Callback):
             return
         self._rests_until = time.monotonic() + 9 * saving.seconds
         self._delete_replaced(trainer)
-        trainer._session.tell_saved(self, saving.path)
+        trainer.saver.announce(self, saving.path)
 
     def _delete_replaced(self, trainer: "Trainer") -> None:
         """Delete what newer checkpoints stand for; a failure loses nothing, and so is only told of."""
@@ -360,7 +359,7 @@ class ModelCheckpoint(Callback):
                     f"{did_you_mean(name, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
                 )
             return None
-        number = trainer._session.results.number(name)
+        number = metrics.version(name)
         if number is not None and number == self._seen:
             return None  # that of a validation which an earlier checkpoint was judged by
         self._seen, value = number, float(metrics[name])
@@ -385,20 +384,17 @@ class ModelCheckpoint(Callback):
         if self.filename is None:
             return ""
         metrics = trainer.callback_metrics
-        known = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
 
-        def fill(field: re.Match[str]) -> str:
-            name, form = field[1], (field[2] or ":")[1:]
-            if name in known:
-                return f"{name}={format(known[name], form)}"
+        def value(name: str) -> float:
             if name not in metrics and epoch_over and (self._validated or not trainer.num_val_batches):
                 raise CheckpointError(
                     f"ModelCheckpoint(filename={self.filename!r}) names {name!r}, which was not logged."
                     f"{did_you_mean(name, metrics)}"
                 )
-            return f"{name}={format(metrics.get(name, math.nan), form)}"
+            return metrics.get(name, math.nan)
 
-        return "-" + re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, self.filename))
+        counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
+        return f"-{filled(self.filename, counts, value)}"
 
     @property
     def state_key(self) -> str:
@@ -427,23 +423,3 @@ class ModelCheckpoint(Callback):
         # A crash may have come before they went.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]
-
-
-def _check_filename(filename: str | None) -> None:
-    """Refuse what is no format of names.
-
-    Raises:
-        ArgumentError: A brace is left over, or a value cannot be written so.
-    """
-    for name, form in _FIELD.findall(filename or ""):
-        try:
-            format(1 if name in ("epoch", "step") else 1.0, form[1:])
-        except ValueError as error:
-            raise ArgumentError(
-                f"ModelCheckpoint(filename={filename!r}): {name}{form} is no format: {error}."
-            ) from None
-    if set("{}") & set(_FIELD.sub("", filename or "")):
-        raise ArgumentError(
-            f"ModelCheckpoint(filename={filename!r}) has a brace without its other, or an empty pair. Write "
-            "'{epoch}-{val/loss:.2f}', say."
-        )

@@ -295,7 +295,7 @@ class WandbLogger(Logger):
     def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
         self._check_key(key)
         trainer = self._trainer
-        if trainer is None or trainer._session.active is None:  # which run it is, is known behind setup
+        if trainer is None or not trainer.is_running:  # which run it is, is known behind setup
             raise LoggerError(
                 "WandbLogger has no run open. Log from a hook of fit, validate, test or predict other than setup and "
                 "teardown."

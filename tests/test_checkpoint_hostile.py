@@ -296,10 +296,8 @@ def test_a_manifest_that_says_a_thing_twice_is_refused(member: str, folder: Path
 
 # The state --------------------------------------------------------------------------------------------
 
-SECTIONS = (
-    "accumulate global_step epoch position loaders evaluation arrays optimizer metrics latest pending results log"
-)
-SECTIONS += " callbacks datamodule module strategy window_replicas processes"
+SECTIONS = "format accumulate global_step epoch position loaders evaluation arrays optimizer metrics latest pending results log"
+SECTIONS += " log callbacks datamodule module strategy window_replicas processes"
 WRONG: dict[str, Any] = {"none": None, "list": [7], "text": "x", "number": 7, "object": {"x": 7}}
 
 
@@ -334,8 +332,17 @@ def test_a_section_that_is_missing_is_refused_or_harmless(section: str, folder: 
     refused_or_harmless(folder, whole)
 
 
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder: Path) -> None:
+    old = {"begun": True, "starting": False, "left": 0, "ended": 0, "cut": False}
+    edit(folder, lambda state: (state.pop("format"), state["position"].update(old)))
+    with pytest.raises(
+        CheckpointError, match=r"state\.json is of format 1, .* reads format 2\. Go on from it with the"
+    ):
+        resume(folder)
+
+
 # A batch behind the end of its epoch is a position too: training must not wait for it for ever.
-POSITION = [f.name for f in fields(Position) if f.name not in ("data", "cut")]
+POSITION = [f.name for f in fields(Position) if f.name not in ("data",)]
 
 
 @pytest.mark.parametrize("wrong", [None, "x", [], -1, 0.5, 7, 10**30, float("nan")], ids=repr)

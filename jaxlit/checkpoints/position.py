@@ -1,12 +1,47 @@
 """Where training stands: what a checkpoint holds of the loop."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
+
+
+class Phase(IntEnum):
+    """What of an epoch comes next, in the order of the loop; a batch goes from BATCH_START to SAFE_POINT."""
+
+    EPOCH_START = 0
+    BATCH_START = 1
+    STEP = 2
+    ROW = 3
+    VALIDATION = 4
+    SAFE_POINT = 5
+    EPOCH_END = 6
+    EPOCH_ROW = 7
+    DONE = 8
+
+
+class Validating(IntEnum):
+    """What of a validation comes next; a batch goes from BATCH_START to STEP."""
+
+    START = 0
+    EPOCH_START = 1
+    BATCH_START = 2
+    STEP = 3
+    EPOCH_END = 4
+    ROW = 5
+    DONE = 6
+
+
+# What of the fields is in state.json: those that are apart are written by `jaxlit.loop.snapshot`.
+_APART = {"apart": True}
 
 
 @dataclass
 class Position:
-    """Where training stands: what a checkpoint holds of the loop."""
+    """Where training stands.
+
+    `phase` moves before a hook runs, never behind it: a checkpoint that is taken in a hook goes on behind that hook,
+    and does not call it again.
+    """
 
     epoch: int = 0  # epochs finished
     batch_idx: int = 0  # batches of this epoch done
@@ -14,26 +49,68 @@ class Position:
     global_step: int = 0  # optimizer steps taken
     first_step: int = 0  # those taken before this epoch
     filled: int = 0  # batches in the accumulation window
-    begun: bool = False  # this epoch's start hooks have run
-    starting: bool = False  # the next batch's start hooks have run
-    left: int = 0  # to do for the last batch: 2 its row, a validation and the safe point, 1 the safe point, 0 nothing
     over: bool = False  # this epoch has no batch left
-    ended: int = 0  # 1 its end hooks have run, 2 its row is logged as well
-    cut: bool = False  # training stopped in its middle
-    data: Any = None  # where the training loader's iteration stands behind the last batch that was used
+    phase: int = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
+    # Where the training loader's iteration stands behind the last batch that was used.
+    data: Any = field(default=None, metadata=_APART)
+
+    def reaches(self, phase: Phase) -> bool:
+        """Tell whether a phase is still to come; from here on it counts as done."""
+        if self.phase > phase:
+            return False
+        # Behind the safe point comes the next batch, unless there is none.
+        next_batch = phase == Phase.SAFE_POINT and not self.over
+        self.phase = int(Phase.BATCH_START if next_batch else phase + 1)
+        return True
+
+    def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
+        """Stand behind a batch whose step was dispatched; nothing else counts batches or steps.
+
+        Args:
+            data: Where the loader's iteration stands behind it.
+            stepping: Whether the optimizer took a step.
+            last: Whether it was the last batch of the epoch.
+        """
+        self.batch_idx, self.total_batch_idx = self.batch_idx + 1, self.total_batch_idx + 1
+        self.global_step, self.filled = self.global_step + stepping, 0 if stepping else self.filled + 1
+        self.phase, self.over, self.data = Phase.ROW, last, data
+
+    def skip_rest(self, data: Any) -> None:
+        """Leave out what is left of the epoch, from the batch at hand on."""
+        self.over, self.data = True, data
+
+    def advance_epoch(self, data: Any) -> None:
+        """Stand before the next epoch, whose loader goes on from `data`."""
+        self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
+        self.phase, self.data = Phase.EPOCH_START, data
 
 
 @dataclass
 class Evaluation:
-    """Where the validation of a fit stands: what a checkpoint in its middle holds."""
+    """Where the validation of a fit stands; `phase` moves as that of a `Position`."""
 
-    begun: int = 0  # how many of the two start hooks have run
     loader: int = 0  # the loader at hand
     batch_idx: int = 0  # its batches done
-    starting: bool = False  # the next batch's start hooks have run
-    data: Any = None  # where its iteration stands
-    sums: list[Any] | None = None  # its metrics so far, see Engine.eval_step
-    table: Any = None  # the columns of the sums
     found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
-    ended: int = 0  # 1 on_validation_epoch_end has run, 2 the row is logged as well
+    phase: int = field(default=Validating.START, metadata={"one_of": Validating})  # what comes next
+    data: Any = field(default=None, metadata=_APART)  # where the loader's iteration stands
+    sums: list[Any] | None = field(default=None, metadata=_APART)  # its metrics so far, see Engine.eval_step
+    table: Any = field(default=None, metadata=_APART)  # the columns of the sums
+
+    def reaches(self, phase: Validating) -> bool:
+        """Tell whether a phase is still to come; from here on it counts as done."""
+        if self.phase > phase:
+            return False
+        self.phase = phase + 1
+        return True
+
+    def advance(self, sums: list[Any], data: Any) -> None:
+        """Stand behind a batch whose step was dispatched."""
+        self.sums, self.data, self.batch_idx = sums, data, self.batch_idx + 1
+        self.phase = Validating.BATCH_START
+
+    def advance_loader(self) -> None:
+        """Stand before the next loader."""
+        self.loader, self.batch_idx = self.loader + 1, 0
+        self.data = self.sums = self.table = None

@@ -5,9 +5,13 @@ for lists of that length, or a dict of schemas by key.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_type_hints
 
+from jaxlit.checkpoints.position import Evaluation, Phase, Position
 from jaxlit.errors import CheckpointError
+
+FORMAT = 2  # of state.json; one of another is refused
 
 
 def _is_count(x: Any) -> bool:
@@ -36,6 +40,28 @@ class _Values:
         self.schema = schema
 
 
+# What the fields of a dataclass are in JSON.
+_FIELDS: dict[Any, Any] = {
+    int: _is_count,
+    bool: bool,
+    dict[str, float]: _Values(_is_number),
+    list[dict[str, float]]: [_Values(_is_number)],
+}
+
+
+def plain_fields(cls: type) -> list[str]:
+    """Return the fields of `Position` or `Evaluation` that state.json holds as they are."""
+    return [f.name for f in fields(cls) if not f.metadata.get("apart")]
+
+
+def _schema_of(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    enums = {f.name: f.metadata["one_of"] for f in fields(cls) if "one_of" in f.metadata}
+    return {
+        name: _one_of(*map(int, enums[name])) if name in enums else _FIELDS[hints[name]] for name in plain_fields(cls)
+    }
+
+
 _ANY = object
 _METRIC = {
     "name": str,
@@ -51,27 +77,12 @@ _ARRAY = {"shape": [_is_count], "data": str}
 _LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _Maybe(dict)}]}
 
 STATE = {
+    "format": _is_count,
     "global_step": _is_count,
     "epoch": _is_count,
-    "position": {
-        **dict.fromkeys(("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled"), _is_count),
-        **dict.fromkeys(("begun", "starting", "over", "cut"), bool),
-        **dict.fromkeys(("left", "ended"), _one_of(0, 1, 2)),
-    },
+    "position": _schema_of(Position),
     "loaders": {"training": _Maybe(_LOADER), "validation": _Maybe(_LOADER)},
-    "evaluation": _Maybe(
-        {
-            "begun": _one_of(0, 1, 2),
-            "loader": _is_count,
-            "batch_idx": _is_count,
-            "starting": bool,
-            "found": [_Values(_is_number)],
-            "row": _Values(_is_number),
-            "ended": _one_of(0, 1, 2),
-            "sums": _Maybe((_ARRAY, _is_count)),
-            "metrics": [_METRIC],
-        }
-    ),
+    "evaluation": _Maybe(_schema_of(Evaluation) | {"sums": _Maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
     "arrays": [(str, [_is_count], str)],
     "optimizer": str,
     "metrics": [_METRIC],
@@ -103,7 +114,12 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: Naming the value.
     """
-    for key in STATE.keys() - state.keys():
+    if (found := state.get("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{where} is of format {found!r:.20}, and this version of jaxlit reads format {FORMAT}. Go on from it with "
+            "the version that wrote it."
+        )
+    for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
     _check({key: state[key] for key in STATE}, STATE, where)
     position = state["position"]
@@ -112,8 +128,8 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has two values of {key!r}, {state[key]} and {position[key]}.")
     names = [name for name, _, _ in state["arrays"]]
     _expect(len(set(names)) == len(names), names, f"{where}['arrays']")
-    fresh = not any(position[key] for key in ("batch_idx", "filled", "left", "over", "ended"))
-    _expect(position["begun"] or fresh, position, f"{where}['position']")
+    fresh = not any(position[key] for key in ("batch_idx", "filled", "over"))
+    _expect(position["phase"] > Phase.EPOCH_START or fresh, position, f"{where}['position']")
     for loader in filter(None, state["loaders"].values()):
         _expect(bool(loader["states"]), loader, f"{where}['loaders']")
 

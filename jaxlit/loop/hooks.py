@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.engine.live import Live
     from jaxlit.loop.host_sums import HostLog
-    from jaxlit.trainer import Trainer
 
 # Lightning's hooks that have no place in a compiled step, and what does their work here.
 _IN_STEP = "The step is compiled whole"
@@ -125,7 +124,7 @@ class Hooks:
     """The hooks of the DataModule, the callbacks and the module that are overridden; nothing else is called.
 
     Args:
-        trainer: The trainer.
+        trainer: The Trainer: hooks, and nothing else, are given it.
         module: The module, whose hooks come after the callbacks'.
         callbacks: The callbacks, in order.
         log: What `self.log` fills in hooks.
@@ -134,7 +133,7 @@ class Hooks:
 
     def __init__(
         self,
-        trainer: "Trainer",
+        trainer: Any,
         module: "TrainModule",
         callbacks: Sequence[Callback],
         log: "HostLog",
@@ -149,7 +148,7 @@ class Hooks:
         )
         self.live: Live | None = None  # set while a fit owns the state
         self.inside = 0.0  # seconds of hooks inside the one that runs
-        self._bound: dict[Any, Hook] = {}
+        self.bound: dict[Any, Hook] = {}  # by name
         for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
             _refuse_gone(owner)
         for name in ("trace_step", "on_trace"):
@@ -161,9 +160,9 @@ class Hooks:
 
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
-        if name not in self._bound:
-            self._bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
-        return self._bound[name]
+        if name not in self.bound:
+            self.bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
+        return self.bound[name]
 
     def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order behind the module.
@@ -185,14 +184,41 @@ class Hooks:
     def call_one(self, callback: Callback, name: str, *args: Any) -> None:
         """Call the hook of one callback only."""
         key = id(callback), name  # not the callback, which may have no hash, or equal another
-        if key not in self._bound:
+        if key not in self.bound:
             function = TimedFunction(type(callback).__name__, _of_callback(callback, name))
-            self._bound[key] = Hook(self, name, [function])
-        self._bound[key](*args)
+            self.bound[key] = Hook(self, name, [function])
+        self.bound[key](*args)
 
     def functions(self) -> list[tuple[str, TimedFunction]]:
         """Return every (hook, function) that was bound so far."""
-        return [(hook.name, function) for hook in self._bound.values() for function in hook.functions]
+        return [(hook.name, function) for hook in self.bound.values() for function in hook.functions]
+
+    def call_all(self, name: str, argument: Any, first: BaseException | None) -> BaseException | None:
+        """Call every hook of a name whatever the others raise, and return the first error of all.
+
+        A later error is noted on the first: it never hides it.
+
+        Args:
+            name: The hook.
+            argument: What each is given.
+            first: An error that came before.
+        """
+        for function in self.bind(name).functions:
+            self.log.hook, self.inside, start = name, 0.0, perf_counter()
+            try:
+                with collecting(self.log):
+                    function.function(self.trainer, self.module, argument)
+            except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"{function.owner}.{name} raised as well: {error!r}")
+            function.note(perf_counter() - start - self.inside)
+        return first
+
+    def take_over(self, caller: str) -> None:
+        """Take over what the hook that runs has written to the module so far, before `caller` uses it."""
+        self.settle(caller, self.log.hook)
 
     def settle(self, owner: str, hook: str) -> None:
         """Take over, or refuse, what a hook wrote to the module."""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.position import Phase
 from jaxlit.checkpoints.weights import match, report
 from jaxlit.core.device_sums import table_of
 from jaxlit.engine.engine import Engine
@@ -66,7 +67,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
-    count = 3 if position["begun"] else 1
+    count = 3 if position["phase"] > Phase.EPOCH_START else 1
     told, found = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count], engine.counts()[:count]
     if not evaluates and told != found:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")

@@ -16,8 +16,17 @@ from jaxlit.errors import StateError, did_you_mean
 class MetricView(Mapping[str, float]):
     """A read-only mapping of metrics; a value comes from the device when its key is read."""
 
-    def __init__(self, names: Callable[[], Sequence[str]], read: Callable[[str], float]) -> None:
-        self._names, self._read = names, read
+    def __init__(
+        self,
+        names: Callable[[], Sequence[str]],
+        read: Callable[[str], float],
+        version: Callable[[str], int | None] = lambda name: None,
+    ) -> None:
+        self._names, self._read, self._version = names, read, version
+
+    def version(self, name: str) -> int | None:
+        """Return a number that is another for each new value of a metric; None for one that every step changes."""
+        return self._version(name)
 
     def __getitem__(self, name: str) -> float:
         if active_collector() is not None:
@@ -105,10 +114,6 @@ class Results:
         """The name in a row of each column of a step's table, None for those that are not in rows."""
         return self._table.row_names
 
-    def number(self, name: str) -> int | None:
-        """Return which value of all this one is; None for one that every step changes."""
-        return self._slots[name].number
-
     def state_dict(self) -> list[Any]:
         """Return every value as a float; waits for the device."""
         return [[k, asdict(s.metric), self._value(k), s.callback, s.logged, s.number] for k, s in self._slots.items()]
@@ -131,7 +136,12 @@ class Results:
         return any(metric.names & other.names for other in self._table.metrics[1:])
 
     def _view(self, where: Callable[[Slot], bool]) -> MetricView:
-        return MetricView(lambda: [name for name, slot in self._slots.items() if where(slot)], self._value)
+        return MetricView(
+            lambda: [name for name, slot in self._slots.items() if where(slot)], self._value, self._number
+        )
+
+    def _number(self, name: str) -> int | None:
+        return self._slots[name].number
 
     def _value(self, name: str) -> float:
         value: Any = self._slots[name].value
@@ -148,12 +158,12 @@ class Outputs(Mapping[str, Any]):
     """
 
     def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
-        self._logs, self._loss, self._outputs = logs, loss, outputs
+        self.logs, self._loss, self._outputs = logs, loss, outputs
 
     def __getitem__(self, name: str) -> Any:
         if name != "loss":
             return self._outputs[name]
-        return self._logs[0, 0] / self._logs[1, 0] if self._loss is None else self._loss.mean()
+        return self.logs[0, 0] / self.logs[1, 0] if self._loss is None else self._loss.mean()
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self._outputs))

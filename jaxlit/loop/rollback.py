@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import read
+from jaxlit.checkpoints.position import Phase
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Run
@@ -25,10 +26,10 @@ def roll_back(run: Run, what: str) -> None:
     Raises:
         NonFiniteError: There is no checkpoint yet, or training diverges from it again and again.
     """
-    trainer, engine, position = run.trainer, run.engine, run.position
+    engine, position = run.engine, run.position
     found = None
     for callback in (c for c in run.hooks.callbacks if isinstance(c, ModelCheckpoint)):
-        callback.finish(trainer)  # what is being written may be the newest
+        callback.finish(run.hooks.trainer)  # what is being written may be the newest
         for path in callback.known_paths:  # others in the folder may be of another training
             with contextlib.suppress(CheckpointError):
                 found = found or read(Path(path))
@@ -47,6 +48,8 @@ def roll_back(run: Run, what: str) -> None:
     was = load_position(found.state)
     _logger.warning("%s Back to step %d of %s; the batches since then are left out.", what, was.global_step, found.path)
     position.global_step, position.filled = was.global_step, 0
+    if position.phase == Phase.ROW:  # the step has no row any more
+        position.reaches(Phase.ROW)
     engine.count_from(was.global_step, position.epoch, position.batch_idx)
     engine.clear_window()
     if was.epoch != position.epoch or was.over:

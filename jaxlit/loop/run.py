@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.control import Control
+from jaxlit.core.module import TrainModule
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.source import Source
@@ -17,11 +19,8 @@ from jaxlit.errors import ArgumentError
 from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.results import Results
+from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
-
-if TYPE_CHECKING:
-    from jaxlit.core.module import TrainModule
-    from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
 
@@ -30,42 +29,46 @@ _logger = logging.getLogger("jaxlit")
 class Run:
     """One fit, validate, test or predict: what its loops share."""
 
-    trainer: "Trainer"
-    module: "TrainModule"
+    settings: Settings
+    control: Control
+    module: TrainModule
     hooks: Hooks
     results: Results
     position: Position
     loaders: Loaders
+    max_in_flight: int  # steps that may be dispatched and not finished
     engine: Engine = field(init=False)
     feeder: Feeder = field(init=False)
     train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
     val: Sequence[tuple[Source, int | None]] = ()
     evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
+    validates: bool = False  # a validation loader has batches
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
     tracing: Tracing = field(init=False)
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
+    ready: bool = False  # the steps of this epoch show their metrics
+    cut: bool = False  # training stopped in the middle of an epoch
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     noted_bad_step: int = -1
-    every_check: bool = False  # look at the guard's mark after every step
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
-    _deadline: float | None = None
+    deadline: float | None = None  # where `max_time` is over, by time.monotonic()
     _next_validation: float | None = None  # where validation goes by the clock
     _told: bool = False
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
-        if self.trainer.max_time is not None:
-            self._deadline = time.monotonic() + self.trainer.max_time
+        if self.settings.max_time is not None:
+            self.deadline = time.monotonic() + self.settings.max_time.total_seconds()
         self.restart_interval()
 
     def restart_interval(self) -> None:
         """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
-        if isinstance(interval := self.trainer.val_check_interval, datetime.timedelta):
+        if isinstance(interval := self.settings.val_check_interval, datetime.timedelta):
             self._next_validation = time.monotonic() + interval.total_seconds()
 
     def end_clock(self) -> None:
@@ -83,10 +86,11 @@ class Run:
             source.close()
 
     def note_lengths(self) -> None:
-        """Tell the Trainer how many batches the loaders have."""
+        """Note how many batches the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
-        self.trainer.num_training_batches = _count(self.train[1])
-        self.trainer.num_val_batches = [_count(limit) for _, limit in self.val]
+        self.control.num_training_batches = _count(self.train[1])
+        self.control.num_val_batches = [_count(limit) for _, limit in self.val]
+        self.validates = any(limit != 0 for _, limit in self.val)
 
     @property
     def trains(self) -> bool:
@@ -95,57 +99,49 @@ class Run:
         return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
 
     @property
-    def validates(self) -> bool:
-        """Whether a validation loader has batches."""
-        return any(limit != 0 for _, limit in self.val)
-
-    @property
     def done(self) -> bool:
         """Whether training is over."""
-        trainer, position = self.trainer, self.position
+        settings, control, position = self.settings, self.control, self.position
         return (
-            trainer.interrupted
-            or position.global_step >= trainer.max_steps >= 0
-            or (trainer.max_epochs is not None and position.epoch >= trainer.max_epochs)
-            or self.may_stop
+            control.interrupted
+            or position.global_step >= settings.max_steps >= 0
+            or (settings.max_epochs is not None and position.epoch >= settings.max_epochs)
+            or (control.should_stop and self.may_stop)
         )
 
     @property
     def may_stop(self) -> bool:
         """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
-        trainer, position = self.trainer, self.position
-        if not trainer.should_stop:
+        if not self.control.should_stop:
             return False
-        if position.epoch >= trainer.min_epochs and position.global_step >= trainer.min_steps:
+        min_epochs, min_steps = self.settings.least
+        if self.position.epoch >= min_epochs and self.position.global_step >= min_steps:
             return True
         if not self._told:
             self._told = True
             _logger.info(
                 "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training goes on.",
-                trainer.stop_reason,
-                trainer.min_epochs,
-                trainer.min_steps,
+                self.control.stop_reason,
+                min_epochs,
+                min_steps,
             )
         return False
 
     def check_time(self) -> None:
         """Ask for a stop once `max_time` is over."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.trainer.stop(f"max_time={datetime.timedelta(seconds=self.trainer.max_time or 0)} is over")
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            self.control.stop(f"max_time={self.settings.max_time} is over")
 
     def validation_due(self, last: bool) -> bool:
-        """Tell whether to validate after a batch.
+        """Tell whether to validate after a batch, where there is something to validate on.
 
         Args:
             last: Whether it is the last batch of the epoch.
         """
-        trainer, position = self.trainer, self.position
-        if not self.validates:
-            return False
-        every = trainer.check_val_every_n_epoch
+        position, every = self.position, self.settings.check_val_every_n_epoch
         if every is not None and (position.epoch + 1) % every:
             return False
-        if self.may_stop:
+        if self.control.should_stop and self.may_stop:
             return True
         if self._next_validation is not None:
             return time.monotonic() >= self._next_validation
@@ -159,18 +155,18 @@ def _count(limit: int | None) -> int | float:
     return math.inf if limit is None else limit
 
 
-def validation_interval(trainer: "Trainer", source: Source, limit: int | None) -> int | None:
+def validation_interval(settings: Settings, source: Source, limit: int | None) -> int | None:
     """Return the batches between validations, None for one at the end of each epoch.
 
     Args:
-        trainer: The trainer.
+        settings: The Trainer's arguments.
         source: The training loader.
         limit: Its batches in an epoch, None if unknown.
 
     Raises:
         ArgumentError: An epoch has too few batches, or an unknown number of them.
     """
-    interval = trainer.val_check_interval
+    interval = settings.val_check_interval
     if isinstance(interval, datetime.timedelta) or (interval == 1.0 and isinstance(interval, float)):
         return None
     if isinstance(interval, float):
@@ -180,7 +176,7 @@ def validation_interval(trainer: "Trainer", source: Source, limit: int | None) -
                 "Give the number of batches as an int."
             )
         return max(1, int(limit * interval))
-    if trainer.check_val_every_n_epoch is not None and limit is not None and interval > limit:
+    if settings.check_val_every_n_epoch is not None and limit is not None and interval > limit:
         raise ArgumentError(
             f"Trainer(val_check_interval={interval}) is more than the {limit} batches of an epoch. Give at most "
             f"{limit}, or check_val_every_n_epoch=None to count batches across epochs."

@@ -3,7 +3,8 @@
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.checkpoints.schema import FORMAT, plain_fields
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.side_tables import hparams_of
 from jaxlit.data.source import Source
@@ -23,10 +25,6 @@ if TYPE_CHECKING:
     from jaxlit.data.datamodule import DataModule
 
 
-# What of an Evaluation is JSON as it is.
-_PLAIN = ("begun", "loader", "batch_idx", "starting", "found", "row", "ended")
-
-
 def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
@@ -37,16 +35,17 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
-    engine, strategy = run.engine, run.trainer.strategy
-    position = {f.name: getattr(run.position, f.name) for f in fields(Position) if f.name != "data"}
+    engine, strategy = run.engine, run.engine.strategy
+    position = {name: getattr(run.position, name) for name in plain_fields(Position)}
     latest, pending = run.results.latest, run.pending
     table = [asdict(metric) for metric in engine.training_table.metrics]
     state = {
+        "format": FORMAT,
         "global_step": run.position.global_step,
         "epoch": run.position.epoch,
         "position": position,
         "loaders": _loaders(run),
-        "evaluation": None if run.trainer.sanity_checking else _evaluation(run.evaluation),
+        "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
         "arrays": engine.specs,
         "optimizer": engine.optimizer_kind,
         "metrics": table,
@@ -64,7 +63,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
         "module": {"class": type(run.module).__name__, "hparams": redact(_kept(hparams_of(run.module)))},
         "strategy": strategy.describe(),
-        "accumulate": run.trainer.accumulate_grad_batches,
+        "accumulate": run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
@@ -75,9 +74,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 def load_position(state: Mapping[str, Any]) -> Position:
     """Return where training stood."""
-    found = Position(**{**_section(state, "position"), "cut": False})
-    found.ended *= found.over  # the end hooks of an epoch that a stop has cut run again at its end
-    return found
+    return Position(**_section(state, "position"))
 
 
 def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None", state: Mapping[str, Any]) -> list:
@@ -146,11 +143,11 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     if (pending := state["pending"]) is not None:
         run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
-        now = run.evaluation = Evaluation(**{k: saved[k] for k in _PLAIN})
+        now = run.evaluation = Evaluation(**{k: saved[k] for k in plain_fields(Evaluation)})
         if saved["sums"] is not None:
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
-            now.sums = [now.table.refit(sums, run.trainer.strategy.window_replicas), count]
+            now.sums = [now.table.refit(sums, run.engine.strategy.window_replicas), count]
 
 
 def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -172,7 +169,7 @@ def _loaders(run: Run) -> dict[str, Any]:
         if position.over:
             epoch, at = epoch + 1, source.between_epochs(at)
         found["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
-    if now is not None and now.loader < len(run.val) and not run.trainer.sanity_checking:
+    if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
         state = run.val[now.loader][0].state_dict(0, now.data)
         found["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
     return found
@@ -181,7 +178,7 @@ def _loaders(run: Run) -> dict[str, Any]:
 def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
     if now is None:
         return None
-    found: dict[str, Any] = {k: getattr(now, k) for k in _PLAIN}
+    found: dict[str, Any] = {k: getattr(now, k) for k in plain_fields(Evaluation)}
     found |= {"sums": None, "metrics": []}
     if now.sums is not None and now.table is not None:
         table, count = now.sums
@@ -236,6 +233,8 @@ def _plain(x: Any, where: str) -> Any:
         return [_plain(value, f"{where}[{i}]") for i, value in enumerate(x)]
     if isinstance(x, (np.bool_, np.integer, np.floating)):
         return x.item()
+    if isinstance(x, IntEnum):
+        return int(x)
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     name = where.replace("['callbacks']", " the state_dict of ").replace("['loaders']", " the loader's state ")

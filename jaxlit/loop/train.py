@@ -1,24 +1,21 @@
-"""The loops: plain functions, and the only callers of hooks.
+"""The training loop; its order stands as pseudocode in `jaxlit.Callback`.
 
-`fit` is the training loop. Its order stands as pseudocode in `jaxlit.Callback`.
+The loops are plain functions, and the only callers of hooks. Where training stands is `run.position`: its phase moves
+*before* a hook runs, so that a checkpoint which the hook takes, or which an error in it leaves, goes on behind it.
 """
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxlit.checkpoints.position import Evaluation
-from jaxlit.data.source import Source
-from jaxlit.distributed.exchange import fetch
+from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
-from jaxlit.errors import LogError, NonFiniteError
-from jaxlit.loop.host_sums import TRACED, Total
+from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rollback import roll_back
+from jaxlit.loop.rows import check_finite, epoch_row, log_row, note_row, publish
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -27,6 +24,7 @@ _logger = logging.getLogger("jaxlit")
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
     run.start_clocks()
+    run.hooks.bind("on_safe_point")
     if not run.resumed:
         sanity_check(run)
     if run.done or not run.trains:  # and so no train hook
@@ -42,374 +40,175 @@ def fit(run: Run) -> None:
     run.hooks("on_train_end")
 
 
-def sanity_check(run: Run) -> None:
-    """Validate a few batches, so that what would fail after an epoch fails now."""
-    steps = run.trainer.num_sanity_val_steps
-    if not run.val or steps == 0:
-        return
-    # What is taken from an iterator would be missing in the first validation.
-    pairs = [(source, limit) for source, limit in run.val if not source.is_iterator]
-    loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in pairs]
-    run.trainer.sanity_checking = True
-    try:
-        run.hooks("on_sanity_check_start")
-        if run.validates and loaders:
-            evaluate(run, "validation", loaders)
-        run.hooks("on_sanity_check_end")
-    finally:
-        run.trainer.sanity_checking, run.evaluation = False, None
-        run.results.clear()
-
-
 def train_epoch(run: Run) -> None:
-    """Train one epoch, validate where it is due, and log the epoch's metrics."""
+    """Train one epoch, or what a checkpoint has left of it."""
     reload(run)
-    assert run.train is not None
-    trainer, engine, position, results, hooks = run.trainer, run.engine, run.position, run.results, run.hooks
-    source, limit = run.train
-    starts, ends = hooks.bind("on_train_batch_start"), hooks.bind("on_train_batch_end")
-    safe, accumulate = hooks.bind("on_safe_point"), trainer.accumulate_grad_batches
-    wait, tracing = Bound(run.trainer.max_in_flight), run.tracing
-    tracing.seek(position.global_step)
+    position, hooks = run.position, run.hooks
+    # None where nobody has the hook: what is asked in every step costs no call.
+    starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
+    wait = Bound(run.max_in_flight)
+    run.tracing.seek(position.global_step)
 
-    if not position.begun:
-        position.begun, position.first_step = True, position.global_step
-        engine.begin_epoch(position.epoch)
+    if position.reaches(Phase.EPOCH_START):
+        position.first_step = position.global_step
+        run.engine.begin_epoch(position.epoch)
         hooks("on_train_epoch_start")
-    elif position.left:  # for the batch in whose hooks the checkpoint was taken
-        publish(run)
-        if position.left == 2:
-            settle(run, results.latest)
-        if safe and not (position.over or run.done):
-            position.left = 0
-            safe(False, False)
-    run.resumed = ready = False
-    stopped = run.done  # a hook may have asked for it
-    feeder, skipped, finished = run.feeder, False, position.over
-    draws = feeder.batches(source, position.epoch, limit, position.batch_idx)
-    for batch, host_batch, last, at in () if position.over or stopped else draws:
-        i = position.batch_idx
+    if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first
+        after_step(run)
+    run.resumed = run.ready = False
+    for batch, host_batch, last, at in batches_left(run):
         hooks.log.batch = host_batch
-        if starts and not position.starting:
-            position.starting = True
-            if starts(host_batch, i):
-                skipped, position.data = True, at
-                break
-        if not ready:
-            ready = True
-            engine.prepare_training(feeder.example)
-            results.show_steps(engine.training_table)
-            tracing.check(engine, results)
-        stepping = last or position.filled + 1 >= accumulate
-        if not stepping:
-            logs, loss, outputs = engine.micro_step(batch)
-        elif position.global_step != tracing.next:
-            logs, loss, outputs = engine.train_step(batch)
-        else:
-            logs, loss, outputs = tracing.step(engine, batch)
-        results.latest = feeder.token = logs
-        position.data, position.batch_idx, position.over = at, i + 1, last
-        position.total_batch_idx += 1
-        position.starting, position.left = False, 2
-        if hooks.live is not None:
-            hooks.live.stale = True
-        if stepping:
-            position.global_step, position.filled = position.global_step + 1, 0
-        else:
-            position.filled += 1
-        step = position.global_step
-        if ends:
-            ends(Outputs(logs, loss, outputs), host_batch, i)
-        wait(logs)
-        if run.pending is not None:
-            publish(run)
-        run.check_time()
-        settle(run, logs if position.global_step == step else None)  # after a rollback it has no row
-        if run.done:
+        if position.reaches(Phase.BATCH_START) and starts is not None and starts(host_batch, position.batch_idx):
+            position.skip_rest(at)
             break
-        position.left = 0
-        if safe and not last:
-            safe(False, False)
+        logs, loss, outputs = take_step(run, batch, last, at)
+        if ends is not None:
+            ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)
+        wait(logs)
+        if after_step(run):
+            break
     else:
-        # Without a batch too, if a limit is smaller than what a checkpoint has seen.
-        position.over |= not (stopped or trainer.interrupted)
-    if position.over and not (position.batch_idx or finished):
-        raise source.empty()
-    if position.over and not trainer.fast_dev_run and limit is not None and position.batch_idx < limit:
-        _warn_short(run, source, limit)
-    position.over |= skipped
-    if run.evaluation is None:
-        position.left = 0
-    if safe and (not position.over or run.evaluation is not None):
-        safe(False, True)  # training stops here: what its end does to callbacks is not part of the epoch
+        end_batches(run)
+    if not position.over or run.evaluation is not None:
+        # Training stops in the middle: what the end of the epoch does to callbacks is not part of this place.
+        safe_point(run, training_over=True)
     end_epoch(run)
-    if safe and not position.cut:
-        safe(True, run.done)
 
 
-def settle(run: Run, logs: Any) -> None:
-    """Do what follows a training step: note its row, and validate if it is time.
+def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
+    """Return what is left of the epoch: (placed batch, host batch, is last, where the loader stands behind it)."""
+    assert run.train is not None
+    (source, limit), position = run.train, run.position
+    if position.over or run.done:  # a hook may have asked for a stop
+        return ()
+    return run.feeder.batches(source, position.epoch, limit, position.batch_idx)
 
-    Args:
-        run: The run.
-        logs: The step's table of metrics.
+
+def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
+    """Take one step, of the accumulation window or of the optimizer, and stand behind it.
+
+    Returns:
+        The table of metrics, the loss of a window's batch, and what else the step returned; all on the device.
     """
-    trainer, position, log = run.trainer, run.position, run.hooks.log
-    if logs is not None and not position.filled and run.evaluation is None:
-        window = log.take_window() if log.window else {}
-        every = trainer.log_every_n_steps
-        # Read one step late, when it is ready.
-        if every and (position.global_step % every == 0 or trainer.should_stop):
-            run.pending = (logs, window, position.global_step - 1)
-        elif traced := {name: total for name, total in window.items() if total.hook == TRACED}:
-            run.pending = (None, traced, position.global_step - 1)
-        elif run.tracing.seen:
-            run.pending = (None, {}, position.global_step - 1)
-    if run.every_check:
+    engine, position, tracing = run.engine, run.position, run.tracing
+    if not run.ready:
+        begin_steps(run)
+    stepping = last or position.filled + 1 >= run.settings.accumulate_grad_batches
+    if not stepping:
+        logs, loss, outputs = engine.micro_step(batch)
+    elif position.global_step != tracing.next:
+        logs, loss, outputs = engine.train_step(batch)
+    else:
+        logs, loss, outputs = tracing.step(engine, batch)
+    run.results.latest = run.feeder.token = logs
+    position.advance(at, stepping=stepping, last=last)
+    if run.hooks.live is not None:
+        run.hooks.live.stale = True
+    return logs, loss, outputs
+
+
+def begin_steps(run: Run) -> None:
+    """Build the programs on the first batch of a run; in each epoch the steps' metrics take their names back.
+
+    The epoch before has put its own values under names that steps and epochs share, such as `loss`.
+    """
+    run.ready = True
+    run.engine.prepare_training(run.feeder.example)
+    run.results.show_steps(run.engine.training_table)
+    run.tracing.check(run.engine, run.results)
+
+
+def after_step(run: Run) -> bool:
+    """Log the row of the step before, note this one's, and validate if it is time; returns whether training is over."""
+    position = run.position
+    if run.pending is not None:
+        publish(run)  # a rollback in it leaves the step without a row
+    if run.deadline is not None:
+        run.check_time()
+    if position.reaches(Phase.ROW) and not position.filled:
+        note_row(run)
+    if run.settings.debug:
         check_finite(run)
-    if run.evaluation is None and run.validation_due(position.over):
+    if position.reaches(Phase.VALIDATION) and run.validates and run.validation_due(position.over):
         run.evaluation = Evaluation()
-    if run.evaluation is not None and not trainer.interrupted:  # else it is left for the resume
+    if run.evaluation is not None and not run.control.interrupted:  # else it is left for the resume
         publish(run)
         check_finite(run)
         evaluate(run, "validation", run.val)
         run.restart_interval()
-    if run.evaluation is None:
-        position.left = 1
+    done = run.done
+    if not (position.over or done):
+        safe_point(run, training_over=False)
+    return done
 
 
-def end_epoch(run: Run) -> None:
-    """Run the end hooks of an epoch and log its metrics; one that a stop has cut keeps its place."""
-    engine, position, results, log = run.engine, run.position, run.results, run.hooks.log
-    if position.over and position.filled:  # the rest was skipped
-        engine.clear_window()
-        log.take_window()
-        position.filled = 0
-    publish(run)
-    check_finite(run)
-    row: dict[str, Any] = {}
-    if position.global_step > position.first_step:  # without a step there are no metrics
-        metrics = engine.training_table.metrics
-        values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
-        for metric, value in zip(metrics, values, strict=True):
-            if metric.on_epoch:
-                results.put_epoch(metric, value)
-                row |= {metric.epoch_name: value} if metric.logger else {}
-    if not position.ended:
-        log.show_epoch()
-        position.ended = 1
-        run.hooks("on_train_epoch_end")
-    if position.ended == 1:
-        position.ended = 2
-        log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
-    position.ended = 0
-    if position.over and run.evaluation is None:
-        assert run.train is not None
-        position.data = run.train[0].between_epochs(position.data)
-        position.epoch, position.batch_idx = position.epoch + 1, 0
-        position.begun = position.starting = position.over = False
-    else:
-        position.cut = True
-    run.check_time()  # an epoch whose batches were all skipped has not looked
+def safe_point(run: Run, *, training_over: bool) -> None:
+    """Tell the callbacks that nothing of the batches so far is left to do, but for a validation that was cut."""
+    if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
+        run.position.reaches(Phase.SAFE_POINT)
+    if (hook := run.hooks.bound["on_safe_point"]).functions:
+        hook(False, training_over)
 
 
-def reload(run: Run) -> None:
-    """Open the loaders of hooks again where `reload_dataloaders_every_n_epochs` says so."""
-    trainer, every = run.trainer, run.trainer.reload_dataloaders_every_n_epochs
-    if not every or not run.position.epoch or run.position.epoch % every or run.resumed:
-        return
-    if run.train is not None and run.loaders.from_hook("training"):
-        run.train[0].close()
-        ((source, limit),) = run.loaders.open("training", required=True)
-        run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
-    if run.val and run.loaders.from_hook("validation"):
-        for source, _ in run.val:
-            source.close()
-        run.val = run.loaders.open("validation", required=True)
-    run.note_lengths()
-
-
-def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]]) -> list[dict[str, float]]:
-    """Run the validation or test step over loaders.
-
-    Returns:
-        The metrics of each loader; none if the run was interrupted.
-    """
-    hooks, results, log = run.hooks, run.results, run.hooks.log
-    now = run.evaluation = run.evaluation or Evaluation()
-    for hook in ("start", "epoch_start")[now.begun :]:
-        now.begun += 1
-        hooks(f"on_{stage}_{hook}")
-
-    def put(metric: Any, value: Any, suffix: str) -> None:
-        name = metric.epoch_name + suffix
-        if any(name in other for other in now.found):
-            raise LogError(
-                f"self.log({metric.name!r}, ...) in {stage} gives {name!r} to two values, of two loaders or of a step "
-                "and a hook. Rename one of them, or leave add_dataloader_idx=False out."
-            )
-        now.found[-1][name] = value
-        results.put_epoch(metric, value, suffix)
-        now.row.update({name: value} if metric.logger else {})
-
-    several = len(loaders) > 1
-    for idx, (source, limit) in [*enumerate(loaders)][now.loader :]:
-        log.loader = idx if several else None
-        run_loader(run, stage, idx, source, limit, keep=False)
-        if run.trainer.interrupted:
-            return []
-        now.found.append({})
-        suffixes = {True: f"/dataloader_idx_{idx}" if several else "", False: ""}
-        if now.sums is not None:  # an empty loader has no metrics
-            assert now.table is not None
-            for metric, value in zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True):
-                if metric.on_epoch:
-                    put(metric, value, suffixes[metric.add_dataloader_idx])
-        for total in log.take_evaluation(idx):
-            put(total.metric, float(total), suffixes[total.metric.add_dataloader_idx])
-        now.loader, now.batch_idx, now.data, now.sums, now.table = idx + 1, 0, None, None, None
-    log.loader = None
-    if not now.ended:
-        now.ended = 1
-        hooks(f"on_{stage}_epoch_end")
-    for total in log.take_evaluation(None):
-        for metrics in now.found:
-            if total.metric.epoch_name in metrics:
-                raise LogError(
-                    f"self.log({total.metric.name!r}, ...) in {total.hook}: a {stage} step or batch hook logs this "
-                    "name. Use another."
-                )
-            metrics[total.metric.epoch_name] = float(total)
-        now.row |= {total.metric.epoch_name: float(total)} if total.metric.logger else {}
-    if now.ended == 1 and not run.trainer.sanity_checking:
-        now.ended = 2
-        log_row(run, now.row, max(run.position.global_step - 1, 0))
-    run.evaluation, run.position.left = None, min(run.position.left, 1)
-    hooks(f"on_{stage}_end")
-    return now.found
-
-
-def predict(run: Run, loaders: Sequence[tuple[Source, int | None]], keep: bool) -> list[list[Any]]:
-    """Run the predict step over loaders.
-
-    Returns:
-        What the step returned for each batch of each loader, as numpy; empty lists unless `keep`.
-    """
-    run.hooks("on_predict_start")
-    run.hooks("on_predict_epoch_start")
-    found = [run_loader(run, "predict", idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]
-    run.hooks("on_predict_epoch_end")
-    run.hooks("on_predict_end")
-    return found
-
-
-def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None, *, keep: bool) -> list[Any]:
-    """Run an evaluation step over one loader, from where the evaluation at hand stands in it.
-
-    Returns:
-        With `keep` each batch's outputs as numpy.
-    """
-    trainer, engine, hooks, results = run.trainer, run.engine, run.hooks, run.results
-    starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
-    loader = idx if engine.takes_loader(stage) else None
-    suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
-    wait = Bound(run.trainer.max_in_flight)
-    now = run.evaluation or Evaluation()
-    sums, kept, waiting, feeder = None, [], None, run.feeder
-    for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
-        if sums is None:
-            engine.prepare_eval(stage, feeder.example, loader)
-            table = engine.model.table(stage, loader)
-            # Those of a checkpoint, unless the step logs other metrics since.
-            known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
-            now.table = table
-            now.sums = sums = engine.place_sums(*now.sums) if known else engine.eval_sums(stage, loader)  # type: ignore[misc]
-        hooks.log.batch = host_batch
-        if not now.starting:
-            now.starting = True
-            starts(host_batch, i, idx)
-        sums, values, outputs = engine.eval_step(stage, sums, batch, loader)
-        now.sums, now.batch_idx, now.data, now.starting = sums, i + 1, at, False
-        if values is not None:
-            results.show_evaluation(engine.model.table(stage, loader), values, suffix)
-        ends(outputs, host_batch, i, idx)
-        if keep:
-            kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
-            waiting = outputs, host_batch, trainer.host_keys
-        feeder.token = sums[1]
-        # The next step overwrites the sums: a full wait now and then takes the place of an older token.
-        wait.drain(sums[1])
-        if trainer.interrupted:
-            break
-    if now.sums is None and source.gave and not trainer.interrupted:
-        raise source.empty()
-    return kept + ([_to_host(*waiting)] if waiting is not None else [])
-
-
-def publish(run: Run) -> None:
-    """Read the pending row and log it."""
-    if run.pending is None:
-        return
-    logs, window, step = run.pending
-    run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
-    run.pending = None
-    if logs is None:  # only what was traced
-        log_row(run, window, step)
-        return
-    values = run.results.steps(logs)
-    names = run.results.row_names
-    row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
-    log_row(run, row | dict(window), step)
-    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
-        check_finite(run)
-
-
-def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
-    """Give a row to `on_log`, unless it is empty."""
-    if row:
-        run.hooks("on_log", {**{k: float(v) for k, v in row.items()}, "epoch": run.position.epoch}, step)
-
-
-def check_finite(run: Run) -> None:
-    """Look at the guard's mark; waits for the device.
+def end_batches(run: Run) -> None:
+    """Note that the loader has no batch left for the epoch.
 
     Raises:
-        NonFiniteError: Under nan_policy="raise", if a step was not finite. The parameters are those before it. Under
-            "rollback" only if there is nothing to go back to.
+        DataError: It gave none at all.
     """
-    policy = run.trainer.nan_policy
-    if policy == "ignore" or (bad := run.engine.bad_step()) == run.noted_bad_step:
-        return
-    run.noted_bad_step = bad
-    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
-    if policy == "skip":
-        _logger.warning("%s The update was skipped.", what)
-        return
-    if policy == "rollback":
-        roll_back(run, what)
-        return
-    raise NonFiniteError(
-        f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
-        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
-    )
-
-
-def _warn_short(run: Run, source: Source, limit: int) -> None:
-    if run.position.epoch == 0:
+    assert run.train is not None
+    (source, limit), position = run.train, run.position
+    if not position.over:
+        if run.done:  # a hook has asked for a stop, or the wait for a batch was given up
+            return
+        if not position.batch_idx:
+            raise source.empty()
+        position.over = True  # the last batch was not known as such: a limit may be less than a checkpoint has seen
+    if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
         _logger.warning(
             "%s gave %d batches where %s %d. The last one ended the epoch.",
             source.argument,
-            run.position.batch_idx,
+            position.batch_idx,
             "limit_train_batches asks for" if source.length is None else "its length promises",
             limit,
         )
 
 
-def _smaller(limit: int | None, other: int | None) -> int | None:
-    return other if limit is None else limit if other is None else min(limit, other)
+def end_epoch(run: Run) -> None:
+    """Run the end hooks of an epoch and log its metrics; one that a stop has cut keeps its place."""
+    position, log = run.position, run.hooks.log
+    cut = not position.over or run.evaluation is not None
+    if position.over and position.filled:  # the rest of the window was skipped
+        run.engine.clear_window()
+        log.take_window()
+        position.filled = 0
+    publish(run)
+    check_finite(run)
+    row = epoch_row(run)
+    if cut or position.reaches(Phase.EPOCH_END):
+        log.show_epoch()
+        run.hooks("on_train_epoch_end")
+    if cut or position.reaches(Phase.EPOCH_ROW):
+        log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
+    run.check_time()  # an epoch whose batches were all skipped has not looked
+    run.cut = cut
+    if not cut:
+        assert run.train is not None
+        position.advance_epoch(run.train[0].between_epochs(position.data))
+        run.hooks("on_safe_point", True, run.done)
 
 
-def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str]) -> Any:
-    """Return a step's outputs as numpy; a dict of them takes what the step did not see of the batch."""
-    found = jax.tree.map(fetch, outputs)
-    return {**{key: batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found
+def reload(run: Run) -> None:
+    """Open the loaders of hooks again where `reload_dataloaders_every_n_epochs` says so."""
+    every = run.settings.reload_dataloaders_every_n_epochs
+    if not every or not run.position.epoch or run.position.epoch % every or run.resumed:
+        return
+    if run.train is not None and run.loaders.from_hook("training"):
+        run.train[0].close()
+        ((source, limit),) = run.loaders.open("training", required=True)
+        run.train, run.val_every = (source, limit), validation_interval(run.settings, source, limit)
+    if run.val and run.loaders.from_hook("validation"):
+        for source, _ in run.val:
+            source.close()
+        run.val = run.loaders.open("validation", required=True)
+    run.note_lengths()

@@ -2,61 +2,37 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, locate, newest, read
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
-
-if TYPE_CHECKING:
-    from jaxlit.trainer import Trainer
+from jaxlit.trainer.run_folder import RunFolder
 
 _logger = logging.getLogger("jaxlit")
 
 
-def check_resume(resume: Any, root: Path | None, fast_dev_run: int) -> Any:
-    """Return `Trainer(resume=...)`, once it is known to make sense.
-
-    Raises:
-        ArgumentError: It does not.
-    """
-    if resume is None:
-        return None
-    if resume in ("last", "best"):
-        raise ArgumentError(
-            f"Trainer(resume={resume!r}): 'auto' goes on from the newest checkpoint in default_root_dir. Pass it, a "
-            f"path, or fit(ckpt_path={resume!r})."
-        )
-    if not isinstance(resume, (str, Path)) or not str(resume):
-        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {resume!r}.")
-    if resume == "auto" and root is None:
-        raise ArgumentError(
-            "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
-            "Trainer(default_root_dir=...)."
-        )
-    if fast_dev_run:
-        raise ArgumentError(
-            f"Trainer(resume={str(resume)!r}, fast_dev_run={fast_dev_run}): a trial of a few batches begins anew. "
-            "Leave one of them out."
-        )
-    return resume
-
-
-def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
+def find(resume: Any, ckpt_path: Any, verb: str, callbacks: Sequence[Callback], folder: RunFolder) -> Checkpoint | None:
     """Return the checkpoint that a run begins with, verified; None to begin anew.
 
     Args:
-        trainer: The Trainer.
-        verb: Its method, for messages.
-        ckpt_path: The method's argument; for `fit` `trainer.resume` stands in for it.
+        resume: `Trainer(resume=...)`; only a fit goes on from it.
+        ckpt_path: The argument of the Trainer's method.
+        verb: The method.
+        callbacks: The Trainer's callbacks, whose folders are searched.
+        folder: That of the run.
 
     Raises:
         ArgumentError: Two are named, or a name means nothing here.
         CheckpointError: There is none, or none that verifies.
     """
-    resume = trainer.resume if verb == "fit" else None
+    resume = resume if verb == "fit" else None
     if ckpt_path is not None and resume is not None:
         raise ArgumentError(
             f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
@@ -70,17 +46,17 @@ def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
     if not isinstance(wanted, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {wanted!r}.")
     if wanted in ("auto", "last", "best"):
-        callbacks = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
-        own = Path(os.path.abspath(trainer.run_dir)) / FOLDER
-        folders = list(dict.fromkeys([*(c.folder(trainer) for c in callbacks), own]))
+        savers = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+        own = Path(os.path.abspath(folder.path)) / FOLDER
+        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
         found, skipped = _newest(folders)
         if wanted == "best":
-            found = _best(callbacks, found)
+            found = _best(savers, found)
         if found is None and resume != "auto":
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if found is None:
-            _tell(trainer, f"resume: no checkpoint in {short_path(own)}, training begins anew")
+            _tell(f"resume: no checkpoint in {short_path(own)}, training begins anew")
     else:
         found, skipped = locate(wanted, argument)
     for reason in skipped:
@@ -88,7 +64,7 @@ def find(trainer: "Trainer", verb: str, ckpt_path: Any) -> Checkpoint | None:
     if found is not None:
         state = found.state
         what = "resume" if verb == "fit" else verb
-        _tell(trainer, f"{what}: {short_path(found.path)} (step {state['global_step']}, epoch {state['epoch']})")
+        _tell(f"{what}: {short_path(found.path)} (step {state['global_step']}, epoch {state['epoch']})")
     return found
 
 
@@ -122,6 +98,6 @@ def _best(callbacks: list[ModelCheckpoint], last: Checkpoint | None) -> Checkpoi
     return None
 
 
-def _tell(trainer: "Trainer", line: str) -> None:
-    if trainer.is_global_zero:
+def _tell(line: str) -> None:
+    if jax.process_index() == 0:
         say(line)

@@ -1,5 +1,6 @@
 """The callbacks that a Trainer adds by itself."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from jaxlit import checks as check
@@ -12,40 +13,61 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.loop.settings import Settings
 
 
-def all_callbacks(
-    given: Any, logger: Any, progress_bar: Any, summary: Any, checkpoints: Any
-) -> tuple[list[Callback], list[Callback]]:
-    """Return every callback of a Trainer in order, and those that were given as loggers.
+@dataclass(frozen=True)
+class Given:
+    """The callbacks of a Trainer.
 
-    Args:
-        given: `Trainer(callbacks=...)`.
-        logger: `Trainer(logger=...)`.
-        progress_bar: `Trainer(enable_progress_bar=...)`.
-        summary: `Trainer(enable_model_summary=...)`.
-        checkpoints: `Trainer(enable_checkpointing=...)`.
+    Attributes:
+        callbacks: All of them, in order.
+        loggers: Those that were given as loggers.
+        default_checkpoint: The ModelCheckpoint that the Trainer has added, None if there is none.
+    """
+
+    callbacks: list[Callback]
+    loggers: list[Callback]
+    default_checkpoint: ModelCheckpoint | None
+
+
+def all_callbacks(settings: Settings) -> Given:
+    """Return the callbacks that a Trainer was given, and those that it adds.
 
     Raises:
-        ArgumentError: Two of them cannot go together.
+        ArgumentError: Two of them cannot go together, or a setting needs one that is not there.
         ArgumentTypeError: One of them is no callback.
     """
-    found, extra = callbacks_of("callbacks", given), []
+    given, extra, logger = callbacks_of("callbacks", settings.callbacks), list[Callback](), settings.logger
     if logger is None:
         raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
     if not isinstance(logger, bool):
         extra = callbacks_of("logger", logger)
-    found += extra
+    given += extra
+    found = list(given)
     uses_wandb = any(isinstance(c, WandbLogger) for c in found)
     if logger is True or (logger is not False and uses_wandb):
         # A W&B run that is killed loses what it has not sent: the rows are kept here, too.
         for kind in (CSVLogger, JSONLLogger)[: 2 if uses_wandb else 1]:
             found += [] if any(isinstance(c, kind) for c in found) else [kind()]
     # The bar's header comes before the summary's table.
-    _add(found, ProgressBar, "enable_progress_bar", check.boolean("enable_progress_bar", progress_bar))
-    _add(found, ModelSummary, "enable_model_summary", check.boolean("enable_model_summary", summary))
-    _add(found, ModelCheckpoint, "enable_checkpointing", check.boolean("enable_checkpointing", checkpoints))
-    return check_together(found), extra
+    for kind, argument in (
+        (ProgressBar, "enable_progress_bar"),
+        (ModelSummary, "enable_model_summary"),
+        (ModelCheckpoint, "enable_checkpointing"),
+    ):
+        _add(found, kind, argument, check.boolean(argument, getattr(settings, argument)))
+    found = check_together(found)
+    if settings.fast_dev_run:
+        found = [c for c in found if c.in_fast_dev_run and c not in extra]
+    saves = any(isinstance(c, ModelCheckpoint) for c in found)
+    if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
+        raise ArgumentError(
+            "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
+            "enable_checkpointing out."
+        )
+    ours = (c for c in found if isinstance(c, ModelCheckpoint) and all(c is not other for other in given))
+    return Given(found, extra, next(ours, None))
 
 
 def check_together(callbacks: list[Callback]) -> list[Callback]:

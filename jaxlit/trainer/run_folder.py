@@ -19,7 +19,7 @@ class RunFolder:
         root: `Trainer(default_root_dir=...)`; None for a fresh `runs/<time>-<id>`.
     """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: str | Path | None) -> None:
         self._given = root
         self.root = None if root is None else Path(os.path.abspath(root))  # whatever folder a program goes to later
         self._path, self._is_ours = self.root, False

@@ -1,31 +1,29 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
-import datetime
+import dataclasses
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import jax
-import optax
+from typing import Any
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.checkpoints.files import Checkpoint, Saving, save
+from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
-from jaxlit.core.log import collecting
-from jaxlit.core.module import TrainModule, call_step, is_overridden, optimizer_of
+from jaxlit.control import Control
+from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach
+from jaxlit.core.stage import STAGES, Stage
 from jaxlit.core.step_module import evaluates_wholly
-from jaxlit.data.feeder import Feeder, look
-from jaxlit.data.loaders import STAGES, Loaders
+from jaxlit.data.feeder import Feeder
+from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
+from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, CheckpointError, StateError
 from jaxlit.loop import snapshot
@@ -33,13 +31,18 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.results import Results
-from jaxlit.loop.run import Run, validation_interval
+from jaxlit.loop.run import Run
+from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
-from jaxlit.loop.train import check_finite
-from jaxlit.trainer.defaults import callbacks_of, check_together
-
-if TYPE_CHECKING:
-    from jaxlit.trainer import Trainer
+from jaxlit.loop.train import fit as loop_fit
+from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.building import build, check_fit, check_fitting, check_model, make_loaders
+from jaxlit.trainer.choose import find
+from jaxlit.trainer.defaults import Given, callbacks_of, check_together
+from jaxlit.trainer.opening import look_at_loaders, open_fit
+from jaxlit.trainer.run_folder import RunFolder
+from jaxlit.trainer.saver import Saver
+from jaxlit.trainer.signals import interruptible
 
 _logger = logging.getLogger("jaxlit")
 
@@ -48,33 +51,135 @@ class Session:
     """Runs the Trainer's verbs: everything that is set up is torn down, also after an error.
 
     Args:
-        trainer: The Trainer.
-        clip: What is done to gradients before the optimizer; None for nothing.
+        trainer: The Trainer, for hooks.
+        settings: Its arguments.
+        strategy: The strategy, set up.
+        given: Its callbacks.
 
     Attributes:
+        control: What changes during a run.
+        config: The arguments as they were given, as JSON values.
+        callbacks: Those of the newest run, or the Trainer's own.
+        module: The module of the newest run.
         engine: That of the last fit.
-        active: That of the run at hand.
+        active: That of the run at hand, from before its first batch on.
         running: Whether there is one.
         position: Where training stands.
         results: The metrics.
+        saver: Writes checkpoints.
     """
 
-    def __init__(self, trainer: "Trainer", clip: optax.GradientTransformation | None) -> None:
-        self.trainer, self._clip = trainer, clip
+    def __init__(self, trainer: Any, settings: Settings, strategy: Strategy, given: Given) -> None:
+        self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
+        self.control, self.position, self.results, self.saver = Control(), Position(), Results(), Saver()
+        self.callbacks, self.config = given.callbacks, dict[str, Any]()
+        self.module: TrainModule | None = None
         self._added: list[Callback] = []  # callbacks of the last module
-        self._fitted: Run | None = None  # the last fit
-        self._resume: Resume | None = None
-        self.position, self.results = Position(), Results()
         self.engine: Engine | None = None
         self.current: Run | None = None
         self.active: Engine | None = None
         self._idle: Engine | None = None  # made by `apply` for a module that was not fitted
+        self._built_from: lazy | None = None  # what the module was built from
+        self.folder = RunFolder(settings.default_root_dir)
         self.running = False
+
+    # The verbs --------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: TrainModule | lazy,
+        given: Mapping[str, Any],
+        datamodule: Any,
+        ckpt_path: Any,
+        strict: bool,
+        reset_optimizer: bool,
+    ) -> None:
+        """Train a module; see `Trainer.fit`.
+
+        Args:
+            model: The module.
+            given: By stage, the loaders that were passed and the argument's name.
+            datamodule: The DataModule, if one was passed.
+            ckpt_path: What to go on from.
+            strict: See `Trainer.fit`.
+            reset_optimizer: See `Trainer.fit`.
+        """
+        stage = STAGES["training"]
+        check_fit(self.settings, ckpt_path, strict, reset_optimizer)
+        loaders = make_loaders(self.settings, stage, given, datamodule)
+        self._check_idle(stage)
+        found = self._claim(stage, ckpt_path)
+        module, own = self._build(model, stage, loaders)
+        check_fitting(self.settings, module, found, given["validation"][0])
+        resume = None if found is None else Resume(found, strict, reset_optimizer)
+        with interruptible(self.control):
+            self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+
+    def evaluate(
+        self,
+        stage: Stage,
+        work: Callable[[Run, str, Any], list[Any]],
+        model: TrainModule | lazy | None,
+        dataloaders: Any,
+        datamodule: Any,
+        ckpt_path: Any,
+    ) -> list[Any]:
+        """Validate, test or predict; returns what the loop returns."""
+        loaders = make_loaders(self.settings, stage, {stage.name: (dataloaders, "dataloaders")}, datamodule)
+        self._check_idle(stage)
+        checkpoint = self._claim(stage, ckpt_path)
+        model = self.module if model is None else model
+        if model is None:
+            raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
+        module, own = self._build(model, stage, loaders)
+        found: list[Any] = []
+        resume = None if checkpoint is None else Resume(checkpoint)
+        loops = lambda run: found.extend(work(run, stage.name, run.evaluated))  # noqa: E731
+        self.run(module, stage, loaders, loops, own=own, resume=resume)
+        return found
+
+    def _check_idle(self, stage: Stage) -> None:
+        if self.running:
+            raise ArgumentError(
+                f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
+            )
+
+    def _claim(self, stage: Stage, ckpt_path: Any) -> Checkpoint | None:
+        """Return the checkpoint to begin with, and make the run's folder this Trainer's."""
+        found = find(self.settings.resume, ckpt_path, stage.verb, self.callbacks, self.folder)
+        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
+        several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
+        self.folder.claim(files, self.settings.resume, found, several=several, refuse=fitting)
+        return found
+
+    def _build(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
+        """Return the module, and whether its arrays are the Trainer's to overwrite."""
+        check_model(model, stage)
+        # Another Trainer with the same strategy object may have set it up for other devices.
+        self.strategy.use(self.settings.device_count)
+        own = isinstance(model, lazy)
+        if own and stage.verb != "fit" and model is self._built_from and self.module is not None:
+            loaders.module, own = self.module, False  # the one that fit has trained
+        else:
+            self._built_from = model if isinstance(model, lazy) else self._built_from
+            loaders.module = build(model, stage, loaders, self.strategy, self.settings)
+        return loaders.module, own
+
+    # A run ------------------------------------------------------------------------------------------
+
+    def set(self, where: str, name: str, value: Any) -> None:
+        """Set an argument, or a field of the control, from now on."""
+        if where == "control":
+            setattr(self.control, name, value)
+            return
+        self.settings = dataclasses.replace(self.settings, **{name: value})
+        if self.current is not None:
+            self.current.settings = self.settings
 
     def run(
         self,
         module: TrainModule,
-        verb: str,
+        stage: Stage,
         loaders: Loaders,
         work: Callable[[Run], object],
         *,
@@ -85,32 +190,25 @@ class Session:
 
         Args:
             module: The module.
-            verb: "fit", "validate", "test" or "predict".
+            stage: What runs.
             loaders: Its data.
             work: The loops.
             own: Whether the module's arrays are the Trainer's to overwrite.
             resume: A checkpoint to begin with.
         """
-        trainer, self._resume = self.trainer, resume
-        self.running, trainer.module, trainer.interrupted = True, module, False
+        self.running, self.module, self.control.interrupted = True, module, False
         self._idle = None
-        outer = attach(module, trainer)
+        outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
-            loaders.datamodule.trainer = trainer
+            loaders.datamodule.trainer = self._trainer
         self.results.clear()
-        if verb == "fit":
+        if stage.verb == "fit":
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
-            trainer.should_stop, trainer.stop_reason = False, None
+            self.control.should_stop, self.control.stop_reason = False, None
         try:
-            mine = [c for c in trainer.callbacks if all(c is not added for added in self._added)]
-            self._added = [c for c in _configured(module) if c.in_fast_dev_run or not trainer.fast_dev_run]
-            trainer.callbacks = check_together(self._with_default(mine) + self._added)
-            hooks = Hooks(trainer, module, trainer.callbacks, HostLog(self.results), loaders.datamodule)
-            self.current = run = Run(
-                trainer, module, hooks, self.results, self.position, loaders, every_check=trainer.debug
-            )
+            self.current = run = self._make_run(module, loaders)
             with run.compiles:
-                self._guarded(run, verb, work, own)
+                self._guarded(run, stage, work, own, resume)
         finally:
             if self.current is not None:
                 self.current.end_clock()
@@ -118,80 +216,63 @@ class Session:
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
 
+    def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
+        mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
+        self._added = [c for c in _configured(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
+        self.callbacks = check_together(self._with_default(mine) + self._added)
+        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule)
+        in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
+        return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
+
     def _with_default(self, mine: list[Callback]) -> list[Callback]:
         """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
-        default = self.trainer._default_checkpoint
+        default = self.given.default_checkpoint
         mine = [c for c in mine if c is not default]
         added = any(isinstance(c, ModelCheckpoint) for c in self._added)
         return mine if default is None or added else [*mine, default]
 
-    def _guarded(self, run: Run, verb: str, work: Callable[[Run], object], own: bool) -> None:
-        trainer, hooks = self.trainer, run.hooks
+    def _guarded(self, run: Run, stage: Stage, work: Callable[[Run], object], own: bool, resume: Resume | None) -> None:
+        hooks, verb = run.hooks, stage.verb
         try:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
-            if verb == "fit" and self._resume is not None:
-                self._load_callbacks(run, self._resume.checkpoint)
-            with Watchdog(trainer.data_timeout) as watchdog, contextlib.closing(run):
-                self._run_loops(run, verb, work, own, watchdog)
+            if verb == "fit" and resume is not None:
+                _load_callbacks(run, resume.checkpoint)
+            with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
+                self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
             error = _explained(error)
-            _each(hooks, "on_exception", error, error)
-            _each(hooks, "teardown", verb, error)
+            hooks.call_all("on_exception", error, error)
+            hooks.call_all("teardown", verb, error)
             raise error
-        if (error := _each(hooks, "teardown", verb, None)) is not None:
+        if (error := hooks.call_all("teardown", verb, None)) is not None:
             raise error
 
-    def _run_loops(self, run: Run, verb: str, work: Callable[[Run], object], own: bool, watchdog: Watchdog) -> None:
-        trainer, module, hooks, fitting = self.trainer, run.module, run.hooks, verb == "fit"
+    def _run_loops(
+        self,
+        run: Run,
+        stage: Stage,
+        work: Callable[[Run], object],
+        own: bool,
+        resume: Resume | None,
+        watchdog: Watchdog,
+    ) -> None:
+        hooks, fitting = run.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            self._open(run)
+            open_fit(run, self.strategy, resume)
         else:
-            run.evaluated = run.loaders.open(STAGES[verb], required=True)
-        # And before anything is compiled: what no step could take is refused now.
-        for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
-            look(*pair, watchdog, required=pair is run.train)
-        for source, _ in run.val:
-            if source.is_grain and not trainer.num_sanity_val_steps:
-                source.close()  # its threads and processes would wait until the first validation
-        run.engine = self.active = Engine(
-            module,
-            trainer.strategy,
-            optimizer_of(module) if fitting else None,
-            accumulate=trainer.accumulate_grad_batches if fitting else 1,
-            nan_policy="raise" if trainer.nan_policy == "rollback" else trainer.nan_policy,
-            precision=Precision(trainer.precision),
-            clip=self._clip if fitting else None,
-            debug=trainer.debug,
-            own=own,
-        )
-        if (resume := self._resume) is not None:
-            _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
-            load_engine(run.engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+            run.evaluated = run.loaders.open(stage.name, required=True)
+        look_at_loaders(run, watchdog)
+        run.engine = self.active = self._make_engine(run, fitting, own, resume)
         if fitting:
-            if evaluates_wholly(module):
-                _logger.warning(
-                    "%s is wholly in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
-                    "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
-                    type(module).__name__,
-                )
-            run.tracing = Tracing(hooks, trainer.log_every_n_steps)
-            self.engine, self._fitted = run.engine, run
+            self._begin_fit(run)
         else:
             position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
             run.engine.count_from(position.global_step, position.epoch)
-        run.feeder = Feeder(
-            run.engine.place,
-            num_replicas=trainer.strategy.num_replicas,
-            num_processes=trainer.strategy.num_processes,
-            prefetch=trainer.prefetch,
-            watchdog=watchdog,
-            interrupted=lambda: trainer.interrupted,
-            epoch=lambda: run.position.epoch,
-        )
-        hooks.live = Live(module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
+        run.feeder = self._make_feeder(run, watchdog)
+        hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:
@@ -202,81 +283,45 @@ class Session:
             if fitting:
                 hooks("on_fit_end")
 
-    def _open(self, run: Run) -> None:
-        """Open the loaders of a fit."""
-        trainer, name = self.trainer, type(run.module).__name__
-        if trainer.strategy.num_processes > 1 and (
-            trainer.max_time is not None or isinstance(trainer.val_check_interval, datetime.timedelta)
-        ):
-            raise ArgumentError(
-                "Trainer(max_time=...) and a val_check_interval that is a duration go by a clock, and each process has "
-                "its own. Count steps or batches in several processes."
-            )
-        ((source, limit),) = run.loaders.open("training", required=True)
-        if limit is None and trainer.max_steps < 0 and trainer.max_time is None and source.is_endless:
-            raise ArgumentError(
-                f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
-                "Trainer(max_time=...) or Trainer(limit_train_batches=...)."
-            )
-        run.train, run.val_every = (source, limit), validation_interval(trainer, source, limit)
-        run.val = run.loaders.open("validation", required=False)
-        if run.val and not is_overridden(run.module, "validation_step"):
-            _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
-            run.val = []
-        if run.val:
-            call_step(run.module, "validation")
-        every = trainer.reload_dataloaders_every_n_epochs
-        if every and not any(map(run.loaders.from_hook, ("training", "validation"))):
-            raise ArgumentError(
-                f"Trainer(reload_dataloaders_every_n_epochs={every}) with loaders as arguments has nothing to reload. "
-                "Pass a datamodule, or define train_dataloader in the module."
-            )
-        run.note_lengths()
-        if self._resume is not None:
-            state, count = self._resume.checkpoint.state, trainer.strategy.num_processes
-            for stage, pairs in (("training", [run.train]), ("validation", run.val)):
-                for idx, (source, _) in enumerate(pairs):
-                    snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
+    def _make_engine(self, run: Run, fitting: bool, own: bool, resume: Resume | None) -> Engine:
+        settings = self.settings
+        engine = Engine(
+            run.module,
+            self.strategy,
+            optimizer_of(run.module) if fitting else None,
+            accumulate=settings.accumulate_grad_batches if fitting else 1,
+            nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
+            precision=Precision(settings.precision),
+            clip=settings.clip if fitting else None,
+            debug=settings.debug,
+            own=own,
+        )
+        if resume is not None:
+            _check_window(resume.checkpoint, settings.accumulate_grad_batches if fitting else None)
+            load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+        return engine
 
-    def _load_callbacks(self, run: Run, checkpoint: Checkpoint) -> None:
-        left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
-        left = [
-            name for name in left if not name.startswith(("ModelCheckpoint", "CSVLogger", "JSONLLogger"))
-        ]  # about files only
-        if left:
+    def _begin_fit(self, run: Run) -> None:
+        if evaluates_wholly(run.module):
             _logger.warning(
-                "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
+                "%s is wholly in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
+                "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
+                type(run.module).__name__,
             )
+        run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
+        self.engine = run.engine
+        self.saver.follow(run)
 
-    # Checkpoints ------------------------------------------------------------------------------------
-
-    def save(self, path: Path, order: int) -> Saving:
-        """Begin to write a checkpoint of the fit that runs, or that ran last.
-
-        Args:
-            path: Its folder.
-            order: See `jaxlit.checkpoints.files.save`.
-
-        Raises:
-            CheckpointError: It cannot be begun, or there is nothing whole to save.
-            NonFiniteError: A step was not finite, and the policy is to raise.
-        """
-        run = self._fitted
-        if run is None or self.engine is None:
-            raise CheckpointError(
-                "There is no training to save. Call trainer.save_checkpoint from a hook of fit, or after it."
-            )
-        if not self.engine.is_whole:
-            raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        self._settle(run, "Trainer.save_checkpoint")
-        check_finite(run)
-        run.tracing.deliver()
-        return save(path, dict(enumerate(self.engine.leaves)), snapshot.take(run), order)
-
-    def _settle(self, run: Run, caller: str) -> None:
-        """Take over what the hook that runs has written to the module so far."""
-        if self.running and run.hooks.live is not None and run.hooks.live.touched:
-            run.hooks.settle(caller, run.hooks.log.hook)
+    def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
+        return Feeder(
+            run.engine.place,
+            num_replicas=self.strategy.num_replicas,
+            num_processes=self.strategy.num_processes,
+            prefetch=self.settings.prefetch,
+            watchdog=watchdog,
+            interrupted=lambda: self.control.interrupted,
+            epoch=lambda: run.position.epoch,
+        )
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now.
@@ -285,48 +330,32 @@ class Session:
             ArgumentError: Nothing has run yet.
         """
         if self.active is not None and self.current is not None:
-            self._settle(self.current, "Trainer.apply")
+            self.current.hooks.take_over("Trainer.apply")
             return self.active.apply(fn, *inputs)
-        module = self.trainer.module
+        module = self.module
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
         engine = next((e for e in (self.engine, self._idle) if e and e.module is module and e.is_whole), None)
         if engine is None:  # its run's engine is gone: it held a copy of the weights
-            precision = Precision(self.trainer.precision)
-            engine = self._idle = Engine(module, self.trainer.strategy, None, precision=precision)
+            precision = Precision(self.settings.precision)
+            engine = self._idle = Engine(module, self.strategy, None, precision=precision)
         return engine.apply(fn, *inputs, module=module)
 
-    def tell_saved(self, callback: ModelCheckpoint, path: Path) -> None:
-        """Tell the callbacks that a checkpoint is whole on the disk."""
-        assert self.current is not None
-        self.current.hooks("on_checkpoint_saved", callback, path)
-
-    def check_saving(self) -> None:
-        """Refuse now what could not be saved later."""
-        assert self._fitted is not None
-        snapshot.take(self._fitted, ask=False)
-
-    def check_finite(self) -> None:
-        """Look at the guard's mark now, before a place for the state is chosen."""
-        if self._fitted is not None:
-            check_finite(self._fitted)
-
-    def is_finite(self) -> bool:
-        """Tell whether every floating number of the training state is finite; waits for the device."""
-        return self.engine is None or self.engine.is_finite()
-
     @property
-    def has_trained(self) -> bool:
-        """Whether the fit has taken a step, or was resumed."""
-        return self._fitted is not None and self._fitted.position.total_batch_idx > 0
+    def epoch(self) -> int:
+        """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
+        fitted = self.saver.run
+        cut = fitted is not None and fitted.cut and fitted.position is self.position
+        return self.position.epoch + cut
 
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """What tells one place of training from another."""
-        assert self._fitted is not None
-        now, position = self._fitted.evaluation, self._fitted.position
-        inside = (now.loader, now.batch_idx, now.ended) if now else None
-        return (position.epoch, position.total_batch_idx, position.left, position.over, position.ended, inside)
+
+def _load_callbacks(run: Run, checkpoint: Checkpoint) -> None:
+    left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
+    about_files = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
+    if left := [name for name in left if not name.startswith(about_files)]:
+        _logger.warning(
+            "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
+        )
 
 
 def _check_window(checkpoint: Checkpoint, accumulate: int | None) -> None:
@@ -349,25 +378,6 @@ def _configured(module: TrainModule) -> list[Callback]:
     if configure is None:
         return []
     return callbacks_of(f"callbacks of {type(module).__name__}.configure_callbacks", configure())
-
-
-def _each(hooks: Hooks, hook: str, argument: Any, first: BaseException | None) -> BaseException | None:
-    """Call every hook of a name whatever the others raise, and return the first error of all.
-
-    A later error is noted on the first: it never hides it.
-    """
-    for function in hooks.bind(hook).functions:
-        hooks.log.hook, hooks.inside, start = hook, 0.0, time.perf_counter()
-        try:
-            with collecting(hooks.log):
-                function.function(hooks.trainer, hooks.module, argument)
-        except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-            if first is None:
-                first = error
-            else:
-                first.add_note(f"{function.owner}.{hook} raised as well: {error!r}")
-        function.note(time.perf_counter() - start - hooks.inside)
-    return first
 
 
 def _explained(error: BaseException) -> BaseException:

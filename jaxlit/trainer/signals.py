@@ -6,15 +6,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxlit.trainer import Trainer
+from jaxlit.control import Control
 
 
 @contextmanager
-def interruptible(trainer: "Trainer") -> Iterator[None]:
-    """Turn a first SIGINT or SIGTERM into `trainer.interrupted` inside the block.
+def interruptible(control: Control) -> Iterator[None]:
+    """Turn a first SIGINT or SIGTERM into `control.interrupted` inside the block.
 
     A program's own handlers stay as they are, and threads other than the main one have none.
 
@@ -25,11 +23,11 @@ def interruptible(trainer: "Trainer") -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if trainer.interrupted and number == signal.SIGTERM:
+        if control.interrupted and number == signal.SIGTERM:
             raise SystemExit(128 + number)
-        if trainer.interrupted:
+        if control.interrupted:
             raise KeyboardInterrupt
-        trainer.interrupted = True
+        control.interrupted = True
         name = signal.Signals(number).name
         print(f"{name}: training ends after this step; once more ends it at once", file=sys.stderr, flush=True)
 

@@ -1,47 +1,34 @@
-"""The Trainer: arguments become objects, and the loops run."""
+"""The Trainer: what a user calls, and what hooks read."""
 
-import datetime
-import inspect
-import math
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.early_stopping import EarlyStopping
-from jaxlit.callbacks.file_logger import FileLogger
-from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.checkpoints.files import Checkpoint, last_order
-from jaxlit.core.log import active_collector
-from jaxlit.core.module import STEPS, TrainModule, call_step, is_overridden
-from jaxlit.core.precision import PRECISIONS
+from jaxlit.core.module import TrainModule
+from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.data.datamodule import DataModule
-from jaxlit.data.loaders import Loaders
-from jaxlit.engine.creation import check_variables
 from jaxlit.engine.hyperparams import Hyperparams
-from jaxlit.engine.lazy import build_lazy, lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.loop import train as loop
-from jaxlit.loop.restore import Resume
+from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.results import MetricView
-from jaxlit.loop.run import Run
+from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
-from jaxlit.trainer import settings
-from jaxlit.trainer.choose import check_resume, find
-from jaxlit.trainer.defaults import all_callbacks, callbacks_of
+from jaxlit.trainer import facts
+from jaxlit.trainer.attributes import argument, control, kept, told
+from jaxlit.trainer.building import config_of, refuse_unknown
+from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.run_folder import RunFolder
+from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
-from jaxlit.trainer.settings import batch_limits, loop_settings
-from jaxlit.trainer.signals import interruptible
 
 
 class Trainer:
@@ -115,18 +102,6 @@ class Trainer:
         >>> trainer = jl.Trainer(strategy="ddp", max_epochs=3, logger=False)
     """
 
-    max_epochs: int | None
-    min_epochs: int
-    max_steps: int
-    min_steps: int
-    max_time: float | None  # seconds
-    num_sanity_val_steps: int
-    val_check_interval: int | float | datetime.timedelta
-    check_val_every_n_epoch: int | None
-    accumulate_grad_batches: int
-    log_every_n_steps: int
-    reload_dataloaders_every_n_epochs: int
-
     def __init__(
         self,
         *,
@@ -137,7 +112,7 @@ class Trainer:
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        max_time: str | datetime.timedelta | dict[str, int] | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         logger: bool | Callback | Sequence[Callback] = True,
         limit_train_batches: int | float = 1.0,
@@ -147,7 +122,7 @@ class Trainer:
         overfit_batches: int | float = 0.0,
         fast_dev_run: bool | int = False,
         num_sanity_val_steps: int = 2,
-        val_check_interval: int | float | str | datetime.timedelta | dict[str, int] = 1.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] = 1.0,
         check_val_every_n_epoch: int | None = 1,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -170,64 +145,12 @@ class Trainer:
         **unknown: Any,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
-        for name in unknown:
-            known = [p for p in inspect.signature(Trainer).parameters if p != "unknown"]
-            raise ArgumentTypeError(
-                f"Trainer has no argument {name!r}.{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
-            )
-        vars(self).update(loop_settings(given))
-        self._limits, self.overfit_batches = batch_limits(given)
-        self.fast_dev_run, once = settings.fast_dev_run(fast_dev_run)
-        if self.fast_dev_run:
-            self._limits = dict.fromkeys(self._limits, self.fast_dev_run)
-            vars(self).update(once)
-        self.seed = check.integer("seed", seed, low=0)
-        self.nan_policy = check.one_of("nan_policy", nan_policy, ("raise", "skip", "rollback", "ignore"))
-        self.precision = check.one_of("precision", precision, PRECISIONS)
-        clip = settings.clipping(gradient_clip_val, gradient_clip_algorithm)
-        self.debug = check.boolean("debug", debug)
-        self._devices = None if devices == "auto" else check.integer("devices", devices, low=1)
-        self.strategy = resolve_strategy(strategy, self._devices)
-        # Before anything is trained, so that a wrong count is refused here.
-        self.strategy.use(self._devices)
-        in_flight = 32 if self.strategy.mesh.size == 1 else 4  # unbounded, several CPU devices would end the process
-        if max_in_flight != "auto":
-            in_flight = check.integer("max_in_flight", max_in_flight, low=1)
-        self.max_in_flight = 1 if debug else in_flight
-        self.prefetch = prefetch if prefetch == "auto" else check.integer("prefetch", prefetch, low=0)
-        self.data_timeout = None if data_timeout is None else check.positive("data_timeout", data_timeout)
-        self.host_keys = check.names("host_keys", host_keys)
-        if max_recompiles is not None:
-            check.integer("max_recompiles", max_recompiles, low=0)
-        self._intake = {"host_keys": self.host_keys, "max_recompiles": max_recompiles, "debug": debug}
-        if default_root_dir is not None and not isinstance(default_root_dir, (str, Path)):
-            raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {default_root_dir!r}.")
-        self._folder = RunFolder(None if default_root_dir is None else Path(default_root_dir))
-        self.resume = check_resume(resume, self._folder.root, self.fast_dev_run)
-        found, self._extra_loggers = all_callbacks(
-            callbacks, logger, enable_progress_bar, enable_model_summary, enable_checkpointing
-        )
-        if self.fast_dev_run:
-            found = [c for c in found if c.in_fast_dev_run and c not in self._extra_loggers]
-        self.callbacks = found
-        given_ones = callbacks_of("callbacks", callbacks) + self._extra_loggers
-        ours = [c for c in found if isinstance(c, ModelCheckpoint) and all(c is not other for other in given_ones)]
-        self._default_checkpoint = ours[0] if ours else None
-        if self.nan_policy == "rollback" and self.checkpoint_callback is None and not self.fast_dev_run:
-            raise ArgumentError(
-                "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
-                "enable_checkpointing out."
-            )
-        self.config = {k: v if isinstance(v, (bool, int, float, str, type(None))) else str(v) for k, v in given.items()}
-        self.config |= {"callbacks": [type(c).__name__ for c in self.callbacks], "logger": bool(self.loggers)}
-
-        self.should_stop, self.stop_reason = False, None
-        self.interrupted = self.sanity_checking = False
-        self.module: TrainModule | None = None
-        self.num_training_batches: int | float = 0
-        self.num_val_batches: list[int | float] = []
-        self._built_from: lazy | None = None  # what `module` was built from
-        self._session = Session(self, clip)
+        refuse_unknown(Trainer, unknown)
+        settings = Settings(**given)
+        strategy = resolve_strategy(settings.strategy, settings.device_count)
+        strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
+        self._session = Session(self, settings, strategy, all_callbacks(settings))
+        self._session.config = config_of(self, given)
 
     # What runs --------------------------------------------------------------------------------------
 
@@ -266,38 +189,11 @@ class Trainer:
         """
         check.boolean("strict", strict)
         check.boolean("reset_optimizer", reset_optimizer)
-        if ckpt_path is None and self.resume is None and (reset_optimizer or not strict):
-            raise ArgumentError(
-                "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
-                "Pass ckpt_path=..., or Trainer(resume=...)."
-            )
-        if self.max_epochs is None and self.max_steps < 0 and self.max_time is None:
-            raise ArgumentError(
-                "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or "
-                "Trainer(max_time=...)."
-            )
         given = {
             "training": (train_dataloaders, "train_dataloaders"),
             "validation": (val_dataloaders, "val_dataloaders"),
         }
-        loaders = self._loaders("fit", given, datamodule, pinned=bool(self.overfit_batches))
-        self._check_idle("fit")
-        found = find(self, "fit", ckpt_path)
-        self._claim_folder(found)
-        module, own = self._build(model, "fit", "training", loaders)
-        if found is not None and self.max_epochs is not None and found.state["epoch"] > self.max_epochs:
-            raise ArgumentError(
-                f"Trainer(max_epochs={self.max_epochs}) is less than the {found.state['epoch']} epochs that "
-                f"{found.path} has seen. Raise max_epochs."
-            )
-        if val_dataloaders is not None and not is_overridden(module, "validation_step"):
-            raise ModuleError(
-                f"{type(module).__name__} has no validation_step, and Trainer.fit got val_dataloaders. "
-                "Define validation_step(self, batch), or leave val_dataloaders out."
-            )
-        with interruptible(self):
-            resume = None if found is None else Resume(found, strict, reset_optimizer)
-            self._session.run(module, "fit", loaders, loop.fit, own=own, resume=resume)
+        self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
 
     def validate(
         self,
@@ -317,7 +213,7 @@ class Trainer:
         Returns:
             The metrics of each loader.
         """
-        return self._evaluate(model, dataloaders, datamodule, "validate", "validation", ckpt_path)
+        return self._session.evaluate(STAGES["validation"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
     def test(
         self,
@@ -327,7 +223,7 @@ class Trainer:
         ckpt_path: str | Path | None = None,
     ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
-        return self._evaluate(model, dataloaders, datamodule, "test", "test", ckpt_path)
+        return self._session.evaluate(STAGES["test"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
     def predict(
         self,
@@ -357,8 +253,8 @@ class Trainer:
                 f"Trainer(host_keys={self.host_keys}): in several processes predictions are of all rows, and host keys "
                 "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
             )
-        work = partial(loop.predict, keep=return_predictions)
-        found = self._evaluate(model, dataloaders, datamodule, "predict", "predict", ckpt_path, work)
+        work = partial(predict, keep=return_predictions)
+        found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
         if not return_predictions:
             return None
         return found if len(found) != 1 else found[0]
@@ -416,8 +312,7 @@ class Trainer:
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
-        where = Path(os.path.abspath(path))
-        self._session.save(where, last_order(where.parent) + 1).wait()
+        self.saver.begin(os.path.abspath(path)).wait()
 
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
@@ -440,175 +335,61 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
-        self.should_stop, self.stop_reason = True, self.stop_reason or reason
+        self._session.control.stop(reason)
 
-    # What callbacks read ----------------------------------------------------------------------------
+    # What was asked for, and what a run is told -------------------------------------------------------
 
-    @property
-    def current_epoch(self) -> Any:
-        """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
-        collector = active_collector()  # a step is traced once: a plain number would stay what it was then
-        position = self._session.position
-        return position.epoch + position.cut if collector is None else collector.epoch
-
-    @property
-    def global_step(self) -> Any:
-        """Optimizer steps taken; traced inside a step."""
-        collector = active_collector()
-        return self._session.position.global_step if collector is None else collector.step
-
-    @property
-    def callback_metrics(self) -> MetricView:
-        """Every logged metric; reading a key fetches it from the device."""
-        return self._session.results.callback_metrics
-
-    @property
-    def logged_metrics(self) -> MetricView:
-        """The metrics that go to loggers."""
-        return self._session.results.logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> MetricView:
-        """The metrics logged with `prog_bar=True`."""
-        return self._session.results.progress_bar_metrics
-
-    @property
-    def state(self) -> TrainState:
-        """The training state as global arrays; the next step overwrites them, so copy what you keep."""
-        if self._session.engine is None:
-            raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-        return self.strategy.canonical(self._session.engine.state)
-
-    @property
-    def hyperparams(self) -> Hyperparams:
-        """The optimizer's hyperparameters of `optax.inject_hyperparams`; setting one holds from the next step on.
-
-        `trainer.hyperparams["learning_rate"] *= 0.5` in a hook, for one; reading waits for the device.
-        """
-        if self._session.engine is None:
-            raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
-        return Hyperparams(self._session.engine)
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
-        if self.num_training_batches == math.inf or self.max_epochs is None:
-            return math.inf if self.max_steps < 0 else self.max_steps
-        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * max(self.max_epochs, 1)
-        return steps if self.max_steps < 0 else min(steps, self.max_steps)
-
-    @property
-    def data_wait(self) -> float:
-        """Seconds of the epoch at hand in which the devices had nothing to do but wait for a batch."""
-        run = self._session.current
-        return 0.0 if run is None or run.train is None else run.train[0].waited
-
-    @property
-    def compile_seconds(self) -> dict[str, float]:
-        """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
-        run = self._session.current
-        return {} if run is None else dict(run.compiles.seconds)
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder; whoever writes first makes it."""
-        return self._folder.path
-
-    @property
-    def log_dir(self) -> Path:
-        """The same as `run_dir`."""
-        return self.run_dir
-
-    @property
-    def loggers(self) -> list[Callback]:
-        """The callbacks that log rows to somewhere."""
-        return [c for c in self.callbacks if isinstance(c, Logger) or c in self._extra_loggers]
-
-    @property
-    def logger(self) -> Any:
-        """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which takes everything and keeps nothing."""
-        return next(iter(self.loggers), NoLogger())
-
-    @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint."""
-        return next((c for c in self.callbacks if isinstance(c, ModelCheckpoint)), None)
-
-    @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        """Every ModelCheckpoint."""
-        return [c for c in self.callbacks if isinstance(c, ModelCheckpoint)]
-
-    @property
-    def early_stopping_callback(self) -> Callback | None:
-        """The first EarlyStopping."""
-        return next((c for c in self.callbacks if isinstance(c, EarlyStopping)), None)
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the process that writes files."""
-        return jax.process_index() == 0
-
-    # Helpers ----------------------------------------------------------------------------------------
-
-    def _evaluate(
-        self, model: Any, dataloaders: Any, datamodule: Any, verb: str, stage: str, ckpt_path: Any, work: Any = None
-    ) -> list[Any]:
-        loaders = self._loaders(verb, {stage: (dataloaders, "dataloaders")}, datamodule)
-        self._check_idle(verb)
-        checkpoint = find(self, verb, ckpt_path)
-        self._claim_folder(checkpoint, refuse=False)
-        module, own = self._build(self._given(model, verb), verb, stage, loaders)
-        found: list[Any] = []
-
-        def run_loops(run: Run) -> None:
-            found.extend(work(run, run.evaluated) if work else loop.evaluate(run, stage, run.evaluated))
-
-        resume = None if checkpoint is None else Resume(checkpoint)
-        self._session.run(module, verb, loaders, run_loops, own=own, resume=resume)
-        return found
-
-    def _claim_folder(self, found: Checkpoint | None, *, refuse: bool = True) -> None:
-        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
-        several = self.strategy.num_processes > 1
-        self._folder.claim(files, self.resume, found, several=several, refuse=refuse)
-
-    def _loaders(self, verb: str, given: Any, datamodule: Any, pinned: bool = False) -> Loaders:
-        asked = not self.fast_dev_run
-        return Loaders(verb, given, datamodule, None, self._limits, intake=self._intake, pinned=pinned, asked=asked)
-
-    def _given(self, model: Any, verb: str) -> TrainModule | lazy:
-        if model is None and self.module is None:
-            raise ArgumentError(f"Trainer.{verb}(model, ...) has no model. Pass one, or call fit first.")
-        return self.module if model is None else model  # type: ignore[return-value]
-
-    def _check_idle(self, verb: str) -> None:
-        if self._session.running:
-            raise ArgumentError(
-                f"Trainer.{verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
-            )
-
-    def _build(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
-        """Return the module, and whether its arrays are the Trainer's to overwrite."""
-        loaders.module, own = self._built(model, verb, stage, loaders)
-        return loaders.module, own
-
-    def _built(self, model: Any, verb: str, stage: str, loaders: Loaders) -> tuple[TrainModule, bool]:
-        if not isinstance(model, (TrainModule, lazy)):
-            kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-            hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
-            raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
-        cls = model.cls if isinstance(model, lazy) else type(model)
-        if getattr(cls, STEPS[stage]) is getattr(TrainModule, STEPS[stage]):
-            raise ModuleError(f"{cls.__name__} has no {STEPS[stage]}. Define {STEPS[stage]}(self, batch).")
-        # Another Trainer with the same strategy object may have set it up for other devices.
-        self.strategy.use(self._devices)
-        if isinstance(model, lazy):
-            if stage != "training" and model is self._built_from and self.module is not None:
-                return self.module, False  # the one that fit has trained
-            loaders.look(model.cls, self.data_timeout)  # building it may take minutes
-            self._built_from = model
-            return build_lazy(model, self.strategy, self.seed), True
-        call_step(model, stage)
-        check_variables(model)
-        return model, False
+    settings: Settings = kept("Every argument, checked and brought to one form; frozen.")
+    strategy: Strategy = kept("The strategy, set up on its devices.")
+    config: dict[str, Any] = kept("The arguments as they were given, as JSON values, for loggers.")
+    module: TrainModule | None = kept("The module of the newest run.")
+    callbacks: list[Callback] = kept("Every callback in order; those that the module adds come behind the others.")
+    saver: Saver = kept("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
+    max_epochs: int | None = argument("Epochs to train; None for no limit.")
+    max_steps: int = argument("Optimizer steps to train, -1 for no limit.")
+    max_time: timedelta | None = argument("The timedelta after which training stops, or None.")
+    accumulate_grad_batches: int = argument("Loader batches an optimizer step.")
+    check_val_every_n_epoch: int | None = argument("Epochs between validations; None counts batches across epochs.")
+    val_check_interval: int | float | timedelta = argument(
+        "Batches between validations, a fraction of an epoch, or a timedelta."
+    )
+    num_sanity_val_steps: int = argument("Validation batches of each loader before training, -1 for all.")
+    log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
+    reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
+    overfit_batches: int | float = argument(
+        "The few batches that are trained on, as a count or a fraction; 0.0 is off."
+    )
+    fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
+    host_keys: tuple[str, ...] = argument("Keys of dict batches that stay on the host.")
+    nan_policy: str = argument("What a non-finite loss or gradient does.")
+    precision: str = argument("The dtypes of a step.")
+    resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
+    seed: int = argument("The seed of a lazy module's `rngs`.")
+    debug: bool = argument("Whether every batch and step is checked.")
+    callback_metrics: MetricView = kept("Every logged metric; reading a key fetches it from the device.", "results")
+    logged_metrics: MetricView = kept("The metrics that go to loggers.", "results")
+    progress_bar_metrics: MetricView = kept("The metrics logged with `prog_bar=True`.", "results")
+    should_stop: bool = control("Whether a stop was asked for.")
+    stop_reason: str | None = control("Why, as whoever asked first said it.")
+    interrupted: bool = control("Whether Ctrl-C or SIGTERM has ended the run.")
+    sanity_checking: bool = control("Whether the validation that runs is the one before training.")
+    num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
+    num_val_batches: list[int | float] = control("Batches of each validation loader.")
+    min_epochs: int = told(facts.min_epochs)
+    min_steps: int = told(facts.min_steps)
+    current_epoch: Any = told(facts.current_epoch)
+    global_step: Any = told(facts.global_step)
+    state: TrainState = told(facts.state)
+    hyperparams: Hyperparams = told(facts.hyperparams)
+    estimated_stepping_batches: int | float = told(facts.estimated_stepping_batches)
+    is_running: bool = told(facts.is_running)
+    data_wait: float = told(facts.data_wait)
+    compile_seconds: dict[str, float] = told(facts.compile_seconds)
+    run_dir: Path = told(facts.run_dir)
+    log_dir: Path = told(facts.log_dir)
+    loggers: list[Callback] = told(facts.loggers)
+    logger: Any = told(facts.logger)
+    checkpoint_callback: ModelCheckpoint | None = told(facts.checkpoint_callback)
+    checkpoint_callbacks: list[ModelCheckpoint] = told(facts.checkpoint_callbacks)
+    early_stopping_callback: Callback | None = told(facts.early_stopping_callback)
+    is_global_zero: bool = told(facts.is_global_zero)

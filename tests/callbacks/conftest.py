@@ -64,7 +64,7 @@ class StandInTrainer:
         self.state: Any = None
         self.is_global_zero, self.data_wait, self.resume = True, 0.0, None
         self.interrupted, self.compile_seconds = False, {}
-        self._session = SimpleNamespace(active=object())
+        self.is_running = True
         self.callbacks: list[Any] = []
         self.loggers: list[Any] = []
         self.checkpoint_callbacks: list[Any] = []

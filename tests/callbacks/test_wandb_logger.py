@@ -304,7 +304,7 @@ def test_nothing_can_be_logged_before_the_run_is_open(
     with pytest.raises(LoggerError, match="no run open"):
         getattr(logger, method)(*arguments)
     logger.setup(trainer, trainer.module, "fit")
-    trainer._session.active = None  # nothing is known yet of the checkpoint that training goes on from
+    trainer.is_running = False  # nothing is known yet of the checkpoint that training goes on from
     with pytest.raises(LoggerError, match="no run open"):
         getattr(logger, method)(*arguments)
 

@@ -1,0 +1,188 @@
+"""The loops of validation, test and prediction."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxlit.checkpoints.position import Evaluation, Validating
+from jaxlit.core.log import Metric
+from jaxlit.data.source import Source
+from jaxlit.distributed.exchange import fetch
+from jaxlit.engine.in_flight import Bound
+from jaxlit.errors import LogError
+from jaxlit.loop.rows import log_row
+from jaxlit.loop.run import Run
+
+
+def sanity_check(run: Run) -> None:
+    """Validate a few batches, so that what would fail after an epoch fails now."""
+    steps = run.settings.num_sanity_val_steps
+    if not run.val or steps == 0:
+        return
+    # What is taken from an iterator would be missing in the first validation.
+    pairs = [(source, limit) for source, limit in run.val if not source.is_iterator]
+    loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in pairs]
+    run.control.sanity_checking = True
+    try:
+        run.hooks("on_sanity_check_start")
+        if run.validates and loaders:
+            evaluate(run, "validation", loaders)
+        run.hooks("on_sanity_check_end")
+    finally:
+        run.control.sanity_checking, run.evaluation = False, None
+        run.results.clear()
+
+
+def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]]) -> list[dict[str, float]]:
+    """Run the validation or test step over loaders, or over what a checkpoint has left of them.
+
+    Returns:
+        The metrics of each loader; none if the run was interrupted.
+    """
+    hooks, log = run.hooks, run.hooks.log
+    now = run.evaluation = run.evaluation or Evaluation()
+    if now.reaches(Validating.START):
+        hooks(f"on_{stage}_start")
+    if now.reaches(Validating.EPOCH_START):
+        hooks(f"on_{stage}_epoch_start")
+    several = len(loaders) > 1
+    for idx, (source, limit) in [*enumerate(loaders)][now.loader :]:
+        log.loader = idx if several else None
+        run_loader(run, stage, idx, source, limit, keep=False)
+        if run.control.interrupted:  # the evaluation stays: a checkpoint holds it, and a resume goes on in it
+            return []
+        end_loader(run, now, stage, f"/dataloader_idx_{idx}" if several else "")
+    log.loader = None
+    if now.reaches(Validating.EPOCH_END):
+        hooks(f"on_{stage}_epoch_end")
+    take_logged(run, now, stage)
+    if now.reaches(Validating.ROW) and not run.control.sanity_checking:
+        log_row(run, now.row, max(run.position.global_step - 1, 0))
+    run.evaluation = None
+    hooks(f"on_{stage}_end")
+    return now.found
+
+
+def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
+    """Show a loader's metrics, those of its steps and those of its batch hooks, and go on to the next loader.
+
+    Args:
+        run: The run.
+        now: The evaluation.
+        stage: "validation" or "test".
+        suffix: What follows the name of a metric that several loaders have.
+
+    Raises:
+        LogError: A name has two values.
+    """
+    now.found.append({})
+    values: list[tuple[Metric, Any]] = []
+    if now.sums is not None:  # an empty loader has no metrics
+        values += zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True)
+    values += [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(now.loader)]
+    for metric, value in values:
+        if not metric.on_epoch:
+            continue
+        end = suffix if metric.add_dataloader_idx else ""
+        name = metric.epoch_name + end
+        if any(name in other for other in now.found):
+            raise LogError(
+                f"self.log({metric.name!r}, ...) in {stage} gives {name!r} to two values, of two loaders or of a step "
+                "and a hook. Rename one of them, or leave add_dataloader_idx=False out."
+            )
+        now.found[-1][name] = value
+        run.results.put_epoch(metric, value, end)
+        now.row |= {name: value} if metric.logger else {}
+    now.advance_loader()
+
+
+def take_logged(run: Run, now: Evaluation, stage: str) -> None:
+    """Add what the hooks around the loaders have logged to the metrics of each loader.
+
+    Raises:
+        LogError: A step or a batch hook logs the same name.
+    """
+    for total in run.hooks.log.take_evaluation(None):
+        name = total.metric.epoch_name
+        for metrics in now.found:
+            if name in metrics:
+                raise LogError(
+                    f"self.log({total.metric.name!r}, ...) in {total.hook}: a {stage} step or batch hook logs this "
+                    "name. Use another."
+                )
+            metrics[name] = float(total)
+        now.row |= {name: float(total)} if total.metric.logger else {}
+
+
+def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], keep: bool) -> list[list[Any]]:
+    """Run the predict step over loaders.
+
+    Returns:
+        What the step returned for each batch of each loader, as numpy; empty lists unless `keep`.
+    """
+    run.hooks("on_predict_start")
+    run.hooks("on_predict_epoch_start")
+    found = [run_loader(run, stage, idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]
+    run.hooks("on_predict_epoch_end")
+    run.hooks("on_predict_end")
+    return found
+
+
+def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None, *, keep: bool) -> list[Any]:
+    """Run an evaluation step over one loader, from where the evaluation at hand stands in it.
+
+    Returns:
+        With `keep` each batch's outputs as numpy.
+    """
+    engine, hooks, feeder = run.engine, run.hooks, run.feeder
+    starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
+    loader = idx if engine.takes_loader(stage) else None
+    suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
+    wait = Bound(run.max_in_flight)
+    now = run.evaluation or Evaluation()
+    sums, kept, waiting = None, [], None
+    for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
+        if sums is None:
+            sums = first_sums(run, now, stage, loader)
+        hooks.log.batch = host_batch
+        if now.reaches(Validating.BATCH_START):
+            starts(host_batch, i, idx)
+        sums, values, outputs = engine.eval_step(stage, sums, batch, loader)
+        now.advance(sums, at)
+        if values is not None:
+            run.results.show_evaluation(now.table, values, suffix)
+        ends(outputs, host_batch, i, idx)
+        if keep:
+            kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
+            waiting = outputs, host_batch, run.settings.host_keys
+        feeder.token = sums[1]
+        # The next step overwrites the sums: a full wait now and then takes the place of an older token.
+        wait.drain(sums[1])
+        if run.control.interrupted:
+            break
+    if now.sums is None and source.gave and not run.control.interrupted:
+        raise source.empty()
+    return kept + ([_to_host(*waiting)] if waiting is not None else [])
+
+
+def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> list[Any]:
+    """Build the stage's step for the batch that was drawn, and return the metrics that it adds to."""
+    engine = run.engine
+    engine.prepare_eval(stage, run.feeder.example, loader)
+    table = engine.model.table(stage, loader)
+    # Those of a checkpoint, unless the step logs other metrics since.
+    known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
+    now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)
+    now.table = table
+    return now.sums
+
+
+def _smaller(limit: int | None, other: int | None) -> int | None:
+    return other if limit is None else limit if other is None else min(limit, other)
+
+
+def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str]) -> Any:
+    """Return a step's outputs as numpy; a dict of them takes what the step did not see of the batch."""
+    found = jax.tree.map(fetch, outputs)
+    return {**{key: batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found

@@ -1,0 +1,91 @@
+"""What a run logs: the rows of steps, epochs and validations, and the guard that is read with them."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlit.errors import NonFiniteError
+from jaxlit.loop.host_sums import TRACED, Total
+from jaxlit.loop.rollback import roll_back
+from jaxlit.loop.run import Run
+
+_logger = logging.getLogger("jaxlit")
+
+
+def note_row(run: Run) -> None:
+    """Note what the optimizer step has to log; it is read one step late, when its values are ready."""
+    control, position, log = run.control, run.position, run.hooks.log
+    window = log.take_window() if log.window else {}
+    every = run.settings.log_every_n_steps
+    step = position.global_step - 1
+    if every and (position.global_step % every == 0 or control.should_stop):
+        run.pending = (run.results.latest, window, step)
+    elif traced := {name: total for name, total in window.items() if total.hook == TRACED}:
+        run.pending = (None, traced, step)
+    elif run.tracing.seen:
+        run.pending = (None, {}, step)
+
+
+def publish(run: Run) -> None:
+    """Read the pending row and log it."""
+    if run.pending is None:
+        return
+    logs, window, step = run.pending
+    run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
+    run.pending = None
+    if logs is None:  # only what was traced
+        log_row(run, window, step)
+        return
+    values = run.results.steps(logs)
+    names = run.results.row_names
+    row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
+    log_row(run, row | dict(window), step)
+    # The last column is the guard's: the row is on the host, so looking costs nothing.
+    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
+        check_finite(run)
+
+
+def epoch_row(run: Run) -> dict[str, Any]:
+    """Show the metrics that the steps of an epoch have added up, and return those that are logged."""
+    engine, row = run.engine, dict[str, Any]()
+    if run.position.global_step == run.position.first_step:  # without a step there are no metrics
+        return row
+    metrics = engine.training_table.metrics
+    values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
+    for metric, value in zip(metrics, values, strict=True):
+        if metric.on_epoch:
+            run.results.put_epoch(metric, value)
+            row |= {metric.epoch_name: value} if metric.logger else {}
+    return row
+
+
+def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
+    """Give a row to `on_log`, unless it is empty."""
+    if row:
+        run.hooks("on_log", {**{k: float(v) for k, v in row.items()}, "epoch": run.position.epoch}, step)
+
+
+def check_finite(run: Run) -> None:
+    """Look at the guard's mark; waits for the device.
+
+    Raises:
+        NonFiniteError: Under nan_policy="raise", if a step was not finite. The parameters are those before it. Under
+            "rollback" only if there is nothing to go back to.
+    """
+    policy = run.settings.nan_policy
+    if policy == "ignore" or (bad := run.engine.bad_step()) == run.noted_bad_step:
+        return
+    run.noted_bad_step = bad
+    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
+    if policy == "skip":
+        _logger.warning("%s The update was skipped.", what)
+        return
+    if policy == "rollback":
+        roll_back(run, what)
+        return
+    raise NonFiniteError(
+        f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
+        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
+    )

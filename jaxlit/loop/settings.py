@@ -1,0 +1,232 @@
+"""What the user asked of a Trainer, checked and brought to one form."""
+
+import dataclasses
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from jaxlit import checks as check
+from jaxlit.core.precision import PRECISIONS
+from jaxlit.core.stage import STAGES
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+_UNBOUNDED = (None, -1)
+# What a trial of a few batches does once, whatever the other arguments say.
+_ONCE = {"max_epochs": 1, "min_steps": 0, "min_epochs": 0}
+_ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of a `Trainer`, by their names; `jaxlit.Trainer` says what each means.
+
+    A value that says the same in several ways is brought to one: no limit of epochs is None, a duration is a
+    timedelta. What follows from several of them are the properties.
+
+    Raises:
+        ArgumentError: A value is out of its set, or does not fit another.
+        ArgumentTypeError: A value has the wrong type.
+    """
+
+    strategy: Any = "auto"
+    devices: int | str = "auto"
+    precision: str = "32-true"
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: Any = None
+    callbacks: Any = None
+    logger: Any = True
+    limit_train_batches: int | float = 1.0
+    limit_val_batches: int | float = 1.0
+    limit_test_batches: int | float = 1.0
+    limit_predict_batches: int | float = 1.0
+    overfit_batches: int | float = 0.0
+    fast_dev_run: int = 0
+    num_sanity_val_steps: int = 2
+    val_check_interval: Any = 1.0
+    check_val_every_n_epoch: int | None = 1
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    log_every_n_steps: int = 50
+    reload_dataloaders_every_n_epochs: int = 0
+    enable_checkpointing: bool = True
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = True
+    default_root_dir: str | Path | None = None
+    resume: Any = None
+    seed: int = 0
+    nan_policy: str = "raise"
+    prefetch: int | str = "auto"
+    host_keys: tuple[str, ...] = ()
+    max_recompiles: int | None = None
+    data_timeout: float | None = None
+    max_in_flight: int | str = "auto"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each value, and then what several say together."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found = given | _checked(given)
+        if found["fast_dev_run"]:
+            found |= _ONCE | {"max_steps": found["fast_dev_run"]}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+        _check_together(self)
+
+    @property
+    def device_count(self) -> int | None:
+        """How many devices were asked for, None for all."""
+        return None if self.devices == "auto" else int(self.devices)
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """The epochs and the steps before which a stop does not end training."""
+        steps = self.min_steps or 0
+        # As in Lightning: a least number of steps alone also keeps the first epoch going.
+        return (1 if steps else 0) if self.min_epochs is None else self.min_epochs, steps
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether anything ends a training."""
+        return self.max_epochs is not None or self.max_steps >= 0 or self.max_time is not None
+
+    @property
+    def limits(self) -> dict[str, int | float]:
+        """By stage, how many batches of a loader are used, or which fraction of them."""
+        if self.fast_dev_run:
+            return dict.fromkeys(STAGES, self.fast_dev_run)
+        limits = {name: getattr(self, stage.limit) for name, stage in STAGES.items()}
+        return limits | (
+            dict.fromkeys(("training", "validation"), self.overfit_batches) if self.overfit_batches else {}
+        )
+
+    @property
+    def clip(self) -> optax.GradientTransformation | None:
+        """What is done to gradients before the optimizer; None for nothing."""
+        if self.gradient_clip_val is None:
+            return None
+        by_value = self.gradient_clip_algorithm == "value"
+        return (optax.clip if by_value else optax.clip_by_global_norm)(self.gradient_clip_val)
+
+    @property
+    def intake(self) -> dict[str, Any]:
+        """What the intake of batches is told."""
+        return {"host_keys": self.host_keys, "max_recompiles": self.max_recompiles, "debug": self.debug}
+
+    def steps_in_flight(self, devices: int) -> int:
+        """Return how many steps may be dispatched and not finished on so many devices."""
+        if self.debug:
+            return 1
+        if isinstance(self.max_in_flight, int):
+            return self.max_in_flight
+        return 32 if devices == 1 else 4  # unbounded, several CPU devices would end the process
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are checked one by one."""
+    found: dict[str, Any] = {}
+    for name, low in (
+        ("max_steps", -1),
+        ("num_sanity_val_steps", -1),
+        ("accumulate_grad_batches", 1),
+        ("log_every_n_steps", 0),
+        ("reload_dataloaders_every_n_epochs", 0),
+        ("seed", 0),
+    ):
+        found[name] = check.integer(name, given[name], low=low)
+    for name, low, special in (
+        ("max_epochs", 0, _UNBOUNDED),
+        ("min_epochs", 0, (None,)),
+        ("min_steps", 0, (None,)),
+        ("check_val_every_n_epoch", 1, (None,)),
+        ("max_recompiles", 0, (None,)),
+        ("devices", 1, ("auto",)),
+        ("prefetch", 0, ("auto",)),
+        ("max_in_flight", 1, ("auto",)),
+    ):
+        value = given[name]
+        is_special = any(type(value) is type(x) and value == x for x in special)
+        found[name] = special[0] if is_special else check.integer(name, value, low=low)
+    names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
+    found |= {name: check.limit(name, given[name]) for name in names}
+    for name in ("data_timeout", "gradient_clip_val"):
+        found[name] = None if given[name] is None else check.positive(name, given[name])
+    trial = given["fast_dev_run"]
+    found["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
+    found["precision"] = check.one_of("precision", given["precision"], PRECISIONS)
+    policies = ("raise", "skip", "rollback", "ignore")
+    found["nan_policy"] = check.one_of("nan_policy", given["nan_policy"], policies)
+    if given["gradient_clip_algorithm"] is not None:
+        check.one_of("gradient_clip_algorithm", given["gradient_clip_algorithm"], ("norm", "value"))
+    if given["max_time"] is not None:
+        found["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
+    found["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
+    found["debug"] = check.boolean("debug", given["debug"])
+    found["host_keys"] = check.names("host_keys", given["host_keys"])
+    folder = given["default_root_dir"]
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {folder!r}.")
+    return found
+
+
+def _check_together(s: Settings) -> None:
+    """Refuse values that do not fit each other.
+
+    Raises:
+        ArgumentError: Naming the two.
+    """
+    if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
+        raise ArgumentError(
+            f"Trainer(check_val_every_n_epoch=None, val_check_interval={s.val_check_interval}) counts across epochs, "
+            "where a fraction has no meaning. Give val_check_interval as an int or a duration."
+        )
+    if s.min_epochs is not None and s.max_epochs is not None and s.min_epochs > s.max_epochs:
+        raise ArgumentError(
+            f"Trainer(min_epochs={s.min_epochs}, max_epochs={s.max_epochs}): the least is more than the most. Lower "
+            "min_epochs."
+        )
+    if (s.min_steps or 0) > s.max_steps >= 0:
+        raise ArgumentError(
+            f"Trainer(min_steps={s.min_steps}, max_steps={s.max_steps}): the least is more than the most. Lower "
+            "min_steps."
+        )
+    if s.gradient_clip_algorithm is not None and s.gradient_clip_val is None:
+        raise ArgumentError(
+            f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
+            "Pass it, or leave both out."
+        )
+    for stage in ("training", "validation") if s.overfit_batches else ():
+        name = STAGES[stage].limit
+        if (limit := getattr(s, name)) != 1.0 or not isinstance(limit, float):
+            raise ArgumentError(
+                f"Trainer(overfit_batches={s.overfit_batches}, {name}={limit}) names two limits. Leave {name} out."
+            )
+    _check_resume(s)
+
+
+def _check_resume(s: Settings) -> None:
+    if s.resume is None:
+        return
+    if s.resume in ("last", "best"):
+        raise ArgumentError(
+            f"Trainer(resume={s.resume!r}): 'auto' goes on from the newest checkpoint in default_root_dir. Pass it, a "
+            f"path, or fit(ckpt_path={s.resume!r})."
+        )
+    if not isinstance(s.resume, (str, Path)) or not str(s.resume):
+        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {s.resume!r}.")
+    if s.resume == "auto" and s.default_root_dir is None:
+        raise ArgumentError(
+            "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
+            "Trainer(default_root_dir=...)."
+        )
+    if s.fast_dev_run:
+        raise ArgumentError(
+            f"Trainer(resume={str(s.resume)!r}, fast_dev_run={s.fast_dev_run}): a trial of a few batches begins anew. "
+            "Leave one of them out."
+        )

@@ -1,0 +1,52 @@
+"""Attributes of the Trainer that its session keeps."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+
+class Kept:
+    """An attribute of the Trainer that is read from its session.
+
+    Args:
+        doc: What `help(Trainer)` says of it.
+        part: The part of the session whose attribute of the same name it is; "" for the session itself.
+        read: What reads it from the session instead.
+    """
+
+    def __init__(self, doc: str | None, part: str = "", read: Callable[[Any], Any] | None = None) -> None:
+        self.__doc__, self._part, self._reader = doc, part, read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._read = name, self._reader or attrgetter(f"{self._part}.{name}".lstrip("."))
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        return self if trainer is None else self._read(trainer._session)
+
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if self._part not in ("settings", "control"):
+            raise AttributeError(f"Trainer.{self._name} cannot be set.")
+        trainer._session.set(self._part, self._name, value)
+
+
+# The annotation beside an attribute says the type of its value: hence Any.
+
+
+def argument(doc: str) -> Any:
+    """Return an argument of the Trainer as its runs take it; one that is set holds from then on."""
+    return Kept(doc, "settings")
+
+
+def control(doc: str) -> Any:
+    """Return what a run is told, and tells, while it goes."""
+    return Kept(doc, "control")
+
+
+def kept(doc: str, part: str = "") -> Any:
+    """Return what the session keeps, or a part of it."""
+    return Kept(doc, part)
+
+
+def told(read: Callable[[Any], Any]) -> Any:
+    """Return what a function tells of the session."""
+    return Kept(read.__doc__, read=read)

@@ -1,0 +1,119 @@
+"""From what a user passes as model and data to a module and loaders that a run can begin with."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.core.module import TrainModule, call_step, is_overridden
+from jaxlit.core.stage import STAGES, Stage
+from jaxlit.data.loaders import Loaders
+from jaxlit.engine.creation import check_variables
+from jaxlit.engine.lazy import build_lazy, lazy
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.loop.settings import Settings
+from jaxlit.strategies.base import Strategy
+
+
+def refuse_unknown(trainer: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse an argument that the Trainer does not have.
+
+    Raises:
+        ArgumentTypeError: Naming it.
+    """
+    for name in unknown:
+        known = [p for p in inspect.signature(trainer).parameters if p != "unknown"]
+        raise ArgumentTypeError(
+            f"Trainer has no argument {name!r}.{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
+        )
+
+
+def config_of(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
+    plain = (bool, int, float, str, type(None))
+    found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
+    return found | {"callbacks": [type(c).__name__ for c in trainer.callbacks], "logger": bool(trainer.loggers)}
+
+
+def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
+    """Return the loaders of a run.
+
+    Args:
+        settings: The Trainer's arguments.
+        stage: What runs.
+        given: By stage, what was passed to the verb and the argument's name.
+        datamodule: The DataModule, if one was passed.
+    """
+    return Loaders(
+        stage.verb,
+        given,
+        datamodule,
+        None,
+        settings.limits,
+        intake=settings.intake,
+        pinned=stage.verb == "fit" and bool(settings.overfit_batches),
+        asked=not settings.fast_dev_run,
+    )
+
+
+def check_model(model: Any, stage: Stage) -> None:
+    """Refuse what is no module, or has no step for the stage.
+
+    Raises:
+        ArgumentTypeError: It is no module.
+        ModuleError: It has no such step.
+    """
+    if not isinstance(model, (TrainModule, lazy)):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
+        raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
+    cls = model.cls if isinstance(model, lazy) else type(model)
+    if getattr(cls, stage.step) is getattr(TrainModule, stage.step):
+        raise ModuleError(f"{cls.__name__} has no {stage.step}. Define {stage.step}(self, batch).")
+
+
+def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: Strategy, settings: Settings) -> Any:
+    """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
+    if isinstance(model, lazy):
+        loaders.look(model.cls, settings.data_timeout)  # building it may take minutes
+        return build_lazy(model, strategy, settings.seed)
+    call_step(model, stage.name)
+    check_variables(model)
+    return model
+
+
+def check_fit(settings: Settings, ckpt_path: Any, strict: bool, reset_optimizer: bool) -> None:
+    """Refuse a fit that has no end, or says how to take a checkpoint that is not there.
+
+    Raises:
+        ArgumentError: Saying which.
+    """
+    if ckpt_path is None and settings.resume is None and (reset_optimizer or not strict):
+        raise ArgumentError(
+            "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
+            "Pass ckpt_path=..., or Trainer(resume=...)."
+        )
+    if not settings.has_limit:
+        raise ArgumentError(
+            "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or Trainer(max_time=...)."
+        )
+
+
+def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | None, val_dataloaders: Any) -> None:
+    """Refuse a checkpoint that has seen more than is asked for, and validation data that no step takes.
+
+    Raises:
+        ArgumentError: The checkpoint has seen more epochs.
+        ModuleError: There is no validation step.
+    """
+    if found is not None and settings.max_epochs is not None and found.state["epoch"] > settings.max_epochs:
+        raise ArgumentError(
+            f"Trainer(max_epochs={settings.max_epochs}) is less than the {found.state['epoch']} epochs that "
+            f"{found.path} has seen. Raise max_epochs."
+        )
+    step = STAGES["validation"].step
+    if val_dataloaders is not None and not is_overridden(module, step):
+        raise ModuleError(
+            f"{type(module).__name__} has no {step}, and Trainer.fit got val_dataloaders. Define {step}(self, batch), "
+            "or leave val_dataloaders out."
+        )

@@ -1,0 +1,121 @@
+"""What a Trainer tells of its session: each function is an attribute of the Trainer."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.logger import Logger, NoLogger
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.core.log import active_collector
+from jaxlit.core.state import TrainState
+from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.trainer.session import Session
+
+
+def min_epochs(session: Session) -> int:
+    """Epochs before which `stop` does not end training."""
+    return session.settings.least[0]
+
+
+def min_steps(session: Session) -> int:
+    """Optimizer steps before which `stop` does not end training."""
+    return session.settings.least[1]
+
+
+def current_epoch(session: Session) -> Any:
+    """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
+    collector = active_collector()  # a step is traced once: a plain number would stay what it was then
+    return session.epoch if collector is None else collector.epoch
+
+
+def global_step(session: Session) -> Any:
+    """Optimizer steps taken; traced inside a step."""
+    collector = active_collector()
+    return session.position.global_step if collector is None else collector.step
+
+
+def state(session: Session) -> TrainState:
+    """The training state as global arrays; the next step overwrites them, so copy what you keep."""
+    if session.engine is None:
+        raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
+    return session.strategy.canonical(session.engine.state)
+
+
+def hyperparams(session: Session) -> Hyperparams:
+    """The optimizer's hyperparameters of `optax.inject_hyperparams`; setting one holds from the next step on.
+
+    `trainer.hyperparams["learning_rate"] *= 0.5` in a hook, for one; reading waits for the device.
+    """
+    if session.engine is None:
+        raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
+    return Hyperparams(session.engine)
+
+
+def estimated_stepping_batches(session: Session) -> int | float:
+    """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
+    settings, batches = session.settings, session.control.num_training_batches
+    if batches == math.inf or settings.max_epochs is None:
+        return math.inf if settings.max_steps < 0 else settings.max_steps
+    steps = math.ceil(batches / settings.accumulate_grad_batches) * max(settings.max_epochs, 1)
+    return steps if settings.max_steps < 0 else min(steps, settings.max_steps)
+
+
+def is_running(session: Session) -> bool:
+    """Whether the loops of `fit`, `validate`, `test` or `predict` run; not yet in `prepare_data` and `setup`."""
+    return session.active is not None
+
+
+def data_wait(session: Session) -> float:
+    """Seconds of the epoch at hand in which the devices had nothing to do but wait for a batch."""
+    run = session.current
+    return 0.0 if run is None or run.train is None else run.train[0].waited
+
+
+def compile_seconds(session: Session) -> dict[str, float]:
+    """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
+    run = session.current
+    return {} if run is None else dict(run.compiles.seconds)
+
+
+def run_dir(session: Session) -> Path:
+    """The run's folder; whoever writes first makes it."""
+    return session.folder.path
+
+
+def log_dir(session: Session) -> Path:
+    """The same as `run_dir`."""
+    return session.folder.path
+
+
+def loggers(session: Session) -> list[Callback]:
+    """The callbacks that log rows to somewhere."""
+    return [c for c in session.callbacks if isinstance(c, Logger) or c in session.given.loggers]
+
+
+def logger(session: Session) -> Any:
+    """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which takes everything and keeps nothing."""
+    return next(iter(loggers(session)), NoLogger())
+
+
+def checkpoint_callback(session: Session) -> ModelCheckpoint | None:
+    """The first ModelCheckpoint."""
+    return next((c for c in session.callbacks if isinstance(c, ModelCheckpoint)), None)
+
+
+def checkpoint_callbacks(session: Session) -> list[ModelCheckpoint]:
+    """Every ModelCheckpoint."""
+    return [c for c in session.callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def early_stopping_callback(session: Session) -> Callback | None:
+    """The first EarlyStopping."""
+    return next((c for c in session.callbacks if isinstance(c, EarlyStopping)), None)
+
+
+def is_global_zero(session: Session) -> bool:
+    """Whether this is the process that writes files."""
+    return jax.process_index() == 0

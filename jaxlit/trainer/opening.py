@@ -1,0 +1,71 @@
+"""The loaders of a run are opened, looked at, and made to go on where a checkpoint stands."""
+
+import datetime
+import logging
+
+import jax
+
+from jaxlit.core.module import call_step, is_overridden
+from jaxlit.data.feeder import look
+from jaxlit.data.watchdog import Watchdog
+from jaxlit.errors import ArgumentError
+from jaxlit.loop import snapshot
+from jaxlit.loop.restore import Resume
+from jaxlit.loop.run import Run, validation_interval
+from jaxlit.strategies.base import Strategy
+
+_logger = logging.getLogger("jaxlit")
+
+
+def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
+    """Open the loaders of a fit.
+
+    Raises:
+        ArgumentError: Training would have no end, or a setting does not fit the loaders.
+        DataError: A loader cannot go on where the checkpoint stands.
+    """
+    settings, name = run.settings, type(run.module).__name__
+    _check_clocks(run, strategy)
+    ((source, limit),) = run.loaders.open("training", required=True)
+    if limit is None and settings.max_steps < 0 and settings.max_time is None and source.is_endless:
+        raise ArgumentError(
+            f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
+            "Trainer(max_time=...) or Trainer(limit_train_batches=...)."
+        )
+    run.train, run.val_every = (source, limit), validation_interval(settings, source, limit)
+    run.val = run.loaders.open("validation", required=False)
+    if run.val and not is_overridden(run.module, "validation_step"):
+        _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
+        run.val = []
+    if run.val:
+        call_step(run.module, "validation")
+    every = settings.reload_dataloaders_every_n_epochs
+    if every and not any(map(run.loaders.from_hook, ("training", "validation"))):
+        raise ArgumentError(
+            f"Trainer(reload_dataloaders_every_n_epochs={every}) with loaders as arguments has nothing to reload. "
+            "Pass a datamodule, or define train_dataloader in the module."
+        )
+    run.note_lengths()
+    if resume is not None:
+        state, count = resume.checkpoint.state, strategy.num_processes
+        for stage, pairs in (("training", [run.train]), ("validation", run.val)):
+            for idx, (source, _) in enumerate(pairs):
+                snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
+
+
+def look_at_loaders(run: Run, watchdog: Watchdog) -> None:
+    """Refuse what no step could take before anything is compiled."""
+    for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
+        look(*pair, watchdog, required=pair is run.train)
+    for source, _ in run.val:
+        if source.is_grain and not run.settings.num_sanity_val_steps:
+            source.close()  # its threads and processes would wait until the first validation
+
+
+def _check_clocks(run: Run, strategy: Strategy) -> None:
+    by_clock = run.settings.max_time is not None or isinstance(run.settings.val_check_interval, datetime.timedelta)
+    if strategy.num_processes > 1 and by_clock:
+        raise ArgumentError(
+            "Trainer(max_time=...) and a val_check_interval that is a duration go by a clock, and each process has "
+            "its own. Count steps or batches in several processes."
+        )

@@ -1,0 +1,115 @@
+"""Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import Saving, last_order, save
+from jaxlit.errors import CheckpointError
+from jaxlit.loop import snapshot
+from jaxlit.loop.rows import check_finite
+from jaxlit.loop.run import Run
+
+
+class Saver:
+    """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
+
+    `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
+    written, writes in the background, and says which are kept. In several processes every one must make the same calls.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> class EveryHundred(jl.Callback):
+        ...     saving = None
+        ...     def on_fit_start(self, trainer, module):
+        ...         trainer.saver.check()
+        ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
+        ...         if trainer.global_step % 100 == 0:
+        ...             self.finish(trainer)
+        ...             self.saving = trainer.saver.begin(f"kept/at_{trainer.global_step}")
+        ...     def on_train_end(self, trainer, module):
+        ...         self.finish(trainer)
+        ...     def finish(self, trainer):
+        ...         if self.saving is not None:
+        ...             self.saving.wait()
+        ...             trainer.saver.announce(self, self.saving.path)
+        ...             self.saving = None
+    """
+
+    def __init__(self) -> None:
+        # The fit that is saved.
+        self.run: Run | None = None
+
+    def follow(self, run: Run) -> None:
+        """Save this fit from now on."""
+        self.run = run
+
+    def begin(self, path: str | Path, order: int | None = None) -> Saving:
+        """Begin to write a checkpoint; training goes on meanwhile.
+
+        Args:
+            path: Its folder; a checkpoint that is there is replaced once the new one is whole.
+            order: Which one in its folder it is: the highest is the newest. Left out, one more than those there.
+
+        Returns:
+            A handle: `wait()` waits and raises what went wrong, `is_done` tells, `path` and `seconds` say where and how
+            long.
+
+        Raises:
+            CheckpointError: It cannot be begun, or there is nothing whole to save.
+            NonFiniteError: A step was not finite, and the policy is to raise.
+        """
+        run = self._training()
+        if not run.engine.is_whole:
+            raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
+        run.hooks.take_over("Trainer.save_checkpoint")
+        check_finite(run)
+        run.tracing.deliver()
+        where = Path(path)
+        order = last_order(where.parent) + 1 if order is None else order
+        return save(where, dict(enumerate(run.engine.leaves)), snapshot.take(run), order)
+
+    def check(self) -> None:
+        """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
+
+        Raises:
+            CheckpointError: Naming it.
+        """
+        snapshot.take(self._training(), ask=False)
+
+    def check_finite(self) -> None:
+        """Look now at whether every step was finite, as `nan_policy` says; it may go back to an earlier checkpoint.
+
+        Raises:
+            NonFiniteError: A step was not, and the policy is to raise.
+        """
+        if self.run is not None:
+            check_finite(self.run)
+
+    def is_finite(self) -> bool:
+        """Tell whether every floating number of the training state is finite; waits for the device."""
+        return self.run is None or self.run.engine.is_finite()
+
+    def announce(self, callback: Callback, path: str | Path) -> None:
+        """Call `on_checkpoint_saved` of all callbacks: a checkpoint of `callback` is whole on the disk."""
+        self._training().hooks("on_checkpoint_saved", callback, Path(path))
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the fit has taken a step, or was resumed."""
+        return self.run is not None and self.run.position.total_batch_idx > 0
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What tells one place of training from another: two checkpoints of one place would be the same."""
+        run = self._training()
+        now, position = run.evaluation, run.position
+        inside = (now.loader, now.batch_idx, now.phase) if now else None
+        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
+
+    def _training(self) -> Run:
+        if self.run is None:
+            raise CheckpointError(
+                "There is no training to save. Call trainer.save_checkpoint from a hook of fit, or after it."
+            )
+        return self.run
