@@ -13,13 +13,14 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.wandb_config import check_arguments, config_of, monitored
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
 from jaxlit.reporting.terminal import say, short_path
-from jaxlit.reporting.wandb_config import check_arguments, config_of, monitored, read_id, write_id
+from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import open_run
 

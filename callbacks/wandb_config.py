@@ -1,6 +1,5 @@
-"""What a run of Weights & Biases is told, and what is remembered of it."""
+"""What a WandbLogger is given, and what its run is told about a training."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from jaxlit.version import __version__
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_IDS = "wandb_run_ids.json"  # in the folder of a run that may be resumed: the id of each project's run
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -90,32 +87,3 @@ def monitored(trainer: "Trainer") -> dict[str, str]:
     """Return the metrics that callbacks watch, and whether "min" or "max" is best."""
     found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in trainer.callbacks}
     return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
-
-
-def read_id(folder: Path, key: str) -> str | None:
-    """Return the id that a training which left no checkpoint has noted; None if there is none that can be read."""
-    found = _read(folder / _IDS).get(key)
-    return found if isinstance(found, str) and found else None
-
-
-def write_id(folder: Path, key: str, id: str) -> None:
-    """Note a run's id.
-
-    Args:
-        folder: The run's folder, which is made.
-        key: What tells the runs of several loggers apart.
-        id: The id.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _IDS).write_text(json.dumps({**_read(folder / _IDS), key: id}))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
