@@ -21,7 +21,7 @@ from jaxlit.core.module import TrainModule, call_step, is_overridden, optimizer_
 from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach
 from jaxlit.core.step_module import evaluates_wholly
-from jaxlit.data.feeder import Feeder, look
+from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import STAGES, Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
@@ -152,7 +152,7 @@ class Session:
             run.evaluated = run.loaders.open(STAGES[verb], required=True)
         # And before anything is compiled: what no step could take is refused now.
         for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
-            look(*pair, watchdog, required=pair is run.train)
+            run.loaders.check_first(*pair, watchdog, required=pair is run.train)
         for source, _ in run.val:
             if source.is_grain and not trainer.num_sanity_val_steps:
                 source.close()  # its threads and processes would wait until the first validation
@@ -184,6 +184,7 @@ class Session:
             run.engine.count_from(position.global_step, position.epoch)
         run.feeder = Feeder(
             run.engine.place,
+            intake_of=run.loaders.intake_of,
             num_replicas=trainer.strategy.num_replicas,
             num_processes=trainer.strategy.num_processes,
             prefetch=trainer.prefetch,
