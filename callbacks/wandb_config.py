@@ -9,6 +9,7 @@ import jax
 import optax
 from flax import nnx
 
+from jaxlit.checks import require
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.redaction import redact
 from jaxlit.version import __version__
@@ -29,8 +30,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
 
     def check(name: str, allowed: bool, rule: str) -> None:
-        if not allowed:
-            raise ArgumentError(f"WandbLogger({name}=...) takes {rule}, got {given[name]!r}.")
+        require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
 
     for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
         text = given[name]
