@@ -15,6 +15,7 @@ from jaxlit.reporting.redaction import redact
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
+    from jaxlit.callbacks.wandb_logger import WandbLogger
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
@@ -81,6 +82,43 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     # The user's own names stay theirs.
     theirs = {**module.hparams, **extra}
     return redact({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
+
+
+def run_arguments(
+    logger: "WandbLogger", trainer: "Trainer", module: "TrainModule", folder: Path
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the arguments of `wandb.init`, those of `wandb.Settings`, and what is another for a run alone.
+
+    Args:
+        logger: The logger, whose id is known.
+        trainer: The trainer.
+        module: The module.
+        folder: Where W&B writes its files.
+    """
+    rank, several = jax.process_index(), trainer.strategy.num_processes > 1
+    arguments = {
+        "project": logger.project,
+        "entity": logger.entity,
+        "name": logger.name,
+        "id": logger.id,
+        "group": logger.group,
+        "job_type": logger.job_type,
+        "tags": logger.tags,
+        "notes": logger.notes,
+        "dir": str(folder),
+        "config": config_of(trainer, module, logger.config),
+    }
+    settings: dict[str, Any] = {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
+    alone: dict[str, Any] = {}
+    if several and logger.processes != "first":
+        alone = {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
+        alone |= {"id": f"{logger.id}-{rank}"} if rank else {}
+    if several and logger.processes == "shared":
+        settings |= {"mode": "shared", "x_primary": rank == 0, "x_update_finish_state": rank == 0}
+        settings["x_label"] = f"process_{rank}"
+    else:
+        arguments |= alone
+    return arguments, settings, alone
 
 
 def monitored(trainer: "Trainer") -> dict[str, str]:

@@ -172,9 +172,7 @@ def compile_step(
         >>> round(float(logs["loss"]), 4)
         1.6384
     """
-    count = _checked(devices, seed, precision)
-    if not isinstance(module, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
+    count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)
     found.use(count)
@@ -188,10 +186,12 @@ def compile_step(
     return StepState(leaves, engine), CompiledStep(engine)
 
 
-def _checked(devices: int | str, seed: int, precision: str) -> int | None:
-    """Refuse values out of their sets; returns the number of devices, None for all."""
+def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
+    """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
     whole = devices == "auto" or check.is_int(devices, low=1)
     check.require(whole, "devices", devices, "takes an int of at least 1 or 'auto'", owner="compile_step")
     check.require(check.is_int(seed, low=0), "seed", seed, "takes an int of at least 0", owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
+    if not isinstance(module, (TrainModule, lazy)):
+        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
     return None if isinstance(devices, str) else int(devices)

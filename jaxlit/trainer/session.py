@@ -14,8 +14,9 @@ import optax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.checkpoints.files import Checkpoint, Saving, save
+from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
+from jaxlit.checkpoints.writing import Saving, save
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, call_step, is_overridden, optimizer_of
 from jaxlit.core.precision import Precision
@@ -256,7 +257,7 @@ class Session:
 
         Args:
             path: Its folder.
-            order: See `jaxlit.checkpoints.files.save`.
+            order: See `jaxlit.checkpoints.writing.save`.
 
         Raises:
             CheckpointError: It cannot be begun, or there is nothing whole to save.
