@@ -68,7 +68,7 @@ def throughput(devices: int, rounds: int) -> None:
 
     import jaxlit as jl
     from jaxlit.data.feeder import Feeder
-    from jaxlit.data.source import Source
+    from jaxlit.data.kinds import source_of
     from jaxlit.data.watchdog import Watchdog
 
     strategy = jl.strategies.DDP() if devices > 1 else jl.strategies.SingleDevice()
@@ -91,7 +91,7 @@ def throughput(devices: int, rounds: int) -> None:
             watchdog=Watchdog(None),
             interrupted=lambda: False,
         )
-        return (batch for batch, *_ in feeder.batches(Source(loader, "loader"), 0, None))
+        return (batch for batch, *_ in feeder.batches(source_of(loader, "loader"), 0, None))
 
     print(f"{'rows of':<16}{'batch':>6}  {'':<34}{'rows/s':>12}{'ratio':>8}")
     for features, batch_size, rows in ((64, 128, 12_800), (1024, 256, 12_800), (150_528 // 4, 64, 640)):

@@ -14,6 +14,7 @@ from jaxlit.callbacks.monitor import Monitor
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
+from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = 1 if every_n_epochs is every_n_train_steps is interval is None else every_n_epochs
         self.save_on_exception, self.on_save_error = save_on_exception, on_save_error
         self._lock: FolderLock | None = None
-        self._saving: disk.Saving | None = None
+        self._saving: Saving | None = None
         self._reset()
 
     def _reset(self) -> None:

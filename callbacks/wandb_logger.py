@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 import sys
@@ -13,13 +12,15 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.wandb_config import check_arguments, config_of, monitored, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
+from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
 from jaxlit.reporting.terminal import say, short_path
-from jaxlit.reporting.wandb_config import check_arguments, config_of, monitored, read_id, write_id
+from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import open_run
 
@@ -169,9 +170,7 @@ class WandbLogger(Logger):
             return
 
         def make() -> dict[str, Any]:
-            import wandb
-
-            return {name: wandb.Histogram(np_histogram=unpack(packed)) for name, packed in values.items()}
+            return wandb_media.histograms({name: unpack(packed) for name, packed in values.items()})
 
         self._run.log(lambda: {**make(), STEP: step}, what="a row of histograms")
 
@@ -226,13 +225,7 @@ class WandbLogger(Logger):
                     f"WandbLogger.log_table({key!r}, ...): row {i} has {len(row)} cells, and there are {len(names)} "
                     "columns. Give each row a cell for each column."
                 )
-
-        def make() -> Any:
-            import wandb
-
-            return wandb.Table(columns=names, data=rows, allow_mixed_types=True)  # type: ignore[arg-type]
-
-        self._log(key, make, step)
+        self._log(key, wandb_media.table(names, rows), step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Send a histogram of at most 512 bins."""
@@ -240,14 +233,7 @@ class WandbLogger(Logger):
             raise ArgumentError(
                 f"WandbLogger.log_histogram(bins=...) takes an int from 1 to {_MOST_BINS}, W&B's most, got {bins!r}."
             )
-        found = count(values, bins)
-
-        def make() -> Any:
-            import wandb
-
-            return wandb.Histogram(np_histogram=found)
-
-        self._log(key, make, step)
+        self._log(key, wandb_media.histogram(count(values, bins)), step)
 
     def log_image(
         self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
@@ -266,13 +252,7 @@ class WandbLogger(Logger):
         pairs = [
             (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
         ]
-
-        def make() -> Any:
-            import wandb
-
-            return [wandb.Image(x, caption=text) for x, text in pairs]
-
-        self._log(key, make, step)
+        self._log(key, wandb_media.images(pairs), step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure.
@@ -281,16 +261,7 @@ class WandbLogger(Logger):
             LoggerError: Pillow is not installed.
         """
         need_pillow("WandbLogger.log_figure")
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-
-        def make() -> Any:
-            import wandb
-            from PIL import Image
-
-            return wandb.Image(Image.open(picture))
-
-        self._log(key, make, step)
+        self._log(key, wandb_media.figure(figure), step)
 
     def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
         self._check_key(key)
@@ -318,7 +289,7 @@ class WandbLogger(Logger):
         if not trainer.is_global_zero and self.processes == "first":
             return
         if own and self._prepare(trainer):
-            arguments, settings, alone = self._arguments(trainer)
+            arguments, settings, alone = run_arguments(self, trainer, self._module, self._folder(trainer))
             run = open_run(
                 arguments, settings, alone=alone, earlier=self._offline_id, offline=self.offline, raises=raises
             )
@@ -368,33 +339,6 @@ class WandbLogger(Logger):
 
     def _folder(self, trainer: "Trainer") -> Path:
         return self.save_dir or Path(os.path.abspath(trainer.run_dir))
-
-    def _arguments(self, trainer: "Trainer") -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the arguments of `wandb.init`, those of `wandb.Settings`, and what is another for a run alone."""
-        rank, several = jax.process_index(), trainer.strategy.num_processes > 1
-        arguments = {
-            "project": self.project,
-            "entity": self.entity,
-            "name": self.name,
-            "id": self._id,
-            "group": self.group,
-            "job_type": self.job_type,
-            "tags": self.tags,
-            "notes": self.notes,
-            "dir": str(self._folder(trainer)),
-            "config": config_of(trainer, self._module, self.config),
-        }
-        settings: dict[str, Any] = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
-        alone: dict[str, Any] = {}
-        if several and self.processes != "first":
-            alone = {"group": self.group or self._id, "job_type": self.job_type or f"process_{rank}"}
-            alone |= {"id": f"{self._id}-{rank}"} if rank else {}
-        if several and self.processes == "shared":
-            settings |= {"mode": "shared", "x_primary": rank == 0, "x_update_finish_state": rank == 0}
-            settings["x_label"] = f"process_{rank}"
-        else:
-            arguments |= alone
-        return arguments, settings, alone
 
     @property
     def _key(self) -> str:

@@ -1,4 +1,7 @@
-"""Checks of the Trainer's arguments: each names the argument, the value and the allowed set."""
+"""Checks of arguments: each names the owner, the argument, the value and the allowed set.
+
+`owner` is what was called, as a user writes it.
+"""
 
 import datetime
 import math
@@ -11,49 +14,71 @@ import numpy as np
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 
 
-def integer(name: str, value: Any, *, low: int) -> int:
+def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
+    """Refuse a value that is not allowed.
+
+    Args:
+        allowed: Whether it is.
+        name: The argument.
+        value: What was given.
+        rule: What the argument takes, as the message says it: "takes an int of at least 0".
+        owner: What was called.
+
+    Raises:
+        ArgumentError: It is not allowed.
+    """
+    if not allowed:
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
+
+
+def is_int(value: Any, *, low: int) -> bool:
+    """Tell whether a value is an int of at least `low`; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
+
+
+def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
     """Return an int of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes an int of at least {low}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.")
     if value < low:
-        raise ArgumentError(f"Trainer({name}=...) takes an int of at least {low}, got {value}.")
+        raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value}.")
     return int(value)
 
 
-def boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any, *, owner: str = "Trainer") -> bool:
     """Return True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes True or False, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes True or False, got {value!r}.")
     return bool(value)
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+def one_of(name: str, value: Any, allowed: Sequence[str], *, owner: str = "Trainer") -> str:
     """Return one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
-        raise ArgumentError(f"Trainer({name}=...) takes one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+        raise ArgumentError(f"{owner}({name}=...) takes one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
     return value
 
 
-def limit(name: str, value: Any) -> int | float:
+def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     """Return a number of batches, or a fraction of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentTypeError(
-            f"Trainer({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
+            f"{owner}({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
         )
     if not value >= 0 or (isinstance(value, (float, np.floating)) and not value <= 1.0):
         raise ArgumentError(
-            f"Trainer({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {value!r}."
+            f"{owner}({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {value!r}."
         )
     return float(value) if isinstance(value, (float, np.floating)) else int(value)
 
 
-def positive(name: str, value: Any) -> float:
+def positive(name: str, value: Any, *, owner: str = "Trainer") -> float:
     """Return a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes a number above 0 or None, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes a number above 0 or None, got {value!r}.")
     if not 0 < value < math.inf:
-        raise ArgumentError(f"Trainer({name}=...) takes a number above 0 or None, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) takes a number above 0 or None, got {value!r}.")
     return float(value)
 
 
@@ -77,25 +102,25 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     return parts.total_seconds()
 
 
-def interval(name: str, value: Any) -> int | float | datetime.timedelta:
+def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | datetime.timedelta:
     """Return a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, datetime.timedelta)):
-        if not (seconds := duration(name, value)):
-            raise ArgumentError(f"Trainer({name}=...) takes a duration above 0, got {value!r}.")
+        if not (seconds := duration(name, value, owner=owner)):
+            raise ArgumentError(f"{owner}({name}=...) takes a duration above 0, got {value!r}.")
         return datetime.timedelta(seconds=seconds)
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.")
     whole = isinstance(value, (int, np.integer))
     if value < 1 if whole else not 0.0 < value <= 1.0:
-        raise ArgumentError(f"Trainer({name}=...) {rule}, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
     return int(value) if whole else float(value)
 
 
-def names(name: str, value: Any) -> tuple[str, ...]:
+def names(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str, ...]:
     """Return a sequence of strings as a tuple."""
     if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes a list or tuple of strings, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes a list or tuple of strings, got {value!r}.")
     if not all(isinstance(x, str) for x in value):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes strings, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes strings, got {value!r}.")
     return tuple(value)

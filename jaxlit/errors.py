@@ -6,6 +6,24 @@ Every message says the rule, what was given, and what to do.
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CheckpointError",
+    "DataError",
+    "JaxlitError",
+    "LogError",
+    "LoggerError",
+    "ModuleError",
+    "NonFiniteError",
+    "ProcessError",
+    "StateError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class JaxlitError(Exception):
     """Base of every error that jaxlit raises on purpose."""

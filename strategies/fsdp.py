@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import checks as check
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy, own_mesh
 
 
@@ -38,10 +38,9 @@ class FSDP(Strategy):
     axis = "fsdp"
 
     def __init__(self, *, stage: int = 3, min_size: int = 1024, mesh: jax.sharding.Mesh | None = None) -> None:
-        if stage not in (1, 2, 3):
-            raise ArgumentError(f"FSDP(stage=...) must be 1, 2 or 3, got {stage!r}.")
-        if not isinstance(min_size, int) or min_size < 0:
-            raise ArgumentError(f"FSDP(min_size=...) must be an int of at least 0, got {min_size!r}.")
+        whole = isinstance(min_size, int) and min_size >= 0
+        check.require(stage in (1, 2, 3), "stage", stage, "must be 1, 2 or 3", owner="FSDP")
+        check.require(whole, "min_size", min_size, "must be an int of at least 0", owner="FSDP")
         self.stage, self.min_size = stage, min_size
         own_mesh(self, mesh)
 

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import checks as check
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, Whole, abstract_batch, with_rows
 
 
@@ -48,14 +48,10 @@ class PerReplica(Strategy, ABC):
     """
 
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
-        if not isinstance(sync_batchnorm, bool):
-            raise ArgumentError(
-                f"{type(self).__name__}(sync_batchnorm=...) must be True or False, got {sync_batchnorm!r}."
-            )
-        if loss_reduction not in ("mean", "sum"):
-            raise ArgumentError(
-                f"{type(self).__name__}(loss_reduction=...) must be 'mean' or 'sum', got {loss_reduction!r}."
-            )
+        owner, known = type(self).__name__, isinstance(sync_batchnorm, bool)
+        check.require(known, "sync_batchnorm", sync_batchnorm, "must be True or False", owner=owner)
+        known = loss_reduction in ("mean", "sum")
+        check.require(known, "loss_reduction", loss_reduction, "must be 'mean' or 'sum'", owner=owner)
         self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
 
     def state_sharding(self, state: TrainState) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import EACH, ROWS, Program, named
@@ -34,8 +35,8 @@ class Simulated(PerReplica):
         self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
-        if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
-            raise ArgumentError(f"Simulated(replicas=...) must be a positive int, got {replicas!r}.")
+        whole = replicas is None or (isinstance(replicas, int) and replicas >= 1)
+        check.require(whole, "replicas", replicas, "must be a positive int", owner="Simulated")
         self.replicas = replicas
 
     def choose_devices(self, devices: int | None) -> list[jax.Device]:

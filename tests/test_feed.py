@@ -21,7 +21,7 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.data.feeder import Feeder
-from jaxlit.data.source import Source
+from jaxlit.data.kinds import source_of
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.strategies.single import SingleDevice
 
@@ -571,6 +571,6 @@ def test_a_feeder_gives_what_comes_before_an_error_first() -> None:
     )
     used = []
     with pytest.raises(OSError, match="disk"):
-        for _, host, is_last, _ in feeder.batches(Source(Bad(OSError("disk")), "loader"), 0, None):
+        for _, host, is_last, _ in feeder.batches(source_of(Bad(OSError("disk")), "loader"), 0, None):
             used.append((int(host["id"][0]), is_last))
     assert used == [(0, False), (1, False), (2, False)]

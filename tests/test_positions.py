@@ -17,6 +17,7 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.data.feeder import Feeder
+from jaxlit.data.kinds import source_of
 from jaxlit.data.source import Source
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
@@ -202,9 +203,7 @@ def everything(batch: Any) -> Any:
 
 
 def make_source(kind: str) -> Source:
-    source = Source({**LOADERS, **ENDLESS}[kind](), "loader")
-    source.may_go_on = True  # as the Trainer sets it
-    return source
+    return source_of({**LOADERS, **ENDLESS}[kind](), "loader", may_go_on=True)  # as the Trainer does
 
 
 # Going on --------------------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ def test_a_dataset_behind_worker_processes_reshuffles_and_goes_on() -> None:
         return shuffled().to_iter_dataset().batch(BATCH).mp_prefetch(options)
 
     expected = [*map(everything, shuffled().batch(BATCH).repeat(2))][ROWS // BATCH :]  # no worker, no source of ours
-    stopped, fresh = Source(make(), "loader"), Source(make(), "loader")
+    stopped, fresh = source_of(make(), "loader"), source_of(make(), "loader")
     before, state = take(stopped, 1, 2)
     fresh.load_state_dict(state)
     assert [before, take(fresh, 1)[0]] == [expected[:2], expected[2:]]
@@ -353,8 +352,8 @@ KINDS: dict[str, Callable[..., Any]] = {
 def test_the_state_of_other_data_is_refused_by_what_differs(kind: str, change: dict[str, Any], named: str) -> None:
     if kind == "ArrayLoader":
         change = {"drop_remainder" if key == "drop" else key: value for key, value in change.items()}
-    _, state = take(Source(KINDS[kind](), "loader"), 0, 2)
-    other = Source(KINDS[kind](**change), "loader")
+    _, state = take(source_of(KINDS[kind](), "loader"), 0, 2)
+    other = source_of(KINDS[kind](**change), "loader")
     with pytest.raises(DataError, match=rf"(?s){named}"):
         other.load_state_dict(state)
         take(other, 0)
@@ -370,15 +369,15 @@ def test_the_state_of_another_kind_of_loader_is_refused(kind: str) -> None:
 def test_the_state_of_a_longer_list_is_refused() -> None:
     _, state = take(make_source("list"), 0, 2)
     with pytest.raises(DataError, match="5.*4"):
-        Source(batches()[:4], "loader").load_state_dict(state)
+        source_of(batches()[:4], "loader").load_state_dict(state)
 
 
 def test_another_array_loader_is_told_of_where_no_batch_of_the_epoch_was_used(caplog: pytest.LogCaptureFixture) -> None:
-    _, state = take(Source(arrays(), "loader"), 0, 0)
-    other = Source(arrays(seed=7), "loader")
+    _, state = take(source_of(arrays(), "loader"), 0, 0)
+    other = source_of(arrays(seed=7), "loader")
     other.load_state_dict(state)
     assert "loader is another loader than before the resume: seed was" in caplog.text
-    assert take(other, 0)[0] == take(Source(arrays(seed=7), "fresh"), 0)[0]
+    assert take(other, 0)[0] == take(source_of(arrays(seed=7), "fresh"), 0)[0]
 
 
 # Every epoch has its own order -----------------------------------------------------------------------
@@ -427,7 +426,7 @@ def test_validation_keeps_one_order(kind: str) -> None:
 
 
 def epochs_of(loader: Any, count: int) -> list[Any]:
-    source = Source(loader, "loader")
+    source = source_of(loader, "loader")
     return [everything(batch) for epoch in range(count) for batch, _ in source.epoch(epoch)]
 
 
@@ -474,7 +473,7 @@ def test_epochs_of_an_iter_dataset_are_those_of_the_repeated_rows(kind: str) -> 
     ids=["MapDataset", "MapDataset, streamed", "IterDataset", "IterDataset of batches", "IterDataset with a seed"],
 )
 def test_random_maps_draw_anew_in_each_epoch(make: Callable[[grain.MapDataset], Any]) -> None:
-    source = Source(make(shuffled()), "loader")
+    source = source_of(make(shuffled()), "loader")
     noise = [[np.asarray(batch["noise"]).tolist() for batch, _ in source.epoch(epoch)] for epoch in range(3)]
     assert noise[0] != noise[1] != noise[2] != noise[0]
 
@@ -489,14 +488,14 @@ def test_random_maps_draw_anew_in_each_epoch(make: Callable[[grain.MapDataset], 
 )
 def test_joined_iter_datasets_reshuffle_each_part(join: Callable[..., grain.IterDataset]) -> None:
     parts = [shuffled(seed).to_iter_dataset() for seed in (1, 2)]
-    source = Source(join(*parts).batch(BATCH), "loader")
+    source = source_of(join(*parts).batch(BATCH), "loader")
     orders = [tuple(itertools.chain(*(ids(batch) for batch, _ in source.epoch(epoch)))) for epoch in range(3)]
     assert len({*orders}) == 3
 
 
 def test_a_dataset_behind_worker_processes_is_known_to_have_no_end() -> None:
     rows = shuffled().repeat().to_iter_dataset().batch(BATCH)
-    assert Source(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader").is_endless
+    assert source_of(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader").is_endless
 
 
 def test_opening_an_epoch_leaves_the_users_dataset_as_it_was() -> None:

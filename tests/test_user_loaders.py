@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.data.source import Source
+from jaxlit.data.kinds import source_of
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
 
@@ -224,7 +224,7 @@ def test_a_loader_that_validation_shares_knows_where_training_stands() -> None:
     loader = jl.ArrayLoader(rows, 4, shuffle=True)
     trainer, _, _ = fit(loader, loader, val_check_interval=2, max_epochs=-1, max_steps=8 + 2)
     order = np.random.default_rng((0, 1)).permutation(24)
-    source = Source(jl.ArrayLoader(rows, 4, shuffle=True), "loader")
+    source = source_of(jl.ArrayLoader(rows, 4, shuffle=True), "loader")
     source.load_state_dict(source.state_dict(1, trainer._session.position.data))
     batch, _ = next(source.epoch(1))
     np.testing.assert_array_equal(batch["x"], order[16:20])
@@ -233,8 +233,7 @@ def test_a_loader_that_validation_shares_knows_where_training_stands() -> None:
 def test_where_a_generator_stands_is_counted_across_epochs() -> None:
     trainer, ids, _ = fit((batch for batch in make_batches(100)), limit_train_batches=3, max_steps=5, max_epochs=-1)
     assert ids == [[0, 1, 2], [3, 4]]
-    source = Source((batch for batch in make_batches(100)), "loader")
-    source.may_go_on = True
+    source = source_of((batch for batch in make_batches(100)), "loader", may_go_on=True)
     source.load_state_dict(source.state_dict(1, trainer._session.position.data))
     assert next(source.epoch(1))[0]["x"][0] == 5
 

@@ -1,17 +1,14 @@
-"""Checkpoints on the disk: written whole or not at all, verified before they are read.
+"""Checkpoints on the disk: their names and folders, and reading, before which they are verified.
 
 A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for all that is no array, and `MANIFEST.json`,
 written last. It holds data only: nothing in it is imported, called or unpickled.
 """
 
-import json
 import math
 import os
 import re
 import secrets
 import shutil
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +22,12 @@ from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_state
 from jaxlit.distributed.exchange import agree
-from jaxlit.errors import ArgumentError, CheckpointError, did_you_mean
+from jaxlit.errors import CheckpointError, did_you_mean
 
 FOLDER = "checkpoints"  # in a run's folder
-_STATE, _ARRAYS = "state.json", "arrays"
+STATE, ARRAYS = "state.json", "arrays"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
-_TEMPORARY, _TRASH = ".tmp-", ".trash-"
+TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
 _LEFT = re.compile(r"\.(tmp|trash)-step_\d{8,15}.*-[0-9a-f]{8}")  # by a crash
 _REPLACED = re.compile(r"(step_\d{8,15}.*)-replaced_[0-9a-f]{8}")
@@ -70,7 +67,7 @@ class Checkpoint:
                 if not _KEY.fullmatch(dtype):
                     jnp.dtype(dtype)
         except TypeError as error:
-            raise CheckpointError(f"{self.path}: {_STATE} has an array of {dtype!r:.40}, which is no dtype.") from error
+            raise CheckpointError(f"{self.path}: {STATE} has an array of {dtype!r:.40}, which is no dtype.") from error
         return [(name, tuple(shape), dtype) for name, shape, dtype in self.state["arrays"]]
 
     def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
@@ -84,7 +81,7 @@ class Checkpoint:
         """
         from orbax.checkpoint import v1 as ocp
 
-        folder, specs = self.path / _ARRAYS, self.specs
+        folder, specs = self.path / ARRAYS, self.specs
         stored = [i for i, (_, shape, _) in enumerate(specs) if np.prod(shape, dtype=np.int64)]
         try:
             # What has no elements is not stored.
@@ -121,8 +118,8 @@ def read(path: Path) -> Checkpoint:
     try:
         # One process reads the files: the others would only read the same ones.
         manifest.verify(path, hashes=jax.process_index() == 0)
-        state = manifest.read_json(path / _STATE)
-        check_state(state, f"{path / _STATE}: the state")
+        state = manifest.read_json(path / STATE)
+        check_state(state, f"{path / STATE}: the state")
     except CheckpointError as error:
         problem = error
     raise_together(f"verifying {path.name}", problem)
@@ -222,124 +219,6 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError(f"{argument}: {str(path)!r} is no checkpoint and no folder that holds one.{there}")
 
 
-# Writing ---------------------------------------------------------------------------------------------
-
-
-class Saving:
-    """A checkpoint that is being written.
-
-    Attributes:
-        path: Where it will be.
-        seconds: How long writing it took.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.seconds = path, 0.0
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, finish: Any) -> None:
-        """Run `finish` in a thread."""
-
-        def run() -> None:
-            begun = time.monotonic()
-            try:
-                finish()
-            except BaseException as error:
-                self._error = error
-            self.seconds = time.monotonic() - begun
-
-        self._thread = threading.Thread(target=run, name="jaxlit-checkpoint")
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is written, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until it is written; in several processes all must come here.
-
-        Raises:
-            CheckpointError: It could not be written; what was there before is as it was.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        error, self._error = self._error, None
-        raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
-
-
-def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
-    """Write a checkpoint; in several processes all must come here, with the same arguments.
-
-    The arrays may be overwritten as soon as this returns. What stands at `path` stays until the new one is there.
-
-    Args:
-        path: Its folder.
-        arrays: By index in `state["arrays"]`; those without elements are left out.
-        state: JSON values.
-        order: A number that is larger than those of the checkpoints that are there.
-
-    Raises:
-        ArgumentError: Something else than a checkpoint stands at `path`.
-        CheckpointError: It cannot be begun.
-    """
-    from orbax.checkpoint import v1 as ocp
-
-    path = Path(os.path.abspath(path))
-    leads, token, problem = jax.process_index() == 0, secrets.token_hex(4), None
-    if "\\" in str(path) and os.sep == "/":  # which is a separator to the library that writes the arrays
-        raise ArgumentError(f"{path} has a backslash in its name. Write checkpoints to another folder.")
-    is_empty = path.is_dir() and not any(path.iterdir())
-    # By its name it is one that was damaged.
-    if path.exists() and not ((path / manifest.MANIFEST).exists() or is_empty or step_of(path) is not None):
-        raise ArgumentError(f"{path} is no checkpoint, and would be overwritten. Pass another path.")
-    token = agree("the checkpoint's temporary name", token)[0]
-    temporary = path.parent / f"{_TEMPORARY}{path.name}-{token}"
-    saving = Saving(path)
-    text = json.dumps(state, separators=(",", ":")).encode()
-    if len(text) > manifest.MOST_JSON:
-        raise CheckpointError(
-            f"The state beside the arrays has {len(text)} bytes as JSON, and only {manifest.MOST_JSON} are read again. "
-            "Keep less in state_dict, and large hyperparameters in files."
-        )
-    try:
-        if leads:
-            temporary.mkdir(parents=True)
-    except OSError as error:
-        problem = _unwritten(path, error)
-    raise_together("the checkpoint's folder", problem)
-    context = ocp.Context()
-    # Weights hardly compress, and the time would be the loop's on a machine with few cores.
-    context.array.saving.use_compression = False
-    # In the background, a folder that cannot be made would leave its threads waiting for ever.
-    context.asynchronous.create_directories_asynchronously = False
-    stored = {str(i): x for i, x in arrays.items() if x.size}
-    try:
-        with context:
-            response = ocp.save_async(str(temporary / _ARRAYS), stored)
-    except Exception as error:
-        _discard(temporary)
-        raise _unwritten(path, error) from error
-
-    def finish() -> None:
-        try:
-            response.result()
-            if leads:
-                manifest.write(temporary / _STATE, text)
-                manifest.seal(temporary, order)
-                _put(temporary, path, token)
-                # Its files were read back for their hashes just now: to read them again would only take the cores.
-                manifest.verify(path, hashes=False)
-        except BaseException:
-            if leads:
-                _discard(temporary)
-            raise
-
-    saving.start(finish)
-    return saving
-
-
 def remove(path: Path) -> None:
     """Delete a checkpoint; a crash on the way leaves it whole, or nothing that is taken for one."""
     if path.exists():
@@ -356,32 +235,3 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(PROBE):
             path.unlink(missing_ok=True)
-
-
-def _put(temporary: Path, path: Path, token: str) -> None:
-    """Give a written checkpoint its name; one that has it already is deleted afterwards."""
-    old = None
-    if path.exists():
-        old = path.with_name(f"{path.name}-replaced_{token}")  # found by a resume if this is the end
-        manifest.patiently(os.rename, path, old)
-    manifest.patiently(os.rename, temporary, path)
-    manifest.fsync(path.parent)
-    if old is not None:
-        remove(old)
-
-
-def _discard(temporary: Path) -> None:
-    # Writers of the library that are still at work may make the folder again.
-    for wait in (0.0, 0.02, 0.1):
-        time.sleep(wait)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _unwritten(path: Path, error: BaseException) -> CheckpointError:
-    what = str(error).strip() or type(error).__name__
-    found = CheckpointError(
-        f"The checkpoint {path} could not be written: {what.splitlines()[0].rstrip('.')}. Earlier ones are as they "
-        "were. Free the disk, or pass another folder."
-    )
-    found.__cause__ = error
-    return found

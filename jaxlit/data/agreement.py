@@ -9,6 +9,7 @@ import numpy as np
 from jaxlit.core.replica import num_rows
 from jaxlit.data.array_loader import ArrayLoader, differences
 from jaxlit.data.intake import named_leaves
+from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import agree, join_rows
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import DataError
@@ -22,12 +23,14 @@ class Agreement:
     differ. No other costs one, except that rows which do not divide among the devices are joined.
 
     Args:
-        source: The loader: a `jaxlit.data.Source`.
+        loader: The loader.
+        argument: Where it was given, for messages.
+        prepared: Whether a hook of the user's changes its batches.
         num_replicas: How many ways the rows of a global batch are split.
     """
 
-    def __init__(self, source: Any, num_replicas: int) -> None:
-        self._source, self._num_replicas = source, num_replicas
+    def __init__(self, loader: Any, argument: str, prepared: bool, num_replicas: int) -> None:
+        self._loader, self._argument, self._prepared, self._num_replicas = loader, argument, prepared, num_replicas
         self._told: list[int] | None = None  # rows of each process in every batch but the last
         self._count = 0
 
@@ -42,11 +45,11 @@ class Agreement:
         Raises:
             DataError: The processes' batches do not belong together.
         """
-        argument, rows, loader = self._source.argument, num_rows(batch), self._source.loader
+        argument, rows, loader = self._argument, num_rows(batch), self._loader
         self._count += 1
         if self._told is None:
             told = self._told = self._first(batch, last)
-        elif type(loader) is ArrayLoader and self._source.prepare is None:  # known without asking
+        elif type(loader) is ArrayLoader and not self._prepared:  # known without asking
             count = min(loader.batch_size, loader.num_rows - (at - 1) * loader.batch_size)
             parts = [own_rows(count, process) for process in range(jax.process_count())]
             told = [part.stop - part.start for part in parts]
@@ -68,13 +71,13 @@ class Agreement:
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
-        argument, loader, rows = self._source.argument, self._source.loader, num_rows(batch)
+        argument, loader, rows = self._argument, self._loader, num_rows(batch)
         shared = type(loader) is ArrayLoader
         kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
         mine = {
             "kinds": kinds,
             "rows": rows,
-            "length": self._source.length,
+            "length": length_of(loader),
             "last": last,
             "digest": _digest(batch),
             "loader": loader.fingerprint if shared else {},

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
@@ -53,10 +54,9 @@ class ArrayLoader:
             sizes[leaf_name(path)] = x.shape[0]
         if len(set(sizes.values())) > 1:
             raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ArgumentError(f"ArrayLoader(seed=...) must be an int of at least 0, got {seed!r}.")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-            raise ArgumentError(f"ArrayLoader(batch_size=...) must be a positive int, got {batch_size!r}.")
+        whole = check.is_int(batch_size, low=1)
+        check.require(check.is_int(seed, low=0), "seed", seed, "must be an int of at least 0", owner="ArrayLoader")
+        check.require(whole, "batch_size", batch_size, "must be a positive int", owner="ArrayLoader")
         self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
         self.seed, self.drop_remainder = int(seed), bool(drop_remainder)
         self.num_rows = next(iter(sizes.values()))

@@ -1,7 +1,6 @@
 """From a loader to the step: batches are drawn, checked and placed ahead of the step that takes them."""
 
 import itertools
-import logging
 import queue
 import statistics
 import threading
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxlit.data.agreement import Agreement
-from jaxlit.data.source import Source
+from jaxlit.data.intake import Intake
+from jaxlit.data.source import Source, with_place
 from jaxlit.data.watchdog import Watchdog
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
@@ -21,17 +21,29 @@ _TIMED = 8  # batches after which it is known
 _AHEAD = 2  # batches that the thread holds ready, where nobody asked for a number
 
 _END = object()
-_logger = logging.getLogger("jaxlit")
+
+
+class _Handling:
+    """What is done to the batches of one loader, and how long they took."""
+
+    def __init__(self, intake: Intake, agreement: Agreement | None) -> None:
+        self.intake, self.agreement = intake, agreement
+        self.times: list[float] = []  # seconds that the first draws took
+        self.waited = 0.0  # seconds of the epoch in which the devices had nothing to do but wait for a batch
 
 
 class Feeder:
     """Feeds the steps of a run.
+
+    A source only draws. What is done to a batch is done here: it is taken in, several processes agree on it, and it is
+    placed on the devices.
 
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
     from loaders whose first batches were slow, or where `prefetch` asks for it.
 
     Args:
         place: Puts what goes to the step onto the devices.
+        intake_of: Returns what takes in the batches of a source.
         num_replicas: How many ways the rows of a batch are split.
         num_processes: How many processes feed the same steps.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
@@ -48,6 +60,7 @@ class Feeder:
         self,
         place: Callable[[Any], Any],
         *,
+        intake_of: Callable[[Source], Intake] = lambda source: Intake(source.argument),
         num_replicas: int,
         num_processes: int,
         prefetch: int | str,
@@ -56,11 +69,13 @@ class Feeder:
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._place, self._num_replicas, self._several = place, num_replicas, num_processes > 1
-        self._prefetch, self._interrupted, self._epoch = prefetch, interrupted, epoch
+        self._intake_of, self._prefetch, self._interrupted, self._epoch = intake_of, prefetch, interrupted, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        # A loader that is opened again is another source: nothing is to keep the old one alive.
+        self._handlings: weakref.WeakKeyDictionary[Source, _Handling] = weakref.WeakKeyDictionary()
 
     def batches(
         self, source: Source, epoch: int, limit: int | None, start: int = 0
@@ -77,6 +92,10 @@ class Feeder:
         self._open.add(found)
         return found
 
+    def waited(self, source: Source) -> float:
+        """Return the seconds of the epoch in which the devices had nothing to do but wait for a batch of a source."""
+        return self._handlings[source].waited if source in self._handlings else 0.0
+
     def close(self) -> None:
         """Stop the threads and loaders of iterators that an error has kept from their end."""
         for found in list(self._open):
@@ -85,36 +104,35 @@ class Feeder:
     def _batches(
         self, source: Source, epoch: int, limit: int | None, start: int
     ) -> Iterator[tuple[Any, Any, bool, Any]]:
+        handling = self._handling(source)
+        handling.waited = 0.0
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
-        if _are_slow(source.times) if self._prefetch == "auto" else depth:
+        if _are_slow(handling.times) if self._prefetch == "auto" else depth:
             stream = thread = _Thread(stream, depth, self._interrupted)
-        if self._several and source.agreement is None:
-            source.agreement = Agreement(source, self._num_replicas)
-        agreement, source.waited = source.agreement, 0.0
         try:
-            drawn = self._draw(source, stream, start)
+            drawn = self._draw(source, handling, stream, start)
             for k in itertools.count(start + 1):
                 if drawn is _END or (thread is not None and thread.given_up):
                     return
                 if isinstance(drawn, _Failure):
-                    raise _noted(drawn.error, source, self._epoch(), k - 1)
+                    raise with_place(drawn.error, source.argument, self._epoch(), k - 1)
                 try:
-                    host, batch = source.take(drawn[0])
+                    host, batch = handling.intake(drawn[0])
                 except Exception as error:
-                    _noted(error, source, self._epoch(), k - 1)
+                    with_place(error, source.argument, self._epoch(), k - 1)
                     raise
                 placed = None
-                if agreement is None:
+                if handling.agreement is None:
                     self.example, placed = batch, self._place(batch)
-                following = self._draw(source, stream, k)
+                following = self._draw(source, handling, stream, k)
                 if thread is not None and thread.given_up:
                     return
-                if agreement is not None:
-                    self.example, batch = agreement(batch, drawn[1], last=following is _END)
+                if handling.agreement is not None:
+                    self.example, batch = handling.agreement(batch, drawn[1], last=following is _END)
                     placed = self._place(batch)
-                slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
+                slow = thread is None and self._prefetch == "auto" and _are_slow(handling.times)
                 if slow and following is not _END and not isinstance(following, _Failure):
                     stream = thread = _Thread(stream, depth, self._interrupted)
                 yield placed, host, following is _END, drawn[1]
@@ -123,7 +141,19 @@ class Feeder:
             if thread is None or thread.close(10.0 if source.goes_on else 1.0):
                 draws.close()
 
-    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
+    def _handling(self, source: Source) -> _Handling:
+        """Return what is done to a source's batches, made when its first epoch begins."""
+        if source not in self._handlings:
+            intake = self._intake_of(source)
+            agreement = (
+                Agreement(source.loader, source.argument, intake.prepares, self._num_replicas)
+                if self._several
+                else None
+            )
+            self._handlings[source] = _Handling(intake, agreement)
+        return self._handlings[source]
+
+    def _draw(self, source: Source, handling: _Handling, stream: Iterator[Any], k: int) -> Any:
         """Return the next draw, `_END` or a `_Failure`, and count the time."""
         start = time.perf_counter()
         if self._watchdog is not None:
@@ -136,35 +166,10 @@ class Feeder:
             if self._watchdog is not None:
                 self._watchdog.rest()
             seconds = time.perf_counter() - start
-            if len(source.times) < _TIMED:
-                source.times.append(seconds)
+            if len(handling.times) < _TIMED:
+                handling.times.append(seconds)
             if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
-                source.waited += seconds
-
-
-def look(source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:
-    """Draw a loader's first batch and refuse one that no step could take.
-
-    Args:
-        source: The loader.
-        limit: How many batches of it are wanted; nothing is drawn for 0.
-        watchdog: Watches the wait.
-        required: Whether an empty loader is refused; else it is only told of.
-    """
-    if source.looked or (limit == 0 and source.length != 0):
-        return
-    watchdog.watch(source.argument, 0, 0)
-    try:
-        source.peek()
-    except Exception as error:
-        _noted(error, source, 0, 0)
-        raise
-    finally:
-        watchdog.rest()
-    if source.looked and not source.gave:
-        if required:
-            raise source.empty()
-        _logger.warning(source.empty())
+                handling.waited += seconds
 
 
 class _Failure:
@@ -232,13 +237,6 @@ class _Thread:
             except BaseException as error:  # raised again where the batch is asked for
                 item = _Failure(error)
             self._out.put(item)
-
-
-def _noted(error: BaseException, source: Source, epoch: int, k: int) -> BaseException:
-    error.add_note(f"It was raised by {source.argument} in epoch {epoch}, batch {k}.")
-    if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone
-        error.add_note("A worker is killed most often for want of memory: use fewer workers, or smaller buffers.")
-    return error
 
 
 def _are_slow(times: list[float]) -> bool:

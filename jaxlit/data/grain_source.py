@@ -1,4 +1,4 @@
-"""What grain's three kinds of loaders are made to do alike: reshuffle, tell where they are, and go on from there."""
+"""Drawing from grain's three kinds of loaders, which are made to do alike: reshuffle, tell their place, go on there."""
 
 import copy
 import hashlib
@@ -11,8 +11,97 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit.data.source import Source
+
 # A dataset handed over whole is read by threads of grain's. Its own 500 batches ahead would fill the memory.
 _THREADS, _AHEAD = 16, 16
+
+
+class GrainSource(Source):
+    """Draws from a `MapDataset`, an `IterDataset` or a `DataLoader`."""
+
+    is_grain = True
+
+    def __init__(self, loader: Any, argument: str, **how: Any) -> None:
+        super().__init__(loader, argument, **how)
+        self._kind = kind_of(loader)
+        _mark_flags_parsed()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each batch has memory of its own; the stages of an `IterDataset` may be a user's."""
+        return self._kind in ("MapDataset", "DataLoader")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every number of processes that share its rows gives the same batches."""
+        return self._kind == "MapDataset"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader repeats its records without end."""
+        if self._kind == "DataLoader":
+            sampler = self.loader._sampler
+            return len(sampler) > 2**60 if hasattr(sampler, "__len__") else False
+        for stage in _stages(self.loader):
+            if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
+                return True
+            if type(stage).__name__ == "RepeatIterDataset" and getattr(stage, "_num_epochs", 1) is None:
+                return True
+        return False
+
+    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield an epoch's (batch, the iterator's state behind it), shuffled as a repetition of the data would be."""
+        if self._kind == "DataLoader":
+            iterator = iter(_loader_at(self.loader, epoch))
+            pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
+        else:
+            dataset = _dataset_at(self.loader, epoch)
+            if kind_of(dataset) == "MapDataset":
+                import grain
+
+                dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
+            iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
+        try:
+            if at is not None:
+                iterator.set_state(unpack(at))
+            for batch in iterator:
+                yield batch, pack(iterator.get_state())
+        finally:
+            if hasattr(iterator, "close"):  # stops its threads and processes
+                iterator.close()
+
+    def may_start(self, at: Any) -> bool:
+        """Tell whether `at` is the state of such an iterator."""
+        return isinstance(at, str if self._kind == "DataLoader" else dict)
+
+    def content(self) -> dict[str, Any]:
+        """Return each stage's numbers, and a hash of a few records."""
+        if self._kind == "DataLoader":
+            sampler = self.loader._sampler
+            ours = type(sampler).__module__.startswith("grain")  # another's repr may hold its address
+            found = {
+                "sampler": repr(sampler) if ours else type(sampler).__name__,
+                "source": _digest(self.loader._data_source),
+            }
+        else:
+            sources = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
+            found = {f"source {i}": _digest(source) for i, source in enumerate(sources)}
+        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | found
+
+    def doubts(self, batch: Any) -> str | None:
+        """Return why a first batch seems to be a single sample: no stage makes batches, and it holds a number."""
+        batched = any("batch" in type(stage).__name__.lower() for stage in self._stages)
+        if batched or 0 not in [np.ndim(x) for x in jax.tree.leaves(batch)]:
+            return None
+        return (
+            f"{self.argument} has no stage that makes batches, and its first element holds a number beside arrays: is "
+            "it a single sample? Then add .batch(batch_size)."
+        )
+
+    @property
+    def _stages(self) -> list[Any]:
+        return list(self.loader._operations if self._kind == "DataLoader" else _stages(self.loader))
 
 
 def kind_of(loader: Any) -> str | None:
@@ -27,72 +116,12 @@ def kind_of(loader: Any) -> str | None:
     return None
 
 
-def mark_flags_parsed() -> None:
+def _mark_flags_parsed() -> None:
     """Let worker processes start in programs that absl did not start: they read absl's flags."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-
-
-def is_endless(loader: Any) -> bool:
-    """Tell whether a loader repeats its records without end."""
-    if kind_of(loader) == "DataLoader":
-        return len(loader._sampler) > 2**60 if hasattr(loader._sampler, "__len__") else False
-    for stage in _stages(loader):
-        if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
-            return True
-        if type(stage).__name__ == "RepeatIterDataset" and getattr(stage, "_num_epochs", 1) is None:
-            return True
-    return False
-
-
-def draws(loader: Any, epoch: int, state: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch, where the iterator stands behind it) of an epoch, shuffled as a repetition of the data would be.
-
-    Args:
-        loader: A MapDataset, IterDataset or DataLoader.
-        epoch: The epoch.
-        state: Where to start: what came with the batch before, None for the beginning.
-    """
-    if kind_of(loader) == "DataLoader":
-        iterator = iter(_loader_at(loader, epoch))
-        pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
-    else:
-        dataset = _dataset_at(loader, epoch)
-        if kind_of(dataset) == "MapDataset":
-            import grain
-
-            dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
-        iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
-    try:
-        if state is not None:
-            iterator.set_state(unpack(state))
-        for batch in iterator:
-            yield batch, pack(iterator.get_state())
-    finally:
-        if hasattr(iterator, "close"):  # stops its threads and processes
-            iterator.close()
-
-
-def fingerprint(loader: Any) -> dict[str, Any]:
-    """Return what the order and content of the batches depend on: each stage's numbers, and a hash of a few records."""
-    if kind_of(loader) == "DataLoader":
-        ours = type(loader._sampler).__module__.startswith("grain")  # another's repr may hold its address
-        sampler = repr(loader._sampler) if ours else type(loader._sampler).__name__
-        found = {"sampler": sampler, "source": _digest(loader._data_source)}
-        stages = loader._operations
-    else:
-        stages = list(_stages(loader))
-        sources = (stage for stage in stages if kind_of(stage) == "MapDataset" and not stage.parents)
-        found = {f"source {i}": _digest(source) for i, source in enumerate(sources)}
-    return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(stages)} | found
-
-
-def is_unbatched(loader: Any) -> bool:
-    """Tell whether no stage of a dataset makes batches."""
-    stages = loader._operations if kind_of(loader) == "DataLoader" else _stages(loader)
-    return not any("batch" in type(stage).__name__.lower() for stage in stages)
 
 
 def _stages(dataset: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Host batches: what a step could not take is refused, and what it takes is made of the rest."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlit.data.copies import own
 from jaxlit.errors import DataError, did_you_mean
 from jaxlit.leaf_names import is_key, leaf_name
 
@@ -26,10 +27,14 @@ class _Kind:
 
 
 class Intake:
-    """Takes in the batches of one loader: each is compared with those before, and looked at if it is of a new kind.
+    """Takes in the batches of one loader.
+
+    A hook of the user's comes first. Then each batch is compared with those before, and looked at if it is of a new
+    kind.
 
     Args:
         argument: Where the loader was given, for messages.
+        prepare: The user's own last word on a host batch, `on_before_batch_transfer`.
         host_keys: Keys of the batch that stay on the host.
         max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
             limit.
@@ -41,17 +46,23 @@ class Intake:
         self,
         argument: str,
         *,
+        prepare: Callable[[Any], Any] | None = None,
         host_keys: Sequence[str] = (),
         max_recompiles: int | None = None,
         debug: bool = False,
         may_be_empty: bool = False,
     ) -> None:
-        self.argument, self._host_keys = argument, tuple(host_keys)
+        self.argument, self._prepare, self._host_keys = argument, prepare, tuple(host_keys)
         self._max_recompiles, self._debug, self._may_be_empty = max_recompiles, debug, may_be_empty
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
         self._last, self._kind = None, _Kind({}, (), as_is=False)
         self._told_float64 = False
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a hook of the user's changes the batches."""
+        return self._prepare is not None
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
         """Return the batch as hooks see it, with numpy leaves, and what of it goes to the step.
@@ -59,6 +70,10 @@ class Intake:
         Raises:
             DataError: No step could take it, or it is of another structure than those before.
         """
+        if self._prepare is not None:
+            batch = own(self._prepare(batch))  # it may fill the same memory again, like a loader
+            if batch is None:
+                raise DataError(f"{self.argument}: on_before_batch_transfer returned None. Return the batch.")
         to_step = self._without_host_keys(batch) if self._host_keys else batch
         key = _key(to_step)
         if key == self._last:  # cheaper than a hash, and nearly always so

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 
 from jaxlit.data.datamodule import DataModule
-from jaxlit.data.feeder import look
+from jaxlit.data.first_batch import check_first
 from jaxlit.data.intake import Intake
-from jaxlit.data.source import ArrayLoader, Source, limit_of, sources
+from jaxlit.data.kinds import each_loader, source_of
+from jaxlit.data.source import Source, length_of
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 
@@ -66,11 +67,11 @@ class Loaders:
                 raise ArgumentError(
                     f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
                 )
-        self._passed = {  # what is no loader is refused before anything is set up
-            stage: sources(loaders, f"Trainer.{verb}({argument}=...)") for stage, (loaders, argument) in given.items()
-        }
+        for loaders, argument in given.values():  # what is no loader is refused before anything is set up
+            each_loader(loaders, f"Trainer.{verb}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
-        self._intakes: dict[tuple[str, int], Intake] = {}
+        # By where a loader comes from: those that a hook makes anew have one, so that their batches are compared too.
+        self._intakes: dict[str, Intake] = {}
         self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
         self._limits, self._pinned, self._intake, self._asked = limits, pinned, intake, asked
 
@@ -90,7 +91,15 @@ class Loaders:
                 self._opened[stage] = self.open(stage, required=True)
                 with Watchdog(timeout) as watchdog:
                     for source, limit in self._opened[stage]:
-                        look(source, limit, watchdog, required=stage == "training")
+                        self.check_first(source, limit, watchdog, required=stage == "training")
+
+    def check_first(self, source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:
+        """Draw a loader's first batch and refuse one that no step could take."""
+        check_first(source, limit, self.intake_of(source), watchdog, required=required)
+
+    def intake_of(self, source: Source) -> Intake:
+        """Return what takes in the batches of a source."""
+        return self._intakes[source.argument]
 
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
         """Return each loader of a stage, with its limit in batches.
@@ -116,38 +125,40 @@ class Loaders:
                 f"Trainer.{self.verb} has no {argument}. Pass a loader, jl.ArrayLoader(arrays, batch_size) say, or "
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
-        found = self._passed[stage] or sources(loaders, where)
+        found = each_loader(loaders, where)
         if stage == "training" and len(found) > 1:
             raise ArgumentError(f"{where} takes one loader, got {len(found)}. Join them into one, a grain mix say.")
-        for idx, source in enumerate(found):
-            self._prepare(source, idx, stage)
-        limits = [limit_of(self._limits[stage], source, limit_name) for source in found]
-        for source, limit in zip(found, limits, strict=True):
-            source.keep = limit if self._pinned else None
-            asked = self._limits[stage]
-            if self._asked and isinstance(asked, int) and limit is not None and limit < asked:
-                _logger.warning(
-                    "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches.",
-                    limit_name,
-                    asked,
-                    source.argument,
-                    limit,
-                )
-            if stage != "training" and limit is None and source.is_endless:
-                raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
-        return [(s, n) for s, n in zip(found, limits, strict=True) if n != 0 or s.length == 0 or stage == "training"]
+        limits = [limit_of(self._limits[stage], *one, limit_name) for one in found]
+        pairs = [
+            (self._source(*one, stage, idx, limit), limit)
+            for idx, (one, limit) in enumerate(zip(found, limits, strict=True))
+        ]
+        for source, limit in pairs:
+            self._check_limit(source, limit, stage, limit_name)
+        return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
 
-    def _prepare(self, source: Source, idx: int, stage: str) -> None:
-        source.prepare = self._transfer(idx)
-        # One for all loaders that a hook makes, so that the batches of a reloaded one are compared as well.
-        source.intake = self._intakes.setdefault(
-            (stage, idx), Intake(source.argument, **self._intake, may_be_empty=jax.process_count() > 1)
-        )
-        source.may_go_on = stage == "training" and not self._pinned
-        if self._pinned:
-            source.pinned = True
-            if type(source.loader) is ArrayLoader:
-                source.loader = source.loader.unshuffled()
+    def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
+        """Return the source of a loader, and see to it that there is what takes its batches in."""
+        if argument not in self._intakes:
+            may_be_empty = jax.process_count() > 1
+            prepare = self._transfer(idx)
+            self._intakes[argument] = Intake(argument, prepare=prepare, **self._intake, may_be_empty=may_be_empty)
+        may_go_on = stage == "training" and not self._pinned
+        keep = limit if self._pinned else None
+        return source_of(loader, argument, may_go_on=may_go_on, pinned=self._pinned, keep=keep)
+
+    def _check_limit(self, source: Source, limit: int | None, stage: str, limit_name: str) -> None:
+        asked = self._limits[stage]
+        if self._asked and isinstance(asked, int) and limit is not None and limit < asked:
+            _logger.warning(
+                "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches.",
+                limit_name,
+                asked,
+                source.argument,
+                limit,
+            )
+        if stage != "training" and limit is None and source.is_endless:
+            raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
 
     def _hook(self, name: str) -> Callable[..., Any] | None:
         """Return a hook of the DataModule, or else of the module, if it is overridden."""
@@ -161,3 +172,36 @@ class Loaders:
         name = "on_before_batch_transfer"
         hook = self._hook(name) or getattr(self.module, name, None)
         return None if hook is None else lambda batch: hook(batch, idx)
+
+
+def limit_of(limit: int | float, loader: Any, where: str, argument: str) -> int | None:
+    """Return how many batches a limit allows, None for all.
+
+    Args:
+        limit: A number of batches, or a fraction of those that the loader has.
+        loader: The loader.
+        where: Where it was given, for messages.
+        argument: The Trainer's argument that is the limit.
+
+    Raises:
+        ArgumentError: A fraction of an unknown length, or of so few batches that none is left.
+    """
+    length = length_of(loader)
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if limit == 1.0:
+        return length
+    if limit == 0.0:
+        return 0
+    if length is None:
+        raise ArgumentError(
+            f"Trainer({argument}={limit}) is a fraction, but {where} has no length. "
+            "Give the number of batches as an int."
+        )
+    count = int(length * limit)
+    if count == 0 and length:
+        raise ArgumentError(
+            f"Trainer({argument}={limit}) of {length} batches is less than one. "
+            f"Give at least {1 / length:.3g}, or an int."
+        )
+    return count

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,23 +45,8 @@ def initialize(
         "num_processes": num_processes,
         "process_id": process_id,
     }
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
-        raise ArgumentError(
-            f"distributed.initialize got {', '.join(k for k in given if k not in missing)} without "
-            f"{', '.join(missing)}. Pass all three, or none to let jax find them."
-        )
-    if coordinator_address is not None and not re.fullmatch(r".+:\d+", coordinator_address):
-        raise ArgumentError(
-            f"distributed.initialize(coordinator_address=...) takes 'host:port', got {coordinator_address!r}. Choose a "
-            "port that is free on process 0's computer."
-        )
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ArgumentError(
-            f"distributed.initialize(process_id={process_id}, num_processes={num_processes}): the id counts from 0, so "
-            f"it is at most {num_processes - 1}."
-        )
-    if jax.distributed.is_initialized() or (missing and not _cluster_is_present()):
+    is_complete = _check(given)
+    if jax.distributed.is_initialized() or not (is_complete or _cluster_is_present()):
         return
     if jax_runs():
         raise ProcessError(
@@ -111,6 +96,32 @@ def shard_options(*, drop_remainder: bool = True) -> Any:
     import grain
 
     return grain.sharding.ShardOptions(jax.process_index(), jax.process_count(), drop_remainder)
+
+
+def _check(given: Mapping[str, Any]) -> bool:
+    """Refuse the arguments that name the processes, unless they are all there or none; returns whether they are there.
+
+    Raises:
+        ArgumentError: Some are missing, or one is out of its range.
+    """
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise ArgumentError(
+            f"distributed.initialize got {', '.join(k for k in given if k not in missing)} without "
+            f"{', '.join(missing)}. Pass all three, or none to let jax find them."
+        )
+    address, count, process = (given[name] for name in ("coordinator_address", "num_processes", "process_id"))
+    if address is not None and not re.fullmatch(r".+:\d+", address):
+        raise ArgumentError(
+            f"distributed.initialize(coordinator_address=...) takes 'host:port', got {address!r}. Choose a "
+            "port that is free on process 0's computer."
+        )
+    if count is not None and process is not None and not 0 <= process < count:
+        raise ArgumentError(
+            f"distributed.initialize(process_id={process}, num_processes={count}): the id counts from 0, so "
+            f"it is at most {count - 1}."
+        )
+    return not missing
 
 
 def _wait_for(address: str, timeout: float) -> None:

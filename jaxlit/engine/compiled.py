@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.core.device_sums import Table
 from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.precision import PRECISIONS, Precision
@@ -18,7 +19,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.engine.lazy import build_lazy, lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.strategies.base import Strategy, with_rows
 from jaxlit.strategies.registry import resolve_strategy
 
@@ -171,18 +172,10 @@ def compile_step(
         >>> round(float(logs["loss"]), 4)
         1.6384
     """
-    count = None if devices == "auto" else devices
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ArgumentError(f"compile_step(devices=...) takes an int of at least 1 or 'auto', got {devices!r}.")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ArgumentError(f"compile_step(seed=...) takes an int of at least 0, got {seed!r}.")
-    if precision not in PRECISIONS:
-        raise ArgumentError(f"compile_step(precision=...) takes one of {PRECISIONS}, got {precision!r}.")
-    if not isinstance(module, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
+    count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
-    found = resolve_strategy(strategy, count)  # type: ignore[arg-type]
-    found.use(count)  # type: ignore[arg-type]
+    found = resolve_strategy(strategy, count)
+    found.use(count)
     own = isinstance(module, lazy)
     built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
     check_variables(built)
@@ -191,3 +184,14 @@ def compile_step(
     engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
     leaves, engine.leaves = engine.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)
+
+
+def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
+    """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
+    whole = devices == "auto" or check.is_int(devices, low=1)
+    check.require(whole, "devices", devices, "takes an int of at least 1 or 'auto'", owner="compile_step")
+    check.require(check.is_int(seed, low=0), "seed", seed, "takes an int of at least 0", owner="compile_step")
+    check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
+    if not isinstance(module, (TrainModule, lazy)):
+        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
+    return None if isinstance(devices, str) else int(devices)

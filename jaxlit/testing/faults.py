@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jaxlit.errors import ArgumentError
+from jaxlit import checks as check
 
 KINDS = ("kill", "crash", "full", "denied")
 _CREATES = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "jaxlit.fsync")
@@ -49,10 +49,9 @@ class faults:
     """
 
     def __init__(self, folder: str | Path, *, at: int | None = None, kind: str = "crash") -> None:
-        if kind not in KINDS:
-            raise ArgumentError(f"jl.testing.faults(kind=...) must be one of {KINDS}, got {kind!r}.")
-        if at is not None and (isinstance(at, bool) or not isinstance(at, int) or at < 1):
-            raise ArgumentError(f"jl.testing.faults(at=...) takes a positive int or None, got {at!r}.")
+        owner = "jl.testing.faults"
+        check.require(kind in KINDS, "kind", kind, f"must be one of {KINDS}", owner=owner)
+        check.require(at is None or check.is_int(at, low=1), "at", at, "takes a positive int or None", owner=owner)
         self.folder, self.at, self.kind = os.path.abspath(folder), at, kind
         self.operations: list[tuple[str, str]] = []
         self._lock = threading.Lock()

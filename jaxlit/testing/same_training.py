@@ -192,6 +192,22 @@ def assert_same_training(
         ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
         ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp", "fsdp"])
     """
+    others = _others(strategies, compare, reference)
+    batches, tails = _some_batches(data, steps * trainer_arguments.get("accumulate_grad_batches", 1), devices)
+    options = {"steps": steps + tails, "tx": tx, **trainer_arguments}
+    single = train(model_fn, batches, strategy="single", **options)
+    if reference is not None:
+        told = [part for part in ("loss", "params") if part in compare]  # all that such a loop tells
+        _assert_close(told, _train_by_hand(reference, model_fn(), batches), single, rtol)
+    for count, strategy in itertools.product(devices, others):
+        other = train(model_fn, batches, strategy=strategy, devices=count, **options)
+        kin = _kin_of(strategy) if single.random and _is_per_replica(strategy) else None
+        first = single if kin is None else train(model_fn, batches, strategy=kin, devices=count, **options)
+        _assert_close(compare, first, other, rtol)
+
+
+def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any) -> list[Any]:
+    """Return what is compared with `single`; refuse an unknown part, and a comparison of nothing."""
     for part in compare:
         if part not in PARTS:
             raise ArgumentError(f"assert_same_training(compare=...) takes {PARTS}, got {part!r}.")
@@ -201,22 +217,7 @@ def assert_same_training(
             f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name another "
             "strategy, or give a loop of your own as reference=."
         )
-    batches, tails = _some_batches(data, steps * trainer_arguments.get("accumulate_grad_batches", 1), devices)
-    options = {"steps": steps + tails, "tx": tx, **trainer_arguments}
-    single = train(model_fn, batches, strategy="single", **options)
-    if reference is not None:
-        by_hand = _train_by_hand(reference, model_fn(), batches)
-        for part in ("loss", "params"):
-            if part in compare:
-                _assert_close(part, by_hand, single, rtol)
-    for count in devices:
-        for strategy in others:
-            other = train(model_fn, batches, strategy=strategy, devices=count, **options)
-            first = single
-            if single.random and _is_per_replica(strategy):
-                first = train(model_fn, batches, strategy=_kin_of(strategy), devices=count, **options)
-            for part in compare:
-                _assert_close(part, first, other, rtol)
+    return others
 
 
 def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:
@@ -267,7 +268,12 @@ def _kin_of(strategy: Any) -> "Strategy":
     return cls(sync_batchnorm=given.sync_batchnorm, loss_reduction=given.loss_reduction)
 
 
-def _assert_close(part: str, a: Training, b: Training, rtol: float) -> None:
+def _assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) -> None:
+    for part in parts:
+        _assert_part_close(part, a, b, rtol)
+
+
+def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> None:
     def named(training: Training) -> dict[str, Any]:
         value = getattr(training, part)
         if part == "loss":

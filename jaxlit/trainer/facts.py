@@ -72,7 +72,8 @@ def is_running(session: Session) -> bool:
 def data_wait(session: Session) -> float:
     """Seconds of the epoch at hand in which the devices had nothing to do but wait for a batch."""
     run = session.current
-    return 0.0 if run is None or run.train is None else run.train[0].waited
+    feeder = getattr(run, "feeder", None)  # a run that has not begun its loops has none
+    return 0.0 if run is None or run.train is None or feeder is None else feeder.waited(run.train[0])
 
 
 def compile_seconds(session: Session) -> dict[str, float]:

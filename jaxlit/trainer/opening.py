@@ -6,7 +6,6 @@ import logging
 import jax
 
 from jaxlit.core.module import call_step, is_overridden
-from jaxlit.data.feeder import look
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
@@ -56,7 +55,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
 def look_at_loaders(run: Run, watchdog: Watchdog) -> None:
     """Refuse what no step could take before anything is compiled."""
     for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
-        look(*pair, watchdog, required=pair is run.train)
+        run.loaders.check_first(*pair, watchdog, required=pair is run.train)
     for source, _ in run.val:
         if source.is_grain and not run.settings.num_sanity_val_steps:
             source.close()  # its threads and processes would wait until the first validation

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Saving, last_order, save
+from jaxlit.checkpoints.files import last_order
+from jaxlit.checkpoints.writing import Saving, save
 from jaxlit.errors import CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rows import check_finite

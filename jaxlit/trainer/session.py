@@ -315,6 +315,7 @@ class Session:
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
         return Feeder(
             run.engine.place,
+            intake_of=run.loaders.intake_of,
             num_replicas=self.strategy.num_replicas,
             num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,

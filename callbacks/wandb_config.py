@@ -1,6 +1,5 @@
-"""What a run of Weights & Biases is told, and what is remembered of it."""
+"""What a WandbLogger is given, and what its run is told about a training."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +9,15 @@ import jax
 import optax
 from flax import nnx
 
+from jaxlit.checks import require
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.redaction import redact
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
+    from jaxlit.callbacks.wandb_logger import WandbLogger
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_IDS = "wandb_run_ids.json"  # in the folder of a run that may be resumed: the id of each project's run
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -32,8 +31,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     """
 
     def check(name: str, allowed: bool, rule: str) -> None:
-        if not allowed:
-            raise ArgumentError(f"WandbLogger({name}=...) takes {rule}, got {given[name]!r}.")
+        require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
 
     for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
         text = given[name]
@@ -86,36 +84,44 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     return redact({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 
+def run_arguments(
+    logger: "WandbLogger", trainer: "Trainer", module: "TrainModule", folder: Path
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the arguments of `wandb.init`, those of `wandb.Settings`, and what is another for a run alone.
+
+    Args:
+        logger: The logger, whose id is known.
+        trainer: The trainer.
+        module: The module.
+        folder: Where W&B writes its files.
+    """
+    rank, several = jax.process_index(), trainer.strategy.num_processes > 1
+    arguments = {
+        "project": logger.project,
+        "entity": logger.entity,
+        "name": logger.name,
+        "id": logger.id,
+        "group": logger.group,
+        "job_type": logger.job_type,
+        "tags": logger.tags,
+        "notes": logger.notes,
+        "dir": str(folder),
+        "config": config_of(trainer, module, logger.config),
+    }
+    settings: dict[str, Any] = {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
+    alone: dict[str, Any] = {}
+    if several and logger.processes != "first":
+        alone = {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
+        alone |= {"id": f"{logger.id}-{rank}"} if rank else {}
+    if several and logger.processes == "shared":
+        settings |= {"mode": "shared", "x_primary": rank == 0, "x_update_finish_state": rank == 0}
+        settings["x_label"] = f"process_{rank}"
+    else:
+        arguments |= alone
+    return arguments, settings, alone
+
+
 def monitored(trainer: "Trainer") -> dict[str, str]:
     """Return the metrics that callbacks watch, and whether "min" or "max" is best."""
     found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in trainer.callbacks}
     return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
-
-
-def read_id(folder: Path, key: str) -> str | None:
-    """Return the id that a training which left no checkpoint has noted; None if there is none that can be read."""
-    found = _read(folder / _IDS).get(key)
-    return found if isinstance(found, str) and found else None
-
-
-def write_id(folder: Path, key: str, id: str) -> None:
-    """Note a run's id.
-
-    Args:
-        folder: The run's folder, which is made.
-        key: What tells the runs of several loggers apart.
-        id: The id.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _IDS).write_text(json.dumps({**_read(folder / _IDS), key: id}))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,0 +1,179 @@
+"""Writing a checkpoint: whole or not at all, in the background.
+
+It is written under a temporary name, sealed by its manifest, and only then given its own.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, raise_together, remove, step_of
+from jaxlit.distributed.exchange import agree
+from jaxlit.errors import ArgumentError, CheckpointError
+
+
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: Where it will be.
+        seconds: How long writing it took.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.seconds = path, 0.0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, finish: Any) -> None:
+        """Run `finish` in a thread."""
+
+        def run() -> None:
+            begun = time.monotonic()
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+            self.seconds = time.monotonic() - begun
+
+        self._thread = threading.Thread(target=run, name="jaxlit-checkpoint")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until it is written; in several processes all must come here.
+
+        Raises:
+            CheckpointError: It could not be written; what was there before is as it was.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
+
+
+def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
+    """Write a checkpoint; in several processes all must come here, with the same arguments.
+
+    The arrays may be overwritten as soon as this returns. What stands at `path` stays until the new one is there.
+
+    Args:
+        path: Its folder.
+        arrays: By index in `state["arrays"]`; those without elements are left out.
+        state: JSON values.
+        order: A number that is larger than those of the checkpoints that are there.
+
+    Raises:
+        ArgumentError: Something else than a checkpoint stands at `path`.
+        CheckpointError: It cannot be begun.
+    """
+    path = Path(os.path.abspath(path))
+    leads, token, problem = jax.process_index() == 0, secrets.token_hex(4), None
+    _check_place(path)
+    token = agree("the checkpoint's temporary name", token)[0]
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
+    saving = Saving(path)
+    text = _as_json(state)
+    try:
+        if leads:
+            temporary.mkdir(parents=True)
+    except OSError as error:
+        problem = _unwritten(path, error)
+    raise_together("the checkpoint's folder", problem)
+    try:
+        response = _begin_arrays(temporary / ARRAYS, arrays)
+    except Exception as error:
+        _discard(temporary)
+        raise _unwritten(path, error) from error
+
+    def finish() -> None:
+        try:
+            response.result()
+            if leads:
+                manifest.write(temporary / STATE, text)
+                manifest.seal(temporary, order)
+                _put(temporary, path, token)
+                # Its files were read back for their hashes just now: to read them again would only take the cores.
+                manifest.verify(path, hashes=False)
+        except BaseException:
+            if leads:
+                _discard(temporary)
+            raise
+
+    saving.start(finish)
+    return saving
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a path that would lose what stands there, or that cannot be written."""
+    if "\\" in str(path) and os.sep == "/":  # which is a separator to the library that writes the arrays
+        raise ArgumentError(f"{path} has a backslash in its name. Write checkpoints to another folder.")
+    is_empty = path.is_dir() and not any(path.iterdir())
+    # By its name it is one that was damaged.
+    if path.exists() and not ((path / manifest.MANIFEST).exists() or is_empty or step_of(path) is not None):
+        raise ArgumentError(f"{path} is no checkpoint, and would be overwritten. Pass another path.")
+
+
+def _as_json(state: Mapping[str, Any]) -> bytes:
+    text = json.dumps(state, separators=(",", ":")).encode()
+    if len(text) > manifest.MOST_JSON:
+        raise CheckpointError(
+            f"The state beside the arrays has {len(text)} bytes as JSON, and only {manifest.MOST_JSON} are read again. "
+            "Keep less in state_dict, and large hyperparameters in files."
+        )
+    return text
+
+
+def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
+    """Begin to write the arrays; returns what waits for them. They may be overwritten as soon as this returns."""
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    # Weights hardly compress, and the time would be the loop's on a machine with few cores.
+    context.array.saving.use_compression = False
+    # In the background, a folder that cannot be made would leave its threads waiting for ever.
+    context.asynchronous.create_directories_asynchronously = False
+    with context:
+        return ocp.save_async(str(folder), {str(i): x for i, x in arrays.items() if x.size})
+
+
+def _put(temporary: Path, path: Path, token: str) -> None:
+    """Give a written checkpoint its name; one that has it already is deleted afterwards."""
+    old = None
+    if path.exists():
+        old = path.with_name(f"{path.name}-replaced_{token}")  # found by a resume if this is the end
+        manifest.patiently(os.rename, path, old)
+    manifest.patiently(os.rename, temporary, path)
+    manifest.fsync(path.parent)
+    if old is not None:
+        remove(old)
+
+
+def _discard(temporary: Path) -> None:
+    # Writers of the library that are still at work may make the folder again.
+    for wait in (0.0, 0.02, 0.1):
+        time.sleep(wait)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _unwritten(path: Path, error: BaseException) -> CheckpointError:
+    what = str(error).strip() or type(error).__name__
+    found = CheckpointError(
+        f"The checkpoint {path} could not be written: {what.splitlines()[0].rstrip('.')}. Earlier ones are as they "
+        "were. Free the disk, or pass another folder."
+    )
+    found.__cause__ = error
+    return found

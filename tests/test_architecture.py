@@ -1,0 +1,250 @@
+"""The shape of the library: rooms that import downwards only, small files, and faces that are the documentation.
+
+It is read from the source by `ast`, so imports inside functions and those for annotations count as well.
+"""
+
+import ast
+import importlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Lowest first: a room imports itself and the rooms before it.
+GROUND = ("errors", "version", "leaf_names", "checks", "control")  # the files on the ground floor, which is one room
+ROOMS = (
+    "ground",
+    "programs",
+    "distributed",
+    "checkpoints",
+    "reporting",
+    "core",
+    "strategies",
+    "data",
+    "engine",
+    "callbacks",
+    "loop",
+    "trainer",
+    "testing",
+    "jaxlit",
+)
+FACES = ("jaxlit", "callbacks", "distributed", "strategies", "testing", "trainer")  # where users look
+
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+class Import(NamedTuple):
+    """One import of one of our files by another."""
+
+    where: str  # "jaxlit/loop/run.py:12"
+    importer: str  # "jaxlit.loop.run"
+    target: str  # "jaxlit.data.source"
+    name: str  # what is taken out of it: "Source"
+    kind: str  # "run time", "lazy" (inside a function) or "annotation"
+
+
+def modules() -> dict[str, Path]:
+    """Return our files by the name that Python gives them; the rooms of the top level are links."""
+    found = {}
+    for folder, _, files in os.walk(ROOT / "jaxlit", followlinks=True):
+        for file in (Path(folder, name) for name in files if name.endswith(".py")):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = file
+    return dict(sorted(found.items()))
+
+
+FILES = modules()
+TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+
+
+def where(module: str, line: int) -> str:
+    return f"{FILES[module].relative_to(ROOT)}:{line}"
+
+
+def room(module: str) -> str:
+    """Return the room of a file: `jaxlit.loop.run` is in loop."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "jaxlit"
+    return "ground" if parts[1] in GROUND else parts[1]
+
+
+def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    """Yield each import statement below a node, and when it runs."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, kind
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from statements(ast.Module(child.body, []), "annotation")
+            yield from statements(ast.Module(child.orelse, []), kind)
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from statements(child, "lazy")
+        else:
+            yield from statements(child, kind)
+
+
+def imports() -> Iterator[Import]:
+    """Yield every import of one of our files."""
+    for module, tree in TREES.items():
+        for statement, kind in statements(tree, "run time"):
+            if isinstance(statement, ast.Import):
+                pairs = [(alias.name, alias.name) for alias in statement.names]
+            else:
+                package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+                for _ in range(statement.level - 1):
+                    package = package.rpartition(".")[0]
+                base = ".".join(filter(None, [package if statement.level else "", statement.module]))
+                pairs = [(f"{base}.{x.name}" if f"{base}.{x.name}" in FILES else base, x.name) for x in statement.names]
+            for target, name in pairs:
+                if target in FILES:
+                    yield Import(where(module, statement.lineno), module, target, name, kind)
+
+
+IMPORTS = list(imports())
+
+
+def is_of_a_hook(one: Import) -> bool:
+    """Tell the one exception: the hooks of callbacks say in annotations that they take the Trainer, from above."""
+    return one.kind == "annotation" and room(one.importer) == "callbacks" and one.name in ("Trainer", "TrainModule")
+
+
+def goes_down(one: Import) -> bool:
+    mine, theirs = room(one.importer), room(one.target)
+    return mine in ROOMS and theirs in ROOMS and ROOMS.index(theirs) <= ROOMS.index(mine)
+
+
+def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the groups of nodes in which each can be reached from every other."""
+    ahead: dict[str, set[str]] = {}
+    for start, end in arrows:
+        if start != end:
+            ahead.setdefault(start, set()).add(end)
+    reached = {}
+    for start in ahead:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = ahead.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        reached[start] = seen
+    groups = {frozenset(b for b in reached[a] if a in reached.get(b, ())) for a in reached if a in reached[a]}
+    return sorted(map(sorted, groups))
+
+
+def file_circles(*kinds: str) -> list[list[str]]:
+    """Return the circles of files by imports of these kinds; a file of another room comes with that room's face."""
+    arrows = []
+    for one in IMPORTS:
+        if one.kind in kinds:
+            arrows.append((one.importer, one.target))
+            face = ".".join(one.target.split(".")[:2])
+            if room(one.target) != room(one.importer) and face in FILES:
+                arrows.append((one.importer, face))
+    return circles(arrows)
+
+
+def told(groups: list[list[str]]) -> str:
+    """Return the circles, and the imports that are in them."""
+    lines = [" - ".join(group) for group in groups]
+    for one in IMPORTS:
+        if any({one.importer, one.target} <= {*group} for group in groups):
+            lines.append(f"{one.where} imports {one.name} of {one.target} ({one.kind})")
+    return "\n".join(lines)
+
+
+def test_every_file_has_a_room() -> None:
+    assert [where(module, 1) for module in FILES if room(module) not in ROOMS] == []
+
+
+def test_rooms_import_lower_rooms_only() -> None:
+    wrong = [x for x in IMPORTS if not goes_down(x) and not is_of_a_hook(x)]
+    assert not wrong, "\n".join(f"{x.where} imports {x.name} of {x.target} ({x.kind})" for x in wrong)
+
+
+def test_there_is_no_import_circle(capsys: pytest.CaptureFixture[str]) -> None:
+    at_run_time, with_lazy = file_circles("run time"), file_circles("run time", "lazy")
+    rooms = circles((room(x.importer), room(x.target)) for x in IMPORTS if not is_of_a_hook(x))
+    with capsys.disabled():
+        print(
+            f"\nimport circles: {len(at_run_time)} at run time, {len(with_lazy)} with lazy imports, "
+            f"{len(rooms)} between rooms with annotations ({len(FILES)} files, {len(IMPORTS)} imports)"
+        )
+    assert not at_run_time + with_lazy + rooms, told(at_run_time + with_lazy + rooms)  # of rooms: see the test above
+
+
+def test_files_are_short() -> None:
+    lengths = {where(module, 1): len(file.read_text().splitlines()) for module, file in FILES.items()}
+    long = [f"{file} has {lines} lines" for file, lines in lengths.items() if lines > MAX_FILE]
+    assert not long, "\n".join(long)
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION:
+                    long.append(f"{where(module, node.lineno)} {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_a_room_says_in_one_line_what_is_in_it() -> None:
+    """A face also exports, and shows what it exports by `dir`; no other `__init__` holds anything."""
+    wrong = []
+    for module, tree in TREES.items():
+        if FILES[module].name != "__init__.py":
+            continue
+        if len((ast.get_docstring(tree) or "").splitlines()) != 1:
+            wrong.append(f"{where(module, 1)} has no docstring of one line")
+        for node in tree.body[1:]:
+            exports = isinstance(node, ast.ImportFrom) or ast.unparse(node).startswith(("__all__ =", "def __dir__("))
+            if room(module) not in FACES or not exports:
+                wrong.append(f"{where(module, node.lineno)} is more than exports" + " of a face" * exports)
+    assert not wrong, "\n".join(wrong)
+
+
+# Public names -------------------------------------------------------------------------------------------
+
+PUBLIC = {"jl": "jaxlit", **{f"jl.{x}": f"jaxlit.{x}" for x in ("errors", *FACES[1:])}}
+
+
+def documentation() -> str:
+    """Return the code in the README and the pages: its blocks, and what stands in backticks."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return "\n".join("\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.S)) for page in pages)
+
+
+@pytest.mark.parametrize("face", PUBLIC)
+def test_a_face_shows_its_public_names_only(face: str) -> None:
+    module = importlib.import_module(PUBLIC[face])
+    assert dir(module) == sorted(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("face", PUBLIC)
+def test_every_public_name_is_documented(face: str) -> None:
+    code = documentation()
+    # A class is known by its name. That of a function or a room is a common word, so its path has to be there.
+    missing = [
+        name
+        for name in importlib.import_module(PUBLIC[face]).__all__
+        if not re.search(rf"\b{name}\b" if name[0].isupper() else rf"{re.escape(face)}\.{name}\b", code)
+    ]
+    assert missing == []
+
+
+def test_the_documentation_names_public_names_only() -> None:
+    unknown = set()
+    for path in re.findall(r"\bjl(?:\.\w+)+", documentation()):
+        face, name = "jl", path.split(".")[1]
+        if f"jl.{name}" in PUBLIC and path.count(".") > 1:
+            face, name = f"jl.{name}", path.split(".")[2]
+        if name not in importlib.import_module(PUBLIC[face]).__all__:
+            unknown.add(path)
+    assert unknown == set()
