@@ -323,6 +323,15 @@ def with_rows(batch: Any, rows: int) -> Any:
     return jax.tree.map(resized, abstract_batch(batch))
 
 
+def state_shardings(program: Program) -> tuple[Any, ...]:
+    """Return the shardings of the states that leave a program; what is no state may lie as XLA likes.
+
+    Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
+    compile again.
+    """
+    return tuple(x if isinstance(x, list) else None for x in program.out_shardings)
+
+
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` under another name: what it compiles is reported by it."""
 

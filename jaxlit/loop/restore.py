@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
@@ -33,7 +32,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     Raises:
         CheckpointError: It does not fit: a table says what differs.
     """
-    saved, wanted = checkpoint.specs, engine.specs
+    saved, wanted = checkpoint.specs, engine.state.specs
     evaluates = engine.evaluates_only
     same = {name for name, _, _ in {*saved} & {*wanted}}
     empty = not checkpoint.state["position"]["filled"]
@@ -47,19 +46,14 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         saved, wanted, skip=lambda name: host(name) or _is_skipped(name, evaluates, reset_optimizer), cast=evaluates
     )
     kind = checkpoint.state.get("optimizer")
-    if not (evaluates or reset_optimizer) and kind != engine.optimizer_kind:
-        rows.insert(0, ("the optimizer", kind or "nothing", engine.optimizer_kind or "nothing"))
+    if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
+        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, strict)
-    shardings, leaves = engine.shardings, engine.leaves
-    target: dict[int, Any] = {
-        i: jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype, sharding=shardings[k]) for i, k in pairs.items()
-    }
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
-    # Metrics, and windows of another number of replicas, come by way of the host.
-    target |= dict.fromkeys(extra)
-    for k in pairs.values():
-        leaves[k] = None  # type: ignore[call-overload]  # its memory is for what comes
+    # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
+    released = engine.state.release(pairs.values())
+    target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
     arrays = {k: read[i] for i, k in pairs.items()}
     arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
@@ -67,14 +61,17 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["begun"] else 1
-    told, found = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count], engine.counts()[:count]
+    told, found = (
+        tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count],
+        tuple(engine.state.counters()[:count]),
+    )
     if not evaluates and told != found:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return the engine's own arrays in the checkpoint: by index where each goes, and what it becomes on the way."""
-    saved, wanted, replicas = checkpoint.specs, engine.specs, engine.strategy.window_replicas
+    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.window_replicas
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
     found: dict[int, Any] = {}
     for i, (name, _, _) in enumerate(saved):

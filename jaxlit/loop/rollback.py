@@ -47,7 +47,7 @@ def roll_back(run: Run, what: str) -> None:
     was = load_position(found.state)
     _logger.warning("%s Back to step %d of %s; the batches since then are left out.", what, was.global_step, found.path)
     position.global_step, position.filled = was.global_step, 0
-    engine.count_from(was.global_step, position.epoch, position.batch_idx)
+    engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
     engine.clear_window()
     if was.epoch != position.epoch or was.over:
         position.first_step = was.global_step

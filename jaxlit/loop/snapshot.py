@@ -47,8 +47,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "position": position,
         "loaders": _loaders(run),
         "evaluation": None if run.trainer.sanity_checking else _evaluation(run.evaluation),
-        "arrays": engine.specs,
-        "optimizer": engine.optimizer_kind,
+        "arrays": engine.state.specs,
+        "optimizer": engine.state.optimizer_kind,
         "metrics": table,
         "latest": None if latest is None else _pack(fetch(latest)),
         "pending": None

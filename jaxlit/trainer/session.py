@@ -26,6 +26,7 @@ from jaxlit.data.loaders import STAGES, Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
+from jaxlit.engine.kept import Kept
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, CheckpointError, StateError
 from jaxlit.loop import snapshot
@@ -68,7 +69,7 @@ class Session:
         self.engine: Engine | None = None
         self.current: Run | None = None
         self.active: Engine | None = None
-        self._idle: Engine | None = None  # made by `apply` for a module that was not fitted
+        self._kept = Kept()
         self.running = False
 
     def run(
@@ -93,7 +94,6 @@ class Session:
         """
         trainer, self._resume = self.trainer, resume
         self.running, trainer.module, trainer.interrupted = True, module, False
-        self._idle = None
         outer = attach(module, trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = trainer
@@ -156,16 +156,8 @@ class Session:
         for source, _ in run.val:
             if source.is_grain and not trainer.num_sanity_val_steps:
                 source.close()  # its threads and processes would wait until the first validation
-        run.engine = self.active = Engine(
-            module,
-            trainer.strategy,
-            optimizer_of(module) if fitting else None,
-            accumulate=trainer.accumulate_grad_batches if fitting else 1,
-            nan_policy="raise" if trainer.nan_policy == "rollback" else trainer.nan_policy,
-            precision=Precision(trainer.precision),
-            clip=self._clip if fitting else None,
-            debug=trainer.debug,
-            own=own,
+        run.engine = self.active = (
+            self._engine_of_fit(module, own) if fitting else self._evaluator(module, own, self._resume)
         )
         if (resume := self._resume) is not None:
             _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
@@ -181,7 +173,7 @@ class Session:
             self.engine, self._fitted = run.engine, run
         else:
             position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
-            run.engine.count_from(position.global_step, position.epoch)
+            run.engine.state.count_from(position.global_step, position.epoch)
         run.feeder = Feeder(
             run.engine.place,
             num_replicas=trainer.strategy.num_replicas,
@@ -201,6 +193,35 @@ class Session:
             work(run)
             if fitting:
                 hooks("on_fit_end")
+
+    def _engine_of_fit(self, module: TrainModule, own: bool) -> Engine:
+        """Return the engine of a new fit."""
+        trainer = self.trainer
+        self._kept.forget()
+        return Engine(
+            module,
+            trainer.strategy,
+            optimizer_of(module),
+            accumulate=trainer.accumulate_grad_batches,
+            nan_policy="raise" if trainer.nan_policy == "rollback" else trainer.nan_policy,
+            precision=Precision(trainer.precision),
+            clip=self._clip,
+            debug=trainer.debug,
+            own=own,
+        )
+
+    def _evaluator(self, module: TrainModule, own: bool = False, resume: Resume | None = None) -> Engine:
+        """Return the engine of an evaluation, with what an earlier call has compiled and placed."""
+        trainer = self.trainer
+        return self._kept.evaluator(
+            module,
+            trainer.strategy,
+            Precision(trainer.precision),
+            debug=trainer.debug,
+            own=own,
+            restores=resume is not None,
+            fitted=self.engine,
+        )
 
     def _open(self, run: Run) -> None:
         """Open the loaders of a fit."""
@@ -266,12 +287,12 @@ class Session:
             raise CheckpointError(
                 "There is no training to save. Call trainer.save_checkpoint from a hook of fit, or after it."
             )
-        if not self.engine.is_whole:
+        if not self.engine.state.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         self._settle(run, "Trainer.save_checkpoint")
         check_finite(run)
         run.tracing.deliver()
-        return save(path, dict(enumerate(self.engine.leaves)), snapshot.take(run), order)
+        return save(path, dict(enumerate(self.engine.state.leaves)), snapshot.take(run), order)
 
     def _settle(self, run: Run, caller: str) -> None:
         """Take over what the hook that runs has written to the module so far."""
@@ -290,11 +311,7 @@ class Session:
         module = self.trainer.module
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
-        engine = next((e for e in (self.engine, self._idle) if e and e.module is module and e.is_whole), None)
-        if engine is None:  # its run's engine is gone: it held a copy of the weights
-            precision = Precision(self.trainer.precision)
-            engine = self._idle = Engine(module, self.trainer.strategy, None, precision=precision)
-        return engine.apply(fn, *inputs, module=module)
+        return self._evaluator(module).apply(fn, *inputs)
 
     def tell_saved(self, callback: ModelCheckpoint, path: Path) -> None:
         """Tell the callbacks that a checkpoint is whole on the disk."""
@@ -313,7 +330,7 @@ class Session:
 
     def is_finite(self) -> bool:
         """Tell whether every floating number of the training state is finite; waits for the device."""
-        return self.engine is None or self.engine.is_finite()
+        return self.engine is None or self.engine.state.is_finite()
 
     @property
     def has_trained(self) -> bool:

@@ -226,7 +226,7 @@ class Trainer:
         self.module: TrainModule | None = None
         self.num_training_batches: int | float = 0
         self.num_val_batches: list[int | float] = []
-        self._built_from: lazy | None = None  # what `module` was built from
+        self._built_last: tuple[lazy, TrainModule] | None = None  # the newest module that was built, and of what
         self._session = Session(self, clip)
 
     # What runs --------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ class Trainer:
         """The training state as global arrays; the next step overwrites them, so copy what you keep."""
         if self._session.engine is None:
             raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-        return self.strategy.canonical(self._session.engine.state)
+        return self.strategy.canonical(self._session.engine.state.unflatten())
 
     @property
     def hyperparams(self) -> Hyperparams:
@@ -487,7 +487,7 @@ class Trainer:
         """
         if self._session.engine is None:
             raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
-        return Hyperparams(self._session.engine)
+        return Hyperparams(self._session.engine.state)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -604,11 +604,11 @@ class Trainer:
         # Another Trainer with the same strategy object may have set it up for other devices.
         self.strategy.use(self._devices)
         if isinstance(model, lazy):
-            if stage != "training" and model is self._built_from and self.module is not None:
-                return self.module, False  # the one that fit has trained
+            if stage != "training" and self._built_last is not None and model is self._built_last[0]:
+                return self._built_last[1], False  # the one that fit has trained
             loaders.look(model.cls, self.data_timeout)  # building it may take minutes
-            self._built_from = model
-            return build_lazy(model, self.strategy, self.seed), True
+            self._built_last = (model, build_lazy(model, self.strategy, self.seed))
+            return self._built_last[1], True
         call_step(model, stage)
         check_variables(model)
         return model, False
