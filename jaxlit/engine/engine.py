@@ -2,9 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import optax
 from flax import nnx
 
 from jaxlit.core.device_sums import Table
+from jaxlit.core.extras import ArrayKeeper, check_extras
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
@@ -22,6 +24,7 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import Model
 from jaxlit.core.replica import Replica
 from jaxlit.core.side_tables import share_hparams
+from jaxlit.core.state import Layout
 from jaxlit.core.step import EvalStep, TrainStep
 from jaxlit.engine.creation import check_trainable, init_state
 from jaxlit.engine.flat_state import FlatState
@@ -47,6 +50,7 @@ class Engine:
         clip: What is done to the gradients before the optimizer; None for nothing.
         debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
+        extras: Callbacks that keep arrays in the state, by their keys.
 
     Attributes:
         state: The arrays.
@@ -65,6 +69,7 @@ class Engine:
         clip: optax.GradientTransformation | None = None,
         debug: bool = False,
         own: bool = False,
+        extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
         self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
@@ -76,7 +81,10 @@ class Engine:
         variables = self.model.split(module)
         if optimizer:
             check_trainable(self.tx, variables[0], type(module).__name__)
-        init = partial(init_state, self.tx, strategy.window_replicas if accumulate > 1 else 0, precision)
+        check_extras(extras, jax.eval_shape(partial(cast, dtype=precision.held), variables[0]))
+        self.extras = extras
+        replicas = strategy.window_replicas if accumulate > 1 else 0
+        init = partial(init_state, self.tx, replicas, precision, extras=extras)
         self.state = FlatState(self.model, strategy, init, variables, donate=own)
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -109,7 +117,7 @@ class Engine:
             inspect_step(self.model, replica, *args, twice=self._debug)
 
         trace_step(self.model, self.strategy, state.abstract(), "training", None, look, batch)
-        step = self._step = TrainStep(self.model, self.tx, state.layout, self.nan_policy, self._clip)
+        step = self._step = TrainStep(self.model, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
         table = self.model.table("training")
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
@@ -205,6 +213,20 @@ class Engine:
             if (window := self.state.at.window) is not None:
                 self.state.put(window.metrics, self.state.stacked(table.empty()))
         self.state.restore(arrays)
+
+    def init_extras(self, keys: Iterable[str]) -> None:
+        """Make the arrays of some callbacks anew, from the parameters as they are now."""
+        state = self.state
+        for key in keys:
+            # Copies: arrays that are the parameters themselves would be overwritten with them.
+            def init(params: Any, key: str = key) -> list[jax.Array]:
+                made = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
+                return Layout(made).flatten(made)
+
+            places = jax.tree.leaves(state.at.extras[key])
+            made = self.strategy.create_state(init, [state.shardings[i] for i in places], state.unflatten().params)
+            for place, array in zip(places, made, strict=True):
+                state.leaves[place] = array
 
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""

@@ -18,6 +18,7 @@ from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.like_params import like_params
 
 
 class FlatState:
@@ -118,8 +119,12 @@ class FlatState:
         """The (name, shape, dtype) of each array; a module's are named by their path in it."""
         found, impls = [], self.layout.key_impls
         for path, i in jax.tree_util.tree_leaves_with_path(self.at):
-            in_module = path[0].name in ("params", "frozen", "model_state")
-            name = f"module.{leaf_name(path[1:])}" if in_module else leaf_name(path)
+            part, name = path[0].name, leaf_name(path)
+            if part in ("params", "frozen", "model_state"):
+                name = f"module.{leaf_name(path[1:])}"
+            elif part == "extras":  # in brackets, as the key may be any text
+                inside = leaf_name(path[2:])
+                name = f"extras[{path[1].key!r}]" + ("." * (inside[:1] not in ("", "[")) + inside)
             dtype = f"key<{impls[i]}>" if i in impls else str(self.leaves[i].dtype)
             found.append((name, tuple(self.leaves[i].shape), dtype))
         return found
@@ -197,12 +202,14 @@ class FlatState:
 
     def _state_sharding(self, abstract: TrainState) -> TrainState:
         """Ask the strategy, except for jaxlit's own bookkeeping, which no rule on shapes should meet."""
-        shardings: Any = self._strategy.state_sharding(abstract)
+        # Without the callbacks' arrays: a strategy need not know of them, they lie as the parameters do.
+        shardings: Any = self._strategy.state_sharding(replace(abstract, extras={}))
+        extras = like_params(abstract.extras, abstract.params, shardings.params, self._strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)
         whole = self._strategy.replicated
         scale = None if abstract.loss_scale is None else whole
-        return replace(shardings, counters=whole, sums=whole, window=window, loss_scale=scale)
+        return replace(shardings, counters=whole, sums=whole, window=window, loss_scale=scale, extras=extras)
 
 
 def _kind_of(state: Any) -> str:

@@ -1,6 +1,7 @@
 """From a checkpoint back to an engine or a module: what fits is read straight into its shards, the rest is told."""
 
 import logging
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.checkpoints.weights import match, report
+from jaxlit.checkpoints.weights import Spec, match, report
 from jaxlit.core.device_sums import table_of
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError
@@ -17,6 +18,7 @@ _logger = logging.getLogger("jaxlit")
 
 # What an engine keeps beside the model and the optimizer; how much depends on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
+_OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 
 
 def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, reset_optimizer: bool = False) -> None:
@@ -42,14 +44,20 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
         return _is_own(name) and (name not in same or fresh)
 
-    pairs, rows = match(
-        saved, wanted, skip=lambda name: host(name) or _is_skipped(name, evaluates, reset_optimizer), cast=evaluates
-    )
+    gone, added = _other_callbacks(saved, wanted)
+
+    def skip(name: str) -> bool:
+        return host(name) or _is_skipped(name, evaluates, reset_optimizer) or _callback(name) in {*gone, *added}
+
+    pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
     if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, strict)
+    # With strict=False a callback's arrays may fit in part: those begin anew too, as a mixture would mean nothing.
+    anew = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
+    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in anew}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
     # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
     released = engine.state.release(pairs.values())
@@ -58,6 +66,9 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     arrays = {k: read[i] for i, k in pairs.items()}
     arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+    if not evaluates:
+        engine.init_extras(key for key in engine.extras if repr(key) in anew)
+        _tell_of_callbacks(checkpoint, gone, added)
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["begun"] else 1
@@ -67,6 +78,31 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     )
     if not evaluates and told != found:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
+
+
+def _callback(name: str) -> str | None:
+    """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
+    found = _OF_CALLBACK.match(name)
+    return found[1] if found else None
+
+
+def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], list[str]]:
+    """Return the keys of callbacks with arrays in the checkpoint only, and of those with arrays in the engine only."""
+    then, now = ([key for name, _, _ in specs if (key := _callback(name))] for specs in (saved, wanted))
+    return sorted({*then} - {*now}), sorted({*now} - {*then})
+
+
+def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]) -> None:
+    if gone:
+        _logger.warning(
+            "%s keeps the arrays of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(gone)
+        )
+    if added:
+        _logger.warning(
+            "%s has no arrays of %s, which was not among the callbacks: they begin anew, from the restored parameters.",
+            checkpoint.path,
+            ", ".join(added),
+        )
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:

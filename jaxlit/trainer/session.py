@@ -30,6 +30,7 @@ from jaxlit.engine.kept import Kept
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, CheckpointError, StateError
 from jaxlit.loop import snapshot
+from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume, load_engine
@@ -157,7 +158,7 @@ class Session:
             if source.is_grain and not trainer.num_sanity_val_steps:
                 source.close()  # its threads and processes would wait until the first validation
         run.engine = self.active = (
-            self._engine_of_fit(module, own) if fitting else self._evaluator(module, own, self._resume)
+            self._engine_of_fit(run, own) if fitting else self._evaluator(module, own, self._resume)
         )
         if (resume := self._resume) is not None:
             _check_window(resume.checkpoint, trainer.accumulate_grad_batches if fitting else None)
@@ -194,34 +195,28 @@ class Session:
             if fitting:
                 hooks("on_fit_end")
 
-    def _engine_of_fit(self, module: TrainModule, own: bool) -> Engine:
+    def _engine_of_fit(self, run: Run, own: bool) -> Engine:
         """Return the engine of a new fit."""
         trainer = self.trainer
         self._kept.forget()
         return Engine(
-            module,
+            run.module,
             trainer.strategy,
-            optimizer_of(module),
+            optimizer_of(run.module),
             accumulate=trainer.accumulate_grad_batches,
             nan_policy="raise" if trainer.nan_policy == "rollback" else trainer.nan_policy,
             precision=Precision(trainer.precision),
             clip=self._clip,
             debug=trainer.debug,
             own=own,
+            extras=array_keepers(run.hooks.callbacks),
         )
 
     def _evaluator(self, module: TrainModule, own: bool = False, resume: Resume | None = None) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed."""
-        trainer = self.trainer
-        return self._kept.evaluator(
-            module,
-            trainer.strategy,
-            Precision(trainer.precision),
-            debug=trainer.debug,
-            own=own,
-            restores=resume is not None,
-            fitted=self.engine,
-        )
+        trainer, restores = self.trainer, resume is not None
+        given = module, trainer.strategy, Precision(trainer.precision)
+        return self._kept.evaluator(*given, debug=trainer.debug, own=own, restores=restores, fitted=self.engine)
 
     def _open(self, run: Run) -> None:
         """Open the loaders of a fit."""

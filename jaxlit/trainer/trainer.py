@@ -394,6 +394,37 @@ class Trainer:
             raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         return self._session.apply(fn, *inputs)
 
+    def callback_arrays(self, callback: Callback) -> Any:
+        """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
+
+        They are global arrays, split over the devices as the parameters are. The next step overwrites them, so copy
+        what you keep.
+
+        Args:
+            callback: A callback with `init_arrays` and `update_arrays`.
+
+        Raises:
+            ArgumentError: It took no part in the newest fit, or keeps no arrays.
+
+        Example:
+            >>> import jax, jaxlit as jl
+            >>> class Counts(jl.Callback):
+            ...     def init_arrays(self, params):
+            ...         return {"steps": jax.numpy.zeros((), "int32")}
+            ...     def update_arrays(self, arrays, params, grads, global_step):
+            ...         return {"steps": arrays["steps"] + 1}, params
+            ...     def on_train_end(self, trainer, module):
+            ...         print(int(trainer.callback_arrays(self)["steps"]))
+        """
+        extras = {} if self._session.engine is None else self._session.engine.extras
+        for key, keeper in extras.items():
+            if keeper is callback:
+                return self.state.extras[key]
+        raise ArgumentError(
+            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
+            f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."
+        )
+
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
