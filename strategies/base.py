@@ -148,7 +148,8 @@ class Strategy(ABC):
         """Return the sharding of each leaf of the state.
 
         Args:
-            state: The state, with `jax.ShapeDtypeStruct` leaves.
+            state: The state, with `jax.ShapeDtypeStruct` leaves. Arrays of callbacks are not in it: they are split as
+                the parameters are.
 
         Returns:
             The same tree, with a `NamedSharding` on `self.mesh` for each leaf.

@@ -171,15 +171,8 @@ def compile_step(
         >>> round(float(logs["loss"]), 4)
         1.6384
     """
+    _check_arguments(module, devices, precision, seed)
     count = None if devices == "auto" else devices
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-        raise ArgumentError(f"compile_step(devices=...) takes an int of at least 1 or 'auto', got {devices!r}.")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ArgumentError(f"compile_step(seed=...) takes an int of at least 0, got {seed!r}.")
-    if precision not in PRECISIONS:
-        raise ArgumentError(f"compile_step(precision=...) takes one of {PRECISIONS}, got {precision!r}.")
-    if not isinstance(module, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
     _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)  # type: ignore[arg-type]
     found.use(count)  # type: ignore[arg-type]
@@ -191,3 +184,19 @@ def compile_step(
     engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
     leaves, engine.state.leaves = engine.state.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)
+
+
+def _check_arguments(module: Any, devices: Any, precision: Any, seed: Any) -> None:
+    """Refuse arguments that nothing could be compiled of.
+
+    Raises:
+        ArgumentError: Naming the argument and what it takes.
+    """
+    if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
+        raise ArgumentError(f"compile_step(devices=...) takes an int of at least 1 or 'auto', got {devices!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ArgumentError(f"compile_step(seed=...) takes an int of at least 0, got {seed!r}.")
+    if precision not in PRECISIONS:
+        raise ArgumentError(f"compile_step(precision=...) takes one of {PRECISIONS}, got {precision!r}.")
+    if not isinstance(module, (TrainModule, lazy)):
+        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")

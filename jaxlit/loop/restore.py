@@ -72,10 +72,8 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["begun"] else 1
-    told, found = (
-        tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count],
-        tuple(engine.state.counters()[:count]),
-    )
+    told = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
+    found = tuple(engine.state.counters()[:count])
     if not evaluates and told != found:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
 
