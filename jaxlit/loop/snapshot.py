@@ -241,5 +241,5 @@ def _plain(x: Any, where: str) -> Any:
     name = where.replace("['callbacks']", " the state_dict of ").replace("['loaders']", " the loader's state ")
     raise CheckpointError(
         f"A checkpoint keeps JSON values, and{name or ' it'} is of type {type(x).__name__}. Return numbers, strings, "
-        "lists and dicts from state_dict."
+        "lists and dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
     )
