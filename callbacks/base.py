@@ -312,6 +312,53 @@ class Callback:
             step: 0-based index of the optimizer step.
         """
 
+    def init_arrays(self, params: Any) -> Any:
+        """Return arrays that this callback keeps in the training state; `update_arrays` changes them at each step.
+
+        For averages of the weights, statistics of the gradients and the like, whose arrays are as large as the
+        parameters and change with every step. They are saved in checkpoints and restored bit by bit, also under
+        another strategy, and they are split over the devices as the parameters are: an array of the shape of a
+        parameter and at the same path as that parameter, everything else whole on every device.
+        `trainer.callback_arrays(callback)` reads them.
+
+        When training goes on from a checkpoint without them, they are made anew from its parameters.
+
+        Args:
+            params: The trained parameters of step 0, a pytree of arrays as they are held.
+
+        Returns:
+            A pytree of arrays, which may be `params` themselves.
+
+        Example:
+            >>> import jax, jaxlit as jl
+            >>> class EMA(jl.Callback):
+            ...     def __init__(self, decay=0.999):
+            ...         self.decay = decay
+            ...     def init_arrays(self, params):
+            ...         return params
+            ...     def update_arrays(self, arrays, params, grads, global_step):
+            ...         mix = lambda old, new: self.decay * old + (1 - self.decay) * new
+            ...         return jax.tree.map(mix, arrays, params), params
+        """
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
+        """Return the arrays and the parameters after an optimizer step: a pure function, compiled into it.
+
+        It runs once an optimizer step, behind the optimizer, however many batches a step takes. In a step that is left
+        out as not finite the arrays and the parameters stay as they were. Callbacks run in their order, each with the
+        parameters that the one before has left.
+
+        Args:
+            arrays: What `init_arrays` made and the last step left.
+            params: The parameters as the optimizer has left them.
+            grads: The gradients, averaged over devices and batches, before clipping.
+            global_step: () int32, the optimizer step's index, from 0.
+
+        Returns:
+            `(arrays, params)`, both of the same structure, shapes and dtypes as they came.
+        """
+        return arrays, params
+
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Run when training raised, before `teardown`; the exception is raised again."""
 

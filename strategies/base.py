@@ -148,7 +148,8 @@ class Strategy(ABC):
         """Return the sharding of each leaf of the state.
 
         Args:
-            state: The state, with `jax.ShapeDtypeStruct` leaves.
+            state: The state, with `jax.ShapeDtypeStruct` leaves. Arrays of callbacks are not in it: they are split as
+                the parameters are.
 
         Returns:
             The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
@@ -321,6 +322,15 @@ def with_rows(batch: Any, rows: int) -> Any:
     """Return the shapes and dtypes of a batch of another number of rows."""
     resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x  # noqa: E731
     return jax.tree.map(resized, abstract_batch(batch))
+
+
+def state_shardings(program: Program) -> tuple[Any, ...]:
+    """Return the shardings of the states that leave a program; what is no state may lie as XLA likes.
+
+    Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
+    compile again.
+    """
+    return tuple(x if isinstance(x, list) else None for x in program.out_shardings)
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy, own_mesh
+from jaxlit.strategies.like_params import like_params
 
 
 class FSDP(Strategy):
@@ -75,37 +76,3 @@ class FSDP(Strategy):
         return jax.tree.map(
             lambda g: jax.lax.with_sharding_constraint(g, NamedSharding(self.mesh, self.spec(g.shape))), grads
         )
-
-
-def like_params(opt_state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
-    """Give each leaf of an optimizer state the sharding of the parameter that it belongs to.
-
-    A leaf belongs to the parameter whose path is the end of its own and whose shape it has. This holds
-    for transforms that mask, partition or factor as well, where optax's own map over parameters fails.
-
-    Args:
-        opt_state: The state, of `jax.ShapeDtypeStruct`s.
-        params: The parameters, of `jax.ShapeDtypeStruct`s.
-        shardings: The parameters' shardings.
-        default: The sharding of the other leaves.
-    """
-    known = {
-        _keys(path): (x.shape, sharding)
-        for (path, x), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
-
-    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
-        keys = _keys(path)
-        for start in range(len(keys)):
-            shape, sharding = known.get(keys[start:], (None, default))
-            if shape == x.shape:
-                return sharding
-        return default
-
-    return jax.tree_util.tree_map_with_path(sharding_of, opt_state)
-
-
-def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

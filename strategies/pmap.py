@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import ROWS, Program, named
+from jaxlit.strategies.base import ROWS, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -59,4 +59,5 @@ class PMap(PerReplica):
             return jax.tree.map(join, program.out_shardings, mapped(*args))
 
         # jit around it takes pmap off its slower path, and names what compiles.
-        return jax.jit(named(program.name, call), donate_argnums=program.donate)
+        out = state_shardings(program)
+        return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import EACH, Program, named, own_mesh
+from jaxlit.strategies.base import EACH, Program, named, own_mesh, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 
@@ -64,7 +64,8 @@ class ShardMapDDP(PerReplica):
             )
             return mapped(*args)
 
-        return jax.jit(named(program.name, call), donate_argnums=program.donate)
+        out = state_shardings(program)
+        return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
     def _body(self, program: Program, replica: Replica, *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.

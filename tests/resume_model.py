@@ -230,7 +230,7 @@ def final(trainer: jl.Trainer) -> dict[str, Any]:
     assert engine is not None
     arrays = {
         name: [hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest() for shard in x.addressable_shards]
-        for (name, _, _), x in zip(engine.specs, engine.leaves, strict=True)
+        for (name, _, _), x in zip(engine.state.specs, engine.state.leaves, strict=True)
     }
     files = (jl.callbacks.ModelCheckpoint, jl.callbacks.CSVLogger)  # which tell of files
     kept = [c.state_dict() for c in trainer.callbacks if not isinstance(c, files)]

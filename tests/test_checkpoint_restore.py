@@ -78,7 +78,7 @@ class Look(jl.Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.numbers, self.step = numbers(trainer), trainer.global_step
-        leaves = jax.tree.leaves((trainer._session.engine.state.params, trainer._session.engine.state.opt_state))
+        leaves = jax.tree.leaves((trainer.state.params, trainer.state.opt_state))
         self.shardings = [x.sharding for x in leaves]
 
 

@@ -109,7 +109,7 @@ def test_training_step_is_traced_once(strategy: str) -> None:
 
 class Donated(jl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.before = list(trainer._session.engine.leaves)
+        self.before = list(trainer._session.engine.state.leaves)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.kept = [i for i, x in enumerate(self.before) if not x.is_deleted()]
@@ -192,7 +192,7 @@ def hlo_of(strategy: str, accumulate: int) -> dict[str, str]:
             for name in ("train_step", "micro_step"):
                 if name in engine._programs and name not in texts:
                     program = engine._programs[name].split
-                    texts[name] = program.lower(engine.leaves, engine.place(batch)).compile().as_text()
+                    texts[name] = program.lower(engine.state.leaves, engine.place(batch)).compile().as_text()
 
     class Plain(Net):
         def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:

@@ -188,7 +188,7 @@ def test_in_a_sharded_step_histograms_gather_nothing_and_count_what_one_device_c
             batch = engine.place(next(iter(data)))
             for key, program in engine._programs.items():
                 found[key if isinstance(key, str) else "traced"] = collectives(
-                    program.lower(engine.leaves, batch).compile().as_text()
+                    program.lower(engine.state.leaves, batch).compile().as_text()
                 )
     plain, traced = found["train_step"], found["traced"]
     assert sorted(traced.get("all-gather", [])) == sorted(plain["all-gather"])

@@ -222,7 +222,7 @@ def program(trainer: jl.Trainer, name: str) -> Any:
     engine: Any = trainer._session.engine
     found = [fn for key, fn in engine._programs.items() if (key == name if name != "traced" else type(key) is tuple)]
     assert len(found) == 1
-    return getattr(found[0], "split", found[0]).lower(engine.leaves, engine.place(next(iter(batches(16)))))
+    return getattr(found[0], "split", found[0]).lower(engine.state.leaves, engine.place(next(iter(batches(16)))))
 
 
 def compiled(trainer: jl.Trainer, name: str) -> str:
@@ -273,7 +273,7 @@ def test_looking_changes_no_bit_of_the_weights(strategy: str, accumulate: int) -
 def test_a_traced_step_overwrites_the_old_state(strategy: str) -> None:
     class Holds(Norm):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            self.held = list(trainer._session.engine.leaves)
+            self.held = list(trainer._session.engine.state.leaves)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             assert batch_idx not in gone

@@ -23,6 +23,11 @@ def snapshot(module: nnx.Module) -> dict[str, Any]:
     return {name: _look(value, set()) for name, value in _attributes(module)}
 
 
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether two snapshots, or two dicts of attributes, hold the same."""
+    return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+
+
 def check_unchanged(before: dict[str, Any], module: nnx.Module, step: str) -> None:
     """Refuse a step that set plain attributes; what it put into containers is taken out again.
 

@@ -93,6 +93,11 @@ class Model:
         """Return what the trace of a stage's step found out."""
         return self.traced[stage, loader]
 
+    def forget(self, stage: str, loader: int | None = None) -> None:
+        """Forget a stage's step and what its trace found out: the next batch may make another one of it."""
+        self.traced.pop((stage, loader), None)
+        self._bodies = {key: body for key, body in self._bodies.items() if (key[0], key[2]) != (stage, loader)}
+
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
 

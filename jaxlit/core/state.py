@@ -1,6 +1,6 @@
 """Everything a training step changes, as one pytree, and its flat form."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class TrainState:
     window: Window | None  # None when every batch is an optimizer step
     loss_scale: jax.Array | None  # (2,) float32, see jaxlit.core.precision; None without loss scaling
     sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
+    extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
 
     # The counters share an array: each array more in the state costs a step one or two microseconds.
     @property

@@ -4,8 +4,8 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlit.core.device_sums import Table
+from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.pure_module import Model
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows
@@ -32,6 +33,7 @@ class TrainStep:
         layout: How the flat state is laid out.
         nan_policy: "raise", "skip" or "ignore".
         clip: What is done to the gradients of an optimizer step first; it must be without state.
+        extras: Callbacks whose arrays are in the state, by their keys.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
     """
 
@@ -40,6 +42,7 @@ class TrainStep:
     layout: Layout
     nan_policy: str
     clip: optax.GradientTransformation | None = None
+    extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
     traced: tuple[Callable[..., Any], ...] = ()
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
@@ -146,30 +149,17 @@ class TrainStep:
         """
 
         def update() -> tuple[Any, ...]:
-            tx, clipped = optax.with_extra_args_support(self.tx), grads
-            if self.clip is not None:
-                clipped, _ = self.clip.update(grads, self.clip.init(new.params))
-            try:
-                updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
-            except TypeError as error:
-                if "argument" not in str(error):
-                    error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
-                    raise
-                raise ModuleError(
-                    f"{self.model.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
-                    f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
-                    "say, needs a loop of your own."
-                ) from error
-            params = optax.apply_updates(new.params, updates)
-            opt_state = jax.tree.map(_like, old.opt_state, opt_state)
+            params, opt_state, updates = self._optimize(old, new, grads, loss)
+            params, extras = self._update_extras(old, params, grads)
             # Kept for traced functions only: otherwise they would be one more copy of the parameters.
-            return params, opt_state, new.frozen, new.model_state, updates if self.traced else None
+            return params, opt_state, extras, new.frozen, new.model_state, updates if self.traced else None
 
         loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
         checks = self.nan_policy != "ignore"
         if not checks and old.loss_scale is None:
-            params, opt_state, _, _, updates = update()
-            return replace(new, params=params, opt_state=opt_state, sums=sums).advance(steps=1), updates
+            params, opt_state, extras, _, _, updates = update()
+            new = replace(new, params=params, opt_state=opt_state, extras=extras, sums=sums)
+            return new.advance(steps=1), updates
         # Leaf by leaf: the norm of finite gradients may overflow.
         finite_grads = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
         overflow = jnp.zeros((), bool)
@@ -186,14 +176,42 @@ class TrainStep:
                 _keep_counters, (old.frozen, old.model_state), (new.frozen, new.model_state)
             )
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return old.params, old.opt_state, frozen, model_state, nothing
+            return old.params, old.opt_state, old.extras, frozen, model_state, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
-        params, opt_state, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
+        params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
         mark = bad & ((old.bad_step < 0) | (not sticky))
-        new = replace(new, params=params, opt_state=opt_state, frozen=frozen, model_state=model_state)
+        new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
         new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
+
+    def _optimize(self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any, Any]:
+        """Return the parameters and the optimizer's state after its step, and what it added to the parameters."""
+        tx, clipped = optax.with_extra_args_support(self.tx), grads
+        if self.clip is not None:
+            clipped, _ = self.clip.update(grads, self.clip.init(new.params))
+        try:
+            updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
+        except TypeError as error:
+            if "argument" not in str(error):
+                error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
+                raise
+            raise ModuleError(
+                f"{self.model.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
+                f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
+                "say, needs a loop of your own."
+            ) from error
+        return optax.apply_updates(new.params, updates), jax.tree.map(_like, old.opt_state, opt_state), updates
+
+    def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
+        extras = {}
+        for key, keeper in self.extras.items():
+            arrays, changed = keeper.update_arrays(old.extras[key], params, grads, old.step)
+            # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
+            extras[key] = jax.tree.map(_like, old.extras[key], arrays)
+            params = jax.tree.map(_like, params, changed)
+        return params, extras
 
     def _logs(self, table: jax.Array, state: TrainState) -> jax.Array:
         if self.nan_policy == "ignore":

@@ -43,7 +43,7 @@ class StepState:
 
     def unflatten(self) -> TrainState:
         """Return the state as a `TrainState`."""
-        return self._engine.layout.unflatten(self.leaves)
+        return self._engine.state.layout.unflatten(self.leaves)
 
     def tree_flatten(self) -> tuple[list[jax.Array], Engine]:
         """Return the leaves and what they belong to."""
@@ -182,7 +182,7 @@ def compile_step(
     engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", precision=Precision(precision), own=own)
     processes = found.num_processes
     engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
-    leaves, engine.leaves = engine.leaves, []
+    leaves, engine.state.leaves = engine.state.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)
 
 

@@ -1,5 +1,7 @@
 """How a training begins: from a module to the state of step 0."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.state import TrainState, Window
@@ -21,6 +24,7 @@ def init_state(
     params: Any,
     frozen: Any,
     model_state: Any,
+    extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
 ) -> TrainState:
     """Build the state of step 0; metrics have no columns until the step was traced.
 
@@ -31,6 +35,7 @@ def init_state(
         params: Trained variables.
         frozen: Other parameters.
         model_state: Other state.
+        extras: The callbacks that keep arrays in it.
     """
     params, frozen = cast(params, precision.held), cast(frozen, precision.held)
     window = None
@@ -50,6 +55,7 @@ def init_state(
         window=window,
         loss_scale=precision.first_scale(),
         sums=jnp.zeros((4, 0), jnp.float32),
+        extras={key: keeper.init_arrays(params) for key, keeper in extras.items()},
     )
     # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
     # neither two leaves of a donated state nor the state and its caller may share a buffer.

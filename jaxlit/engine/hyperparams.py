@@ -9,38 +9,38 @@ import numpy as np
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxlit.engine.engine import Engine
+    from jaxlit.engine.flat_state import FlatState
 
 
 class Hyperparams(MutableMapping[str, float]):
     """The hyperparameters that `optax.inject_hyperparams` keeps in the optimizer state.
 
     Args:
-        engine: The engine that holds the state.
+        state: The state that holds them.
     """
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+    def __init__(self, state: "FlatState") -> None:
+        self._state = state
 
     def __getitem__(self, name: str) -> float:
-        return self._engine.read(self._index(name))
+        return self._state.read(self._index(name))
 
     def __setitem__(self, name: str, value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
             raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {value!r}.")
-        self._engine.set(self._index(name), float(value))
+        self._state.set(self._index(name), float(value))
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A hyperparameter cannot be deleted. Set it.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._engine.hyperparams())
+        return iter(self._state.hyperparams())
 
     def __len__(self) -> int:
-        return len(self._engine.hyperparams())
+        return len(self._state.hyperparams())
 
     def _index(self, name: str) -> int:
-        known = self._engine.hyperparams()
+        known = self._state.hyperparams()
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "

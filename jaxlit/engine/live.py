@@ -30,11 +30,11 @@ class Live:
     ) -> None:
         self.module, self.engine, self.hook = module, engine, hook
         self.stale, self.touched = True, False
-        self._variables = engine.variables(module)  # [(name, Variable)], in the order of its leaves
+        self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
         self._graphdef = nnx.graphdef(module)
         self._given: list[Any] = []
         self._came_with = [variable.get_value() for _, variable in self._variables] if put_back else []
-        self._first = engine.module_arrays() if put_back else []
+        self._first = engine.state.module_arrays() if put_back else []
 
     def touch(self) -> None:
         """Bring the module's arrays up to date."""
@@ -42,7 +42,7 @@ class Live:
         if not self.stale:
             return
         self.stale = False  # first, so that set_value does not come back here
-        self._given = self.engine.module_arrays()
+        self._given = self.engine.state.module_arrays()
         try:
             for (_, variable), array in zip(self._variables, self._given, strict=True):
                 variable.set_value(array)
@@ -100,7 +100,7 @@ class Live:
                 )
             written[i] = array
         if written:
-            self.engine.write(written)
+            self.engine.state.write(written)
             self.stale = True
 
     @contextmanager
@@ -116,7 +116,7 @@ class Live:
             else:
                 watchers[id(self.module)] = outer
             # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
-            if self.engine.is_whole:
+            if self.engine.state.is_whole:
                 self.stale = True
                 self.touch()
             for (_, variable), mine, first, last in zip(

@@ -1,16 +1,16 @@
 """From a checkpoint back to an engine or a module: what fits is read straight into its shards, the rest is told."""
 
 import logging
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Phase
-from jaxlit.checkpoints.weights import match, report
+from jaxlit.checkpoints.weights import Spec, match, report
 from jaxlit.core.device_sums import table_of
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError
@@ -19,6 +19,7 @@ _logger = logging.getLogger("jaxlit")
 
 # What an engine keeps beside the model and the optimizer; how much depends on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
+_OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 
 
 def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, reset_optimizer: bool = False) -> None:
@@ -34,7 +35,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     Raises:
         CheckpointError: It does not fit: a table says what differs.
     """
-    saved, wanted = checkpoint.specs, engine.specs
+    saved, wanted = checkpoint.specs, engine.state.specs
     evaluates = engine.evaluates_only
     same = {name for name, _, _ in {*saved} & {*wanted}}
     empty = not checkpoint.state["position"]["filled"]
@@ -44,38 +45,68 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
         return _is_own(name) and (name not in same or fresh)
 
-    pairs, rows = match(
-        saved, wanted, skip=lambda name: host(name) or _is_skipped(name, evaluates, reset_optimizer), cast=evaluates
-    )
+    gone, added = _other_callbacks(saved, wanted)
+
+    def skip(name: str) -> bool:
+        return host(name) or _is_skipped(name, evaluates, reset_optimizer) or _callback(name) in {*gone, *added}
+
+    pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
-    if not (evaluates or reset_optimizer) and kind != engine.optimizer_kind:
-        rows.insert(0, ("the optimizer", kind or "nothing", engine.optimizer_kind or "nothing"))
+    if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
+        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, strict)
-    shardings, leaves = engine.shardings, engine.leaves
-    target: dict[int, Any] = {
-        i: jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype, sharding=shardings[k]) for i, k in pairs.items()
-    }
+    # With strict=False a callback's arrays may fit in part: those begin anew too, as a mixture would mean nothing.
+    anew = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
+    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in anew}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
-    # Metrics, and windows of another number of replicas, come by way of the host.
-    target |= dict.fromkeys(extra)
-    for k in pairs.values():
-        leaves[k] = None  # type: ignore[call-overload]  # its memory is for what comes
+    # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
+    released = engine.state.release(pairs.values())
+    target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
     arrays = {k: read[i] for i, k in pairs.items()}
     arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+    if not evaluates:
+        engine.init_extras(key for key in engine.extras if repr(key) in anew)
+        _tell_of_callbacks(checkpoint, gone, added)
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
-    told, found = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count], engine.counts()[:count]
+    told = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
+    found = tuple(engine.state.counters()[:count])
     if not evaluates and told != found:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
 
 
+def _callback(name: str) -> str | None:
+    """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
+    found = _OF_CALLBACK.match(name)
+    return found[1] if found else None
+
+
+def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], list[str]]:
+    """Return the keys of callbacks with arrays in the checkpoint only, and of those with arrays in the engine only."""
+    then, now = ([key for name, _, _ in specs if (key := _callback(name))] for specs in (saved, wanted))
+    return sorted({*then} - {*now}), sorted({*now} - {*then})
+
+
+def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]) -> None:
+    if gone:
+        _logger.warning(
+            "%s keeps the arrays of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(gone)
+        )
+    if added:
+        _logger.warning(
+            "%s has no arrays of %s, which was not among the callbacks: they begin anew, from the restored parameters.",
+            checkpoint.path,
+            ", ".join(added),
+        )
+
+
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return the engine's own arrays in the checkpoint: by index where each goes, and what it becomes on the way."""
-    saved, wanted, replicas = checkpoint.specs, engine.specs, engine.strategy.window_replicas
+    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.window_replicas
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
     found: dict[int, Any] = {}
     for i, (name, _, _) in enumerate(saved):

@@ -50,7 +50,7 @@ def roll_back(run: Run, what: str) -> None:
     position.global_step, position.filled = was.global_step, 0
     if position.phase == Phase.ROW:  # the step has no row any more
         position.reaches(Phase.ROW)
-    engine.count_from(was.global_step, position.epoch, position.batch_idx)
+    engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
     engine.clear_window()
     if was.epoch != position.epoch or was.over:
         position.first_step = was.global_step

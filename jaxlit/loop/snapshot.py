@@ -46,8 +46,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "position": position,
         "loaders": _loaders(run),
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        "arrays": engine.specs,
-        "optimizer": engine.optimizer_kind,
+        "arrays": engine.state.specs,
+        "optimizer": engine.state.optimizer_kind,
         "metrics": table,
         "latest": None if latest is None else _pack(fetch(latest)),
         "pending": None
@@ -240,5 +240,5 @@ def _plain(x: Any, where: str) -> Any:
     name = where.replace("['callbacks']", " the state_dict of ").replace("['loaders']", " the loader's state ")
     raise CheckpointError(
         f"A checkpoint keeps JSON values, and{name or ' it'} is of type {type(x).__name__}. Return numbers, strings, "
-        "lists and dicts from state_dict."
+        "lists and dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
     )

@@ -46,7 +46,7 @@ class Tracing:
         """
         if self._checked:
             return
-        self._checked, state, owners = True, engine.state, {}
+        self._checked, state, owners = True, engine.state.unflatten(), {}
         for callback, _ in self._every:
             owner = f"{type(callback).__name__}.{TRACED}"
             try:

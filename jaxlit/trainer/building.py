@@ -117,3 +117,16 @@ def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | N
             f"{type(module).__name__} has no {step}, and Trainer.fit got val_dataloaders. Define {step}(self, batch), "
             "or leave val_dataloaders out."
         )
+
+
+def check_predictions(settings: Settings, strategy: Strategy, return_predictions: bool) -> None:
+    """Refuse to return predictions that would hold rows of one process beside those of all.
+
+    Raises:
+        ArgumentError: Several processes predict, and host keys would go into what is returned.
+    """
+    if return_predictions and settings.host_keys and strategy.num_processes > 1:
+        raise ArgumentError(
+            f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
+            "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
+        )

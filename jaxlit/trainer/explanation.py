@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jaxlit.loop.run import Run
+from jaxlit.errors import ArgumentError
+from jaxlit.loop.run import Run
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,14 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(run: "Run") -> Explanation:
-    """Return where the time of a run went."""
+def explain(run: Run | None) -> Explanation:
+    """Return where the time of a run went.
+
+    Raises:
+        ArgumentError: There was none.
+    """
+    if run is None:
+        raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
     spent, seen = [], Counter[tuple[str, str]]()
     for hook, f in run.hooks.functions():
         # Several of one class are told apart by their order.

@@ -42,7 +42,7 @@ def state(session: Session) -> TrainState:
     """The training state as global arrays; the next step overwrites them, so copy what you keep."""
     if session.engine is None:
         raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-    return session.strategy.canonical(session.engine.state)
+    return session.strategy.canonical(session.engine.state.unflatten())
 
 
 def hyperparams(session: Session) -> Hyperparams:
@@ -52,7 +52,7 @@ def hyperparams(session: Session) -> Hyperparams:
     """
     if session.engine is None:
         raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
-    return Hyperparams(session.engine)
+    return Hyperparams(session.engine.state)
 
 
 def estimated_stepping_batches(session: Session) -> int | float:

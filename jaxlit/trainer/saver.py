@@ -61,14 +61,14 @@ class Saver:
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
         run = self._training()
-        if not run.engine.is_whole:
+        if not run.engine.state.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         run.hooks.take_over("Trainer.save_checkpoint")
         check_finite(run)
         run.tracing.deliver()
         where = Path(path)
         order = last_order(where.parent) + 1 if order is None else order
-        return save(where, dict(enumerate(run.engine.leaves)), snapshot.take(run), order)
+        return save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
@@ -89,7 +89,7 @@ class Saver:
 
     def is_finite(self) -> bool:
         """Tell whether every floating number of the training state is finite; waits for the device."""
-        return self.run is None or self.run.engine.is_finite()
+        return self.run is None or self.run.engine.state.is_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
         """Call `on_checkpoint_saved` of all callbacks: a checkpoint of `callback` is whole on the disk."""

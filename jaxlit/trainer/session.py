@@ -23,10 +23,12 @@ from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
+from jaxlit.engine.kept import Kept
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, CheckpointError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
 from jaxlit.loop import snapshot
+from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume, load_engine
@@ -40,6 +42,7 @@ from jaxlit.trainer.building import build, check_fit, check_fitting, check_model
 from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, check_together
 from jaxlit.trainer.opening import look_at_loaders, open_fit
+from jaxlit.trainer.resuming import check_window, load_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -78,8 +81,8 @@ class Session:
         self.engine: Engine | None = None
         self.current: Run | None = None
         self.active: Engine | None = None
-        self._idle: Engine | None = None  # made by `apply` for a module that was not fitted
-        self._built_from: lazy | None = None  # what the module was built from
+        self._kept = Kept()
+        self._built_last: tuple[lazy, TrainModule] | None = None  # the newest module that was built, and of what
         self.folder = RunFolder(settings.default_root_dir)
         self.running = False
 
@@ -157,12 +160,12 @@ class Session:
         check_model(model, stage)
         # Another Trainer with the same strategy object may have set it up for other devices.
         self.strategy.use(self.settings.device_count)
-        own = isinstance(model, lazy)
-        if own and stage.verb != "fit" and model is self._built_from and self.module is not None:
-            loaders.module, own = self.module, False  # the one that fit has trained
+        last, own = self._built_last, isinstance(model, lazy)
+        if last is not None and stage.verb != "fit" and model is last[0]:
+            loaders.module, own = last[1], False  # the one that fit has trained
         else:
-            self._built_from = model if isinstance(model, lazy) else self._built_from
             loaders.module = build(model, stage, loaders, self.strategy, self.settings)
+            self._built_last = (model, loaders.module) if isinstance(model, lazy) else last
         return loaders.module, own
 
     # A run ------------------------------------------------------------------------------------------
@@ -197,7 +200,6 @@ class Session:
             resume: A checkpoint to begin with.
         """
         self.running, self.module, self.control.interrupted = True, module, False
-        self._idle = None
         outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
@@ -238,7 +240,7 @@ class Session:
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
             if verb == "fit" and resume is not None:
-                _load_callbacks(run, resume.checkpoint)
+                load_callbacks(run, resume.checkpoint)
             with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
@@ -270,7 +272,7 @@ class Session:
             self._begin_fit(run)
         else:
             position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
-            run.engine.count_from(position.global_step, position.epoch)
+            run.engine.state.count_from(position.global_step, position.epoch)
         run.feeder = self._make_feeder(run, watchdog)
         hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
         with hooks.live.registered(), contextlib.closing(run.feeder):
@@ -284,22 +286,33 @@ class Session:
                 hooks("on_fit_end")
 
     def _make_engine(self, run: Run, fitting: bool, own: bool, resume: Resume | None) -> Engine:
-        settings = self.settings
-        engine = Engine(
-            run.module,
-            self.strategy,
-            optimizer_of(run.module) if fitting else None,
-            accumulate=settings.accumulate_grad_batches if fitting else 1,
-            nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
-            precision=Precision(settings.precision),
-            clip=settings.clip if fitting else None,
-            debug=settings.debug,
-            own=own,
-        )
+        engine = self._engine_of_fit(run, own) if fitting else self._evaluator(run.module, own, resume)
         if resume is not None:
-            _check_window(resume.checkpoint, settings.accumulate_grad_batches if fitting else None)
+            check_window(resume.checkpoint, self.settings.accumulate_grad_batches if fitting else None)
             load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         return engine
+
+    def _engine_of_fit(self, run: Run, own: bool) -> Engine:
+        settings = self.settings
+        self._kept.forget()
+        return Engine(
+            run.module,
+            self.strategy,
+            optimizer_of(run.module),
+            accumulate=settings.accumulate_grad_batches,
+            nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
+            precision=Precision(settings.precision),
+            clip=settings.clip,
+            debug=settings.debug,
+            own=own,
+            extras=array_keepers(run.hooks.callbacks),
+        )
+
+    def _evaluator(self, module: TrainModule, own: bool = False, resume: Resume | None = None) -> Engine:
+        """Return the engine of an evaluation, with what an earlier call has compiled and placed."""
+        given = module, self.strategy, Precision(self.settings.precision)
+        restores, debug = resume is not None, self.settings.debug
+        return self._kept.evaluator(*given, debug=debug, own=own, restores=restores, fitted=self.engine)
 
     def _begin_fit(self, run: Run) -> None:
         if evaluates_wholly(run.module):
@@ -325,22 +338,27 @@ class Session:
         )
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now.
-
-        Raises:
-            ArgumentError: Nothing has run yet.
-        """
+        """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
+        if not callable(fn):
+            raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         if self.active is not None and self.current is not None:
             self.current.hooks.take_over("Trainer.apply")
             return self.active.apply(fn, *inputs)
         module = self.module
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
-        engine = next((e for e in (self.engine, self._idle) if e and e.module is module and e.is_whole), None)
-        if engine is None:  # its run's engine is gone: it held a copy of the weights
-            precision = Precision(self.settings.precision)
-            engine = self._idle = Engine(module, self.strategy, None, precision=precision)
-        return engine.apply(fn, *inputs, module=module)
+        return self._evaluator(module).apply(fn, *inputs)
+
+    def callback_arrays(self, callback: Callback) -> Any:
+        """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
+        extras = {} if self.engine is None else self.engine.extras
+        for key, keeper in extras.items():
+            if keeper is callback and self.engine is not None:
+                return self.strategy.canonical(self.engine.state.unflatten()).extras[key]
+        raise ArgumentError(
+            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
+            f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."
+        )
 
     @property
     def epoch(self) -> int:
@@ -348,29 +366,6 @@ class Session:
         fitted = self.saver.run
         cut = fitted is not None and fitted.cut and fitted.position is self.position
         return self.position.epoch + cut
-
-
-def _load_callbacks(run: Run, checkpoint: Checkpoint) -> None:
-    left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
-    about_files = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
-    if left := [name for name in left if not name.startswith(about_files)]:
-        _logger.warning(
-            "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
-        )
-
-
-def _check_window(checkpoint: Checkpoint, accumulate: int | None) -> None:
-    """Refuse another `accumulate_grad_batches` in the middle of a window.
-
-    Raises:
-        CheckpointError: Naming the number that it needs.
-    """
-    was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
-    if accumulate not in (None, was) and filled:
-        raise CheckpointError(
-            f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
-            f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."
-        )
 
 
 def _configured(module: TrainModule) -> list[Callback]:

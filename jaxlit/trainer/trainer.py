@@ -16,7 +16,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.hyperparams import Hyperparams
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentTypeError
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
@@ -24,7 +24,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer import facts
 from jaxlit.trainer.attributes import argument, control, kept, told
-from jaxlit.trainer.building import config_of, refuse_unknown
+from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.saver import Saver
@@ -248,11 +248,7 @@ class Trainer:
             several loaders a list of such lists. None without `return_predictions`.
         """
         check.boolean("return_predictions", return_predictions)
-        if return_predictions and self.host_keys and self.strategy.num_processes > 1:
-            raise ArgumentError(
-                f"Trainer(host_keys={self.host_keys}): in several processes predictions are of all rows, and host keys "
-                "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
-            )
+        check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
         found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
         if not return_predictions:
@@ -286,9 +282,21 @@ class Trainer:
             ...     def on_train_epoch_end(self, trainer, module):
             ...         print(float(trainer.apply(mean_output, self.x)))
         """
-        if not callable(fn):
-            raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         return self._session.apply(fn, *inputs)
+
+    def callback_arrays(self, callback: Callback) -> Any:
+        """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
+
+        They are global arrays, split over the devices as the parameters are. The next step overwrites them, so copy
+        what you keep.
+
+        Args:
+            callback: A callback with `init_arrays` and `update_arrays`.
+
+        Raises:
+            ArgumentError: It took no part in the newest fit, or keeps no arrays.
+        """
+        return self._session.callback_arrays(callback)
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
@@ -329,8 +337,6 @@ class Trainer:
             ...     def on_train_end(self, trainer, module):
             ...         print(trainer.explain())
         """
-        if self._session.current is None:
-            raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
         return explain(self._session.current)
 
     def stop(self, reason: str) -> None:

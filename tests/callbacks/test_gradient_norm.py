@@ -139,9 +139,9 @@ def test_sharded_gradients_are_not_gathered_for_it(per_parameter: bool) -> None:
     _, trainer = train(GradientNorm(every_n_steps=2, per_parameter=per_parameter), "fsdp")
     engine: Any = trainer._session.engine
     batch, found = engine.place(next(iter(data()))), []
-    assert any(not x.is_fully_replicated for x in engine.leaves)
+    assert any(not x.is_fully_replicated for x in engine.state.leaves)
     for program in engine._programs.values():
-        text = program.lower(engine.leaves, batch).compile().as_text()
+        text = program.lower(engine.state.leaves, batch).compile().as_text()
         found.append([text.count(f" {kind}(") for kind in ("all-gather", "all-to-all", "collective-permute")])
     plain, traced = found
     assert plain[0] > 0 and traced == plain

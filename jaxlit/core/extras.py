@@ -1,0 +1,90 @@
+"""Arrays of callbacks that live in the training state: what a callback must provide, and what is refused."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxlit.errors import ModuleError
+from jaxlit.leaf_names import named_leaves
+
+
+class ArrayKeeper(Protocol):
+    """A callback that keeps arrays, see `jaxlit.Callback`."""
+
+    def init_arrays(self, params: Any) -> Any:
+        """Return the arrays of step 0."""
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
+        """Return the arrays and the parameters after an optimizer step."""
+        ...
+
+
+def check_extras(keepers: Mapping[str, ArrayKeeper], params: Any) -> None:
+    """Refuse before anything is compiled what could not be kept in the state.
+
+    Args:
+        keepers: The callbacks, by their keys.
+        params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
+    """
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    for keeper in keepers.values():
+        name = type(keeper).__name__
+        arrays = _trace(_checked_init(keeper), f"{name}.init_arrays", params)
+        found = _trace(keeper.update_arrays, f"{name}.update_arrays", arrays, params, params, step)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise ModuleError(
+                f"{name}.update_arrays must return a tuple of two, (arrays, params), got {type(found).__name__}. "
+                "Return the parameters as they came if it does not change them."
+            )
+        for what, before, after in (("arrays", arrays, found[0]), ("params", params, found[1])):
+            _check_same(f"{name}.update_arrays", what, before, after)
+
+
+def _checked_init(keeper: ArrayKeeper) -> Callable[[Any], Any]:
+    where = f"{type(keeper).__name__}.init_arrays"
+
+    def init(params: Any) -> Any:
+        made = keeper.init_arrays(params)
+        # Here, where they are what the callback returned: traced, a Python number is an array too.
+        for path, x in named_leaves(made):
+            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                raise ModuleError(
+                    f"{where} must return a pytree of arrays, and {path or 'it'} is of type {type(x).__name__}. Make "
+                    "numbers arrays, jnp.zeros(()) say, and keep what is no array in state_dict."
+                )
+        if not jax.tree.leaves(made):
+            raise ModuleError(f"{where} must return a pytree of arrays, got {made!r}, which has none.")
+        return made
+
+    return init
+
+
+def _trace(fn: Callable[..., Any], where: str, *args: Any) -> Any:
+    try:
+        return jax.eval_shape(fn, *args)
+    except ModuleError:
+        raise
+    except Exception as error:
+        error.add_note(f"It was raised by {where}.")
+        raise
+
+
+def _check_same(where: str, what: str, before: Any, after: Any) -> None:
+    old, new = ({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)} for tree in (before, after))
+    for name in [*old, *(name for name in new if name not in old)]:
+        if old.get(name) != new.get(name):
+            raise ModuleError(
+                f"{where} changed {what}{f' at {name}' if name else ''} from {old.get(name, 'nothing')} to "
+                f"{new.get(name, 'nothing')}. They must keep their structure, shapes and dtypes: init_arrays makes "
+                "them as they stay."
+            )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ModuleError(
+            f"{where} changed the structure of {what} from {jax.tree.structure(before)} to "
+            f"{jax.tree.structure(after)}. Return the same kinds of containers."
+        )

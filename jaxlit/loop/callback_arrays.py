@@ -1,0 +1,32 @@
+"""Which callbacks keep arrays in the training state."""
+
+from collections.abc import Sequence
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ModuleError
+from jaxlit.loop.hooks import fitting, overrides
+from jaxlit.loop.snapshot import keyed
+
+_METHODS = ("init_arrays", "update_arrays")
+
+
+def array_keepers(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return the callbacks that keep arrays, by the keys of their states.
+
+    Raises:
+        ModuleError: One has only one of the two methods, or a method takes other arguments.
+    """
+    found = {}
+    for key, callback in keyed(callbacks).items():
+        own = [name for name in _METHODS if overrides(callback, name)]
+        if len(own) == 1:
+            name, (missing,) = type(callback).__name__, {*_METHODS} - {*own}
+            raise ModuleError(
+                f"{name} defines {own[0]} and no {missing}: a callback's arrays are made by the one and changed by the "
+                f"other. Define {missing} too."
+            )
+        for name in own:
+            fitting(callback, name)
+        if own:
+            found[key] = callback
+    return found

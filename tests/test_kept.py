@@ -1,0 +1,315 @@
+"""What a Trainer keeps between its calls: programs and placed arrays, and never a stale one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compiles import compiles
+from flax import nnx
+
+import jaxlit as jl
+
+STRATEGIES = ("single", "ddp", "fsdp", "shard_map", "pmap", "simulate:8")
+
+
+class Line(jl.TrainModule):
+    """Linear regression with dropout, a random key and a plain attribute."""
+
+    def __init__(self, scale: float = 1.0, *, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(rngs.params.normal((8, 4)))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.scale, self.notes = scale, [1.0]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(x) @ self.kernel * self.scale * self.notes[0]
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return jnp.mean((self(batch["x"]) - batch["y"]) ** 2)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val/sum", self(batch["x"]).sum(1).mean())
+        if "z" in batch:
+            self.log("val/z", batch["z"].mean())
+
+    def predict_step(self, batch: Any) -> jax.Array:
+        return self(batch["x"])
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(0.1)
+
+
+def make_line() -> Line:
+    return Line(rngs=nnx.Rngs(0))
+
+
+def make_batches(*names: str, count: int = 2) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    widths = {"x": 8, "y": 4, "z": 1}
+    draw = lambda name: rng.normal(size=(8, widths[name])).astype(np.float32)  # noqa: E731
+    return [{name: draw(name) for name in names or ("x", "y")} for _ in range(count)]
+
+
+def make_trainer(strategy: str = "single", **arguments: Any) -> jl.Trainer:
+    chosen: Any = jl.strategies.FSDP(min_size=0) if strategy == "fsdp" else strategy
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    return jl.Trainer(strategy=chosen, **(quiet | arguments))
+
+
+def steps(names: list[str]) -> list[str]:
+    return [name for name in names if "_step" in name]
+
+
+class Buffers(jl.Callback):
+    """Notes which buffers the parameters lie in whenever an evaluation begins."""
+
+    def __init__(self) -> None:
+        self.found: list[list[int]] = []
+
+    def look(self, trainer: jl.Trainer, module: Any) -> None:
+        state = trainer._session.active.state  # type: ignore[union-attr]
+        kernel = state.leaves[jax.tree.leaves(state.at.params)[0]]
+        self.found.append([shard.data.unsafe_buffer_pointer() for shard in kernel.addressable_shards])
+
+    on_validation_start = on_predict_start = look
+
+
+def expected(module: Line, batches: Any) -> float:
+    kernel = np.asarray(module.kernel[...])
+    return float(np.mean([(b["x"] @ kernel).sum(1).mean() for b in batches])) * module.scale * module.notes[0]
+
+
+def value(found: Any) -> float:
+    return found[0]["val/sum"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_fit_nothing_is_compiled_twice_and_no_weight_is_copied(strategy: str) -> None:
+    buffers, module, data = Buffers(), make_line(), make_batches()
+    trainer = make_trainer(strategy, callbacks=[buffers], num_sanity_val_steps=0)
+    with compiles() as in_fit:
+        trainer.fit(module, data, data)
+    assert steps(in_fit) == ["jit(train_step)", "jit(eval_step)"]
+    end = [x.data.unsafe_buffer_pointer() for x in trainer.state.params["kernel"].addressable_shards]
+    del buffers.found[:]
+    with compiles() as validating:
+        first = trainer.validate(module, data)
+        second = trainer.validate(dataloaders=data)
+    assert validating == []
+    with compiles() as predicting:
+        out = trainer.predict(module, data)
+    assert steps(predicting) == ["jit(predict_step)"]
+    with compiles() as again:
+        trainer.predict(module, data)
+        trainer.validate(module, data)
+    assert again == []
+    assert buffers.found == [end] * 5
+    assert value(first) == value(second) == pytest.approx(expected(module, data), rel=1e-5)
+    np.testing.assert_allclose(np.concatenate(out or []).sum(1).mean(), expected(module, data), rtol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_fit_the_second_call_compiles_and_copies_nothing(strategy: str) -> None:
+    buffers, module, data = Buffers(), make_line(), make_batches()
+    trainer = make_trainer(strategy, callbacks=[buffers])
+    held = [module.kernel.get_value(), module.drop.rngs.key.get_value()]  # type: ignore[union-attr]
+    with compiles() as first:
+        trainer.validate(module, data)
+    with compiles() as second:
+        trainer.validate(module, data)
+    assert (steps(first), second) == (["jit(eval_step)"], [])
+    assert buffers.found[0] == buffers.found[1]
+    now = [module.kernel.get_value(), module.drop.rngs.key.get_value()]  # type: ignore[union-attr]
+    assert all(a is b for a, b in zip(held, now, strict=True)), "the module keeps its own arrays"
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_is_written_between_two_calls_is_used(strategy: str, fits: bool) -> None:
+    module, data = make_line(), make_batches()
+    trainer = make_trainer(strategy)
+    if fits:
+        trainer.fit(module, data, data)
+        kernel = np.asarray(trainer.state.params["kernel"])
+    else:
+        trainer.validate(module, data)
+    with compiles() as found:
+        for factor in (2.0, 3.0):
+            module.kernel[...] = jnp.full((8, 4), factor)
+            assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+        in_place = np.ones((8, 4), np.float32)
+        module.kernel.set_value(in_place)
+        trainer.validate(module, data)
+        in_place += 4
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    assert steps(found) == []
+    if fits:
+        np.testing.assert_array_equal(np.asarray(trainer.state.params["kernel"]), kernel)
+
+
+def _eval(module: Line) -> None:
+    module.eval()
+
+
+def _scale(module: Line) -> None:
+    module.scale = 2.0
+
+
+def _note(module: Line) -> None:
+    module.notes[0] = 3.0
+
+
+def _narrow(module: Line) -> None:
+    module.kernel.set_value(jnp.ones((8, 2)))
+
+
+def _low(module: Line) -> None:
+    module.kernel.set_value(module.kernel[...].astype(jnp.bfloat16).astype(jnp.float16))
+
+
+def _more(module: Line) -> None:
+    module.other = nnx.Param(jnp.ones(3))
+
+
+@pytest.mark.parametrize("change", [_eval, _scale, _note, _narrow, _low, _more])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_module_that_is_another_now_is_compiled_anew(change: Callable[[Line], None], fits: bool) -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    if fits:
+        trainer.fit(module, data, data)
+    trainer.validate(module, data)
+    change(module)
+    with compiles() as found:
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-2)
+    assert steps(found) == ["jit(eval_step)"]
+
+
+def test_a_class_whose_step_was_replaced_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    trainer.validate(module, data)
+    monkeypatch.setattr(Line, "validation_step", lambda self, batch: self.log("val/sum", 7.0))
+    assert value(trainer.validate(module, data)) == 7.0
+
+
+def test_another_kind_of_batch_may_log_and_return_other_things() -> None:
+    module, trainer = make_line(), make_trainer()
+    data, more = make_batches(), make_batches("x", "y", "z")
+    assert trainer.validate(module, data)[0].keys() == {"val/sum"}
+    assert trainer.validate(module, more)[0].keys() == {"val/sum", "val/z"}
+    assert trainer.validate(module, data)[0].keys() == {"val/sum"}
+
+
+def test_a_step_that_failed_is_traced_again() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    with pytest.raises(KeyError):
+        trainer.validate(module, make_batches("y"))
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_the_weights_of_a_checkpoint_are_used_for_one_call(strategy: str, tmp_path: Path) -> None:
+    module, data = make_line(), make_batches()
+    trainer = make_trainer(strategy, max_epochs=2)
+    trainer.fit(module, data, data)
+    trainer.save_checkpoint(tmp_path / "kept")
+    saved = value(trainer.validate(module, data))
+    other = Line(rngs=nnx.Rngs(1))
+    later = make_trainer(strategy)
+    later.fit(other, data, data)
+    fitted, state = value(later.validate(other, data)), jax.tree.map(np.asarray, later.state.params)
+    with compiles() as found:
+        assert value(later.validate(other, data, ckpt_path=tmp_path / "kept")) == saved
+        assert value(later.validate(other, data)) == fitted == pytest.approx(expected(other, data), rel=1e-5)
+    assert steps(found) == []
+    np.testing.assert_array_equal(np.asarray(later.state.params["kernel"]), state["kernel"])
+    assert (later.global_step, int(later.state.step), later.current_epoch) == (2, 2, 1)
+    later.save_checkpoint(tmp_path / "after")
+    longer = make_trainer(strategy, max_epochs=2)
+    longer.fit(Line(rngs=nnx.Rngs(2)), data, data, ckpt_path=tmp_path / "after")
+    assert longer.global_step == 4
+
+
+def test_the_counters_of_a_fit_stay_where_they_are() -> None:
+    module, data, trainer = make_line(), make_batches(count=3), make_trainer(accumulate_grad_batches=2)
+    trainer.fit(module, data)
+    before = jax.tree.map(np.asarray, jax.tree.leaves(trainer.state.counters))
+    trainer.validate(module, data)
+    np.testing.assert_array_equal(before, jax.tree.map(np.asarray, jax.tree.leaves(trainer.state.counters)))
+
+
+def test_a_hook_of_an_evaluation_writes_to_the_module_and_not_to_the_fit() -> None:
+    class Write(jl.Callback):
+        def on_predict_start(self, trainer: jl.Trainer, module: Any) -> None:
+            module.kernel[...] = jnp.full((8, 4), 5.0)
+
+    module, data = make_line(), make_batches()
+    trainer = make_trainer(callbacks=[Write()])
+    trainer.fit(module, data, data)
+    fitted = np.asarray(trainer.state.params["kernel"])
+    trainer.predict(module, data)
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    assert float(module.kernel[0, 0]) == 5.0
+    np.testing.assert_array_equal(np.asarray(trainer.state.params["kernel"]), fitted)
+
+
+def test_another_module_in_between_and_a_fit_after_an_evaluation() -> None:
+    one, other, data, trainer = make_line(), Line(2.0, rngs=nnx.Rngs(1)), make_batches(), make_trainer()
+    trainer.validate(one, data)
+    trainer.fit(one, data, data)
+    trainer.validate(other, data)
+    with compiles() as found:
+        assert value(trainer.validate(one, data)) == pytest.approx(expected(one, data), rel=1e-5)
+    assert steps(found) == [], "the fit's programs are there"
+    assert value(trainer.validate(other, data)) == pytest.approx(expected(other, data), rel=1e-5)
+    trainer.fit(other, data, data)
+    assert value(trainer.validate(other, data)) == pytest.approx(expected(other, data), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_lazy_module_is_built_once_and_kept(strategy: str) -> None:
+    buffers, model, data = Buffers(), jl.lazy(Line), make_batches()
+    trainer = make_trainer(strategy, callbacks=[buffers])
+    first = value(trainer.validate(model, data))
+    built: Any = trainer.module
+    trainer.validate(make_line(), data)
+    with compiles():
+        assert value(trainer.validate(model, data)) == first
+    assert trainer.module is built
+    with compiles() as again:
+        assert value(trainer.validate(model, data)) == first == pytest.approx(expected(built, data), rel=1e-5)
+    assert again == []
+
+
+def test_a_fit_that_lost_its_arrays_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+
+    class Lose(jl.Callback):
+        def on_train_epoch_end(self, trainer: jl.Trainer, module: Any) -> None:
+            for x in trainer._session.engine.state.leaves:  # type: ignore[union-attr]
+                x.delete()
+            raise RuntimeError("as a step that failed leaves it")
+
+    trainer.callbacks.append(Lose())
+    with pytest.raises(RuntimeError, match="as a step"):
+        trainer.fit(module, data)
+    trainer.callbacks.pop()
+    module.kernel.set_value(jnp.ones((8, 4)))
+    for key in (module.drop.rngs.key, module.drop.rngs.count):  # type: ignore[union-attr]
+        key.set_value(jax.random.key(0) if key is module.drop.rngs.key else jnp.zeros((), jnp.uint32))  # type: ignore[union-attr]
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+
+
+def test_weights_held_in_low_precision_are_placed_once() -> None:
+    buffers, module, data = Buffers(), make_line(), make_batches()
+    trainer = make_trainer(precision="bf16-true", callbacks=[buffers])
+    trainer.validate(module, data)
+    with compiles() as found:
+        trainer.validate(module, data)
+    assert found == [] and buffers.found[0] == buffers.found[1]
+    module.kernel[...] = jnp.full((8, 4), 2.0)
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=2e-2)
+    assert module.kernel[...].dtype == jnp.float32
