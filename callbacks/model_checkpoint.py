@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
 from jaxlit.callbacks.monitor import Monitor
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.checkpoints.naming import check_filename, filled
+from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
 
@@ -79,48 +80,14 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = True,
         on_save_error: str = "raise",
     ) -> None:
-        owner = "ModelCheckpoint"
-        if dirpath is not None and (not isinstance(dirpath, (str, Path)) or not str(dirpath)):
-            raise ArgumentError(f"{owner}(dirpath=...) takes a path, got {dirpath!r}.")
-        if filename is not None and (not isinstance(filename, str) or not filename):
-            raise ArgumentError(
-                f"{owner}(filename=...) takes a text like '{{epoch}}-{{val/loss:.2f}}', got {filename!r}."
-            )
-        check_filename(filename)
-        self._monitor = Monitor(owner, monitor if monitor is not None else "loss", mode)
-        for name, value in (("save_last", save_last), ("save_on_exception", save_on_exception)):
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{owner}({name}=...) takes True or False, got {value!r}.")
-        for name, value, low in (
-            ("save_top_k", save_top_k, -1),
-            ("every_n_train_steps", every_n_train_steps, 1),
-            ("every_n_epochs", every_n_epochs, 1),
-        ):
-            if value is None and low == 1:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.")
-        if on_save_error not in ("raise", "warn"):
-            raise ArgumentError(f"{owner}(on_save_error=...) takes 'raise' or 'warn', got {on_save_error!r}.")
-        if monitor is None and save_top_k > 1:
-            raise ArgumentError(
-                f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
-            )
-        if save_top_k == 0 and not save_last:
-            raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
-            )
-        interval = (
-            None if train_time_interval is None else check.duration("train_time_interval", train_time_interval, owner)
-        )
+        check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
+        self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
+        interval = train_time_interval
+        if interval is not None:
+            interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
-        self.filename, self.monitor, self.mode, self.save_top_k, self.save_last = (
-            filename,
-            monitor,
-            mode,
-            save_top_k,
-            save_last,
-        )
+        self.filename, self.monitor, self.mode = filename, monitor, mode
+        self.save_top_k, self.save_last = save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
         self._relaxed = every_n_epochs is every_n_train_steps is interval is monitor is None and save_top_k in (0, 1)
         self.every_n_epochs = 1 if every_n_epochs is every_n_train_steps is interval is None else every_n_epochs

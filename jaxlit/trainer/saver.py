@@ -1,12 +1,13 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
-from jaxlit.errors import CheckpointError
+from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rows import check_finite
 from jaxlit.loop.run import Run
@@ -57,16 +58,19 @@ class Saver:
             long.
 
         Raises:
+            ArgumentTypeError: `path` is none.
             CheckpointError: It cannot be begun, or there is nothing whole to save.
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
+        if not isinstance(path, (str, Path)) or not str(path):
+            raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
         run = self._training()
         if not run.engine.state.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         run.hooks.take_over("Trainer.save_checkpoint")
         check_finite(run)
         run.tracing.deliver()
-        where = Path(path)
+        where = Path(os.path.abspath(path))
         order = last_order(where.parent) + 1 if order is None else order
         return save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
 

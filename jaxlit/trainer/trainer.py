@@ -1,6 +1,5 @@
 """The Trainer: what a user calls, and what hooks read."""
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,7 +15,6 @@ from jaxlit.core.state import TrainState
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.hyperparams import Hyperparams
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentTypeError
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
@@ -318,9 +316,7 @@ class Trainer:
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        if not isinstance(path, (str, Path)) or not str(path):
-            raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
-        self.saver.begin(os.path.abspath(path)).wait()
+        self.saver.begin(path).wait()
 
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
