@@ -1,13 +1,16 @@
 """What loggers that write rows to a file of the run have in common."""
 
 import contextlib
+import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.reporting.redaction import redact
 from jaxlit.reporting.terminal import say
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ class FileLogger(Logger, ABC):
         on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
             "raise" ends training.
     """
+
+    hyperparams_of_module = False  # checkpoints hold them
 
     def __init__(self, filename: str, *, on_error: str = "warn") -> None:
         name = type(self).__name__
@@ -43,6 +48,28 @@ class FileLogger(Logger, ABC):
     def location(self) -> str | None:
         """The file."""
         return None if self.path is None else str(self.path)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyperparameters to `hparams.json` beside the rows, without secrets; what is no JSON value as its text.
+
+        Raises:
+            LoggerError: No run has begun, or the file cannot be written.
+        """
+        if (trainer := self._trainer) is None:
+            raise LoggerError(f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run.")
+        if not trainer.is_global_zero:
+            return
+        path = trainer.run_dir / "hparams.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            known = json.loads(path.read_text()) if path.exists() else {}
+            temporary = path.with_name(f"{path.name}.tmp")
+            temporary.write_text(json.dumps(redact({**known, **params}), default=str, indent=1) + "\n")
+            os.replace(temporary, path)
+        except (OSError, ValueError) as error:
+            raise LoggerError(
+                f"{type(self).__name__} cannot write {path}: {error}. Free the disk, or move it away."
+            ) from error
 
     # What a kind of file defines --------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The base of callbacks that send rows somewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
@@ -10,7 +10,10 @@ from jaxlit.errors import ArgumentError, LoggerError
 class Logger(Callback):
     """A callback that sends rows somewhere: `on_log` takes them, and what is no number has methods of its own.
 
-    A logger of one's own overrides `on_log`, and of the others what it can hold; the rest is refused by name.
+    A logger of one's own overrides `on_log`, and of the others what it can hold; the rest is refused by name. What it
+    may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values; `trainer.config`,
+    the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes first makes; and
+    `trainer.is_global_zero`, the one process that writes.
 
     Example:
         >>> import jaxlit as jl
@@ -24,10 +27,24 @@ class Logger(Callback):
 
     in_fast_dev_run = False
 
+    hyperparams_of_module: bool = True
+    """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
+
     @property
     def location(self) -> str | None:
         """Where the rows can be seen, a file or an address; None while there is nothing to see."""
         return None
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Take hyperparameters of the run; those of a name that is there already take its place.
+
+        A user may call it at any time of a run. A logger of one's own that overrides it is called with
+        `module.hparams` before `on_fit_start`, unless `hyperparams_of_module` is False.
+
+        Args:
+            params: Values by name.
+        """
+        raise self._cannot("hyperparameters")
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Log a text.
@@ -109,6 +126,9 @@ class NoLogger(Logger):
         >>> trainer = jl.Trainer(fast_dev_run=True)
         >>> trainer.logger.log_text("note", "goes nowhere")
     """
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Drop hyperparameters."""
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Drop a text."""

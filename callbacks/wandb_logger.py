@@ -19,6 +19,7 @@ from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.redaction import redact
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
@@ -75,6 +76,8 @@ class WandbLogger(Logger):
         >>> logger = jl.callbacks.WandbLogger("digits", offline=True, watch="gradients", log_model="best")
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
+
+    hyperparams_of_module = False  # the config holds them
 
     def __init__(
         self,
@@ -263,8 +266,14 @@ class WandbLogger(Logger):
         need_pillow("WandbLogger.log_figure")
         self._log(key, wandb_media.figure(figure), step)
 
-    def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
-        self._check_key(key)
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Set values of the run's config, without secrets; the module's own are there from the beginning."""
+        self._opened_by()
+        if self._run is not None:
+            self._run.update_config(redact(dict(params)))
+
+    def _opened_by(self) -> "Trainer":
+        """Open the run, and return the Trainer that runs; refused where none does."""
         trainer = self._trainer
         if trainer is None or not trainer.is_running:  # which run it is, is known behind setup
             raise LoggerError(
@@ -272,6 +281,11 @@ class WandbLogger(Logger):
                 "teardown."
             )
         self._open(trainer)
+        return trainer
+
+    def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
+        self._check_key(key)
+        trainer = self._opened_by()
         if self._run is not None:
             at = max(trainer.global_step - 1, 0) if step is None else step
             self._run.log(lambda: {key: make(), STEP: at}, what=key)

@@ -12,9 +12,10 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.core.leaves import Leaf
-from jaxlit.core.module import STEPS, TrainModule
+from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import Model
 from jaxlit.core.replica import Replica
+from jaxlit.core.stage import STAGES
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
@@ -109,8 +110,8 @@ def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Re
                 "or self.log_dict(metrics) for an nnx.MultiMetric."
             )
         raise StateError(
-            f"{model.name}.{STEPS[stage]} wrote to {leaf.name}. Only training changes the state, so the write would be "
-            f"lost. {way}"
+            f"{model.name}.{STAGES[stage].step} wrote to {leaf.name}. Only training changes the state, so the write "
+            f"would be lost. {way}"
         )
 
 

@@ -13,6 +13,7 @@ from jaxlit.core import log as metrics
 from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import hparams_of, set_hparams, trainer_of, watchers
+from jaxlit.core.stage import STAGES
 from jaxlit.errors import ModuleError
 
 if TYPE_CHECKING:
@@ -193,9 +194,6 @@ class TrainModule(nnx.Module):
         return hparams_of(self)
 
 
-STEPS = {"training": "training_step", "validation": "validation_step", "test": "test_step", "predict": "predict_step"}
-
-
 def is_overridden(module: TrainModule, method: str) -> bool:
     """Tell whether the module's class defines a method of `TrainModule` itself."""
     return getattr(type(module), method) is not getattr(TrainModule, method)
@@ -247,7 +245,7 @@ def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Cal
     Raises:
         ModuleError: The step is missing, or has another signature.
     """
-    name = STEPS[stage]
+    name = STAGES[stage].step
     if not is_overridden(module, name):
         raise ModuleError(f"{type(module).__name__} has no {name}. Define {name}(self, batch).")
     step = getattr(module, name)
@@ -270,5 +268,5 @@ def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Cal
 
 def takes_loader(module: TrainModule, stage: str) -> bool:
     """Tell whether the stage's step asks which loader a batch is from."""
-    parameters = inspect.signature(getattr(module, STEPS[stage])).parameters
+    parameters = inspect.signature(getattr(module, STAGES[stage].step)).parameters
     return stage != "training" and "dataloader_idx" in parameters

@@ -14,11 +14,12 @@ from jaxlit.core import plain_attributes as side_effects
 from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
-from jaxlit.core.module import STEPS, TrainModule, call_step
+from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.side_tables import share_side_tables
+from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
@@ -143,7 +144,7 @@ class Model:
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
-        side_effects.check_unchanged(plain, module, f"{self.name}.{STEPS[stage]}")
+        side_effects.check_unchanged(plain, module, f"{self.name}.{STAGES[stage].step}")
         put_back()
         new = self.split(module)
         if training:
@@ -170,7 +171,7 @@ class Model:
             raise
         except Exception as error:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
-            error.add_note(f"{self.name}.{STEPS[stage]} was traced with a batch of {shapes}.")
+            error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "
@@ -192,7 +193,7 @@ class Model:
     def _check_outputs(self, stage: str, first: Any, now: Any) -> None:
         if jax.tree.structure(first) != jax.tree.structure(now):
             raise ModuleError(
-                f"{self.name}.{STEPS[stage]} returned {jax.tree.structure(now)} for a batch, and "
+                f"{self.name}.{STAGES[stage].step} returned {jax.tree.structure(now)} for a batch, and "
                 f"{jax.tree.structure(first)} for the first one. Return the same structure for every batch, or take "
                 "dataloader_idx as an argument, if it differs by loader."
             )
@@ -200,9 +201,9 @@ class Model:
     def _check_batch(self, stage: str, first: Traced, now: Traced) -> None:
         if first.sharing is not None and first.batch != now.batch:
             raise ModuleError(
-                f"{self.name}.{STEPS[stage]} is given batches of another structure than the first, {now.batch}, and "
-                "each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader has a "
-                "step of its own, or use strategy='ddp'."
+                f"{self.name}.{STAGES[stage].step} is given batches of another structure than the first, {now.batch}, "
+                "and each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader "
+                "has a step of its own, or use strategy='ddp'."
             )
 
     def _note(self, stage: str, loader: int | None, collector: Collector, traced: Traced) -> None:
@@ -214,9 +215,9 @@ class Model:
         if known is not None and list(known.table.metrics) != metrics:
             old, new = {m.name for m in known.table.metrics}, {m.name for m in metrics}
             raise StateError(
-                f"{self.name}.{STEPS[stage]} logs {sorted(new - old) or sorted(new)} for a batch of {traced.rows} rows "
-                f"but {sorted(old - new) or sorted(old)} for the first batch. Log the same metrics, with the same "
-                "arguments, for every batch."
+                f"{self.name}.{STAGES[stage].step} logs {sorted(new - old) or sorted(new)} for a batch of "
+                f"{traced.rows} rows but {sorted(old - new) or sorted(old)} for the first batch. Log the same metrics, "
+                "with the same arguments, for every batch."
             )
         traced.table = Table(metrics) if known is None else known.table
         if known is None:
@@ -274,7 +275,7 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
     Raises:
         ModuleError: A training step returned no scalar floating loss, or an output is no array.
     """
-    where = f"{name}.{STEPS[stage]}"
+    where = f"{name}.{STAGES[stage].step}"
     loss, outputs = None, output
     if stage == "training":
         if isinstance(output, dict):

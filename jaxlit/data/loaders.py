@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.data.first_batch import check_first
 from jaxlit.data.intake import Intake
@@ -15,18 +16,6 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 
 _logger = logging.getLogger("jaxlit")
-
-# By stage: the hook that makes its loaders, and the Trainer's argument that limits them.
-LOADERS = {
-    "training": ("train_dataloader", "limit_train_batches"),
-    "validation": ("val_dataloader", "limit_val_batches"),
-    "test": ("test_dataloader", "limit_test_batches"),
-    "predict": ("predict_dataloader", "limit_predict_batches"),
-}
-
-
-# By verb of the Trainer: the stage that it runs.
-STAGES = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 class Loaders:
@@ -77,7 +66,7 @@ class Loaders:
 
     def from_hook(self, stage: str) -> bool:
         """Tell whether a hook makes the stage's loaders, and so can make them again."""
-        return self.given[stage][0] is None and self._hook(LOADERS[stage][0]) is not None
+        return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
     def look(self, cls: type, timeout: float | None) -> None:
         """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
@@ -109,7 +98,7 @@ class Loaders:
         """
         if stage in self._opened:
             return self._opened.pop(stage)
-        hook, limit_name = LOADERS[stage]
+        hook, limit_name = STAGES[stage].loaders, STAGES[stage].limit
         limit_name = "overfit_batches" if self._pinned else limit_name
         loaders, argument = self.given[stage]
         where = f"Trainer.{self.verb}({argument}=...)"

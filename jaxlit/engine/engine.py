@@ -24,6 +24,7 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import Model
 from jaxlit.core.replica import Replica
 from jaxlit.core.side_tables import share_hparams
+from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import EvalStep, TrainStep
 from jaxlit.engine.creation import check_trainable, init_state
@@ -256,7 +257,7 @@ class Engine:
         step = EvalStep(self.model, stage, loader, state.eval_layout)
         sums = [state.own, self.strategy.replicated]
         entry = EACH if self.model.table(stage, loader).has_steps else None
-        name = {"validation": "eval_step"}.get(stage, f"{stage}_step")
+        name = STAGES[stage].program
         shardings = [state.shardings[i] for i in state.eval_at]
         self._programs[key] = self._compile(
             Program(name, step.run, (shardings, sums), (sums, entry, self._outputs(stage, loader)), donate=(1,))

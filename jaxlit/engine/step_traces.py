@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxlit.core.module import STEPS
 from jaxlit.core.pure_module import Model
 from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training
+from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy, with_rows
 
@@ -57,7 +57,7 @@ def trace_step(
     strategy.trace(lambda replica, *args: look(replica, *_arguments(replica, *args)), states, batch)
     if strategy.replica.splits and strategy.num_replicas > 1:
         (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
-        traces = StepTraces(program, longer[0], shapes, results, f"{model.name}.{STEPS[stage]}")
+        traces = StepTraces(program, longer[0], shapes, results, f"{model.name}.{STAGES[stage].step}")
         _share(model, strategy.replica, stage, loader, traces)
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlit.core.module import STEPS, TrainModule
+from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import same, snapshot
 from jaxlit.core.precision import Precision
+from jaxlit.core.stage import STAGES
 from jaxlit.strategies.base import Strategy
 
 
@@ -34,7 +35,7 @@ class Traits:
         return cls(
             graphdef=nnx.graphdef(module),
             plain=snapshot(module),
-            steps=tuple(getattr(type(module), name) for name in STEPS.values()),
+            steps=tuple(getattr(type(module), stage.step) for stage in STAGES.values()),
             strategy=strategy,
             setup=dict(vars(strategy)),
             precision=precision,

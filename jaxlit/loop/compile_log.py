@@ -4,8 +4,10 @@ from typing import Any
 
 import jax
 
+from jaxlit.core.stage import STAGES
+
 _EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
-_STEPS = ("train_step", "train_step_traced", "micro_step", "eval_step", "test_step", "predict_step")
+_STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "micro_step"}
 
 
 class CompileLog:

@@ -1,5 +1,6 @@
 """The callbacks that a Trainer adds by itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,12 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
+from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.core.side_tables import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.settings import Settings
 
@@ -126,3 +129,12 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
         if not isinstance(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {c!r}.")
     return list(found)
+
+
+def tell_hyperparams(callbacks: Sequence[Callback], module: Any) -> None:
+    """Give the module's hyperparameters to the loggers that take them."""
+    for logger in callbacks:
+        if not isinstance(logger, Logger) or type(logger).log_hyperparams is Logger.log_hyperparams:
+            continue
+        if logger.hyperparams_of_module:
+            logger.log_hyperparams(hparams_of(module))

@@ -40,7 +40,7 @@ from jaxlit.loop.train import fit as loop_fit
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
-from jaxlit.trainer.defaults import Given, callbacks_of, check_together
+from jaxlit.trainer.defaults import Given, callbacks_of, check_together, tell_hyperparams
 from jaxlit.trainer.opening import look_at_loaders, open_fit
 from jaxlit.trainer.resuming import check_window, load_callbacks
 from jaxlit.trainer.run_folder import RunFolder
@@ -280,6 +280,7 @@ class Session:
                 if resume is not None:
                     snapshot.load_run(run, resume.checkpoint.state)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+                tell_hyperparams(hooks.callbacks, run.module)
                 hooks("on_fit_start")
             work(run)
             if fitting:
