@@ -248,3 +248,12 @@ def test_the_documentation_names_public_names_only() -> None:
         if name not in importlib.import_module(PUBLIC[face]).__all__:
             unknown.add(path)
     assert unknown == set()
+
+
+def test_the_map_shows_the_rooms_in_their_order_and_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = re.findall(r"^\| `(\w+)/", text, re.M)
+    assert drawn == ["jaxlit", *ROOMS[1:-1]]
+    named = set(re.findall(r"`(\w+/\w+\.py)`", text))
+    assert len(named) > 20
+    assert not [name for name in named if not ((ROOT / "jaxlit" / name).exists() or (ROOT / name).exists())]

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
-from jaxlit.core.pure_module import Model
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import StateError
@@ -24,11 +24,11 @@ _logger = logging.getLogger("jaxlit")
 _MANY_BYTES = 64 * 2**20  # of constants in a step
 
 
-def inspect_step(model: Model, replica: Replica, *args: Any, twice: bool = False) -> None:
+def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
     """Find out what a training step writes to, and refuse or warn of a program that is not what its author means.
 
     Args:
-        model: The model, whose training step was traced.
+        pure: The module taken apart, whose training step was traced.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract.
         twice: Trace the step once more, and warn if it comes out another.
@@ -36,51 +36,51 @@ def inspect_step(model: Model, replica: Replica, *args: Any, twice: bool = False
     Raises:
         StateError: It writes to trained parameters in a lower precision than theirs.
     """
-    closed = jax.make_jaxpr(model.body("training", replica))(*args)
-    program, noted = closed.jaxpr, model.noted("training")
+    closed = jax.make_jaxpr(pure.body("training", replica))(*args)
+    program, noted = closed.jaxpr, pure.noted("training")
     parameters = len(jax.tree.leaves(args[:2]))  # only these are cast
     # nnx.scan and its like hand every variable back as a new value: what comes out as it came in was not written to.
     noted.changed = tuple(
-        written and jaxpr.origin(program, program.outvars[1 + i], model.rounded if i < parameters else ()) != i
+        written and jaxpr.origin(program, program.outvars[1 + i], pure.rounded if i < parameters else ()) != i
         for i, written in enumerate(noted.changed)
     )
-    _check_rounding(model, *args[:3])
-    _warn_of_no_gradient(model.name, program, args[0])
-    _warn_of_constants(closed, model.origin)
+    _check_rounding(pure, *args[:3])
+    _warn_of_no_gradient(pure.name, program, args[0])
+    _warn_of_constants(closed, pure.origin)
     if twice:
-        _warn_of_chance(model, replica, args)
+        _warn_of_chance(pure, replica, args)
 
 
-def _check_rounding(model: Model, params: Any, frozen: Any, model_state: Any) -> None:
+def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
     """Refuse or warn of writes to parameters that a step of lower precision sees rounded."""
-    if model.precision.compute is None or model.precision.held is not None:
+    if pure.precision.compute is None or pure.precision.held is not None:
         return
-    changed, leaves = model.noted("training").changed, model.leaves(params, frozen, model_state)
+    changed, leaves = pure.noted("training").changed, pure.leaves(params, frozen, model_state)
     trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
     names = [leaf.name for leaf, written in zip(leaves, changed, strict=True) if written]
-    low = jnp.dtype(model.precision.compute).name
+    low = jnp.dtype(pure.precision.compute).name
     if any(changed[:trained]):
         raise StateError(
-            f"{model.name}.training_step writes to {names[0]}, which is trained, and under precision="
-            f"{model.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
+            f"{pure.name}.training_step writes to {names[0]}, which is trained, and under precision="
+            f"{pure.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
             "precision='32-true'."
         )
     if any(changed[trained:parameters]):
         _logger.warning(
             "%s.training_step writes to %s, an nnx.Param that it sees as %s under precision=%r: what it writes is "
             "rounded to that, and small updates are lost. Hold it in another nnx.Variable, which stays as it is.",
-            model.name,
+            pure.name,
             names[0],
             low,
-            model.precision.name,
+            pure.precision.name,
         )
 
 
-def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
+def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
     """Refuse an evaluation step that writes to the module's state: only training changes it.
 
     Args:
-        model: The model.
+        pure: The module taken apart.
         stage: The stage, whose step was traced.
         loader: The loader that it was traced for.
         replica: What the step sees.
@@ -89,8 +89,8 @@ def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Re
     Raises:
         StateError: Naming the variable and what to do.
     """
-    closed, (_, (written, *_)) = jax.make_jaxpr(model.body(stage, replica, loader), return_shape=True)(*args)
-    program, leaves = closed.jaxpr, model.leaves(*args[:3])
+    closed, (_, (written, *_)) = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*args)
+    program, leaves = closed.jaxpr, pure.leaves(*args[:3])
     parameters = len(jax.tree.leaves(args[:2]))
     # The dict comes behind the loss, its leaves in the order of its keys.
     for var, place in zip(program.outvars[1:], sorted(written), strict=False):
@@ -98,7 +98,7 @@ def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Re
         own_key = is_key(jax.tree.leaves(args[:3])[place])
         if _is_scratch(leaf) or (own_key and replica.splits):  # a key is another on each replica already
             continue
-        if jaxpr.origin(program, var, model.rounded if place < parameters else ()) == place:
+        if jaxpr.origin(program, var, pure.rounded if place < parameters else ()) == place:
             continue
         short = {"validation": "val"}.get(stage, stage)
         way = f"Return the value, log it, or write to the variable in on_{stage}_end."
@@ -110,7 +110,7 @@ def inspect_evaluation(model: Model, stage: str, loader: int | None, replica: Re
                 "or self.log_dict(metrics) for an nnx.MultiMetric."
             )
         raise StateError(
-            f"{model.name}.{STAGES[stage].step} wrote to {leaf.name}. Only training changes the state, so the write "
+            f"{pure.name}.{STAGES[stage].step} wrote to {leaf.name}. Only training changes the state, so the write "
             f"would be lost. {way}"
         )
 
@@ -134,14 +134,14 @@ def _warn_of_no_gradient(name: str, program: Any, params: Any) -> None:
     )
 
 
-def _warn_of_chance(model: Model, replica: Replica, args: tuple[Any, ...]) -> None:
+def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -> None:
     # Two new functions: a trace of the body itself would be taken from the cache.
-    one, other = (jax.make_jaxpr(partial(model.run, "training", replica, None))(*args) for _ in range(2))
+    one, other = (jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2))
     if not jaxpr.same_program(one, other):
         _logger.warning(
             "%s.training_step came out another when it was traced again: it draws from numpy or random, or reads a "
             "clock. What it reads is frozen into the compiled step: draw from nnx.Rngs, or pass it in the batch.",
-            model.name,
+            pure.name,
         )
 
 

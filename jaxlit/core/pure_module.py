@@ -39,7 +39,7 @@ class Traced:
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
-class Model:
+class PureModule:
     """A module taken apart once: its graph here, its arrays in the state.
 
     Args:

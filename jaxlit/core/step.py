@@ -15,7 +15,7 @@ import optax
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
-from jaxlit.core.pure_module import Model
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import Layout, TrainState, Window
@@ -25,10 +25,10 @@ from jaxlit.leaf_names import is_key
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Builds the training steps of a model.
+    """Builds the training steps of a module.
 
     Args:
-        model: The model.
+        pure: The module taken apart.
         tx: The optimizer.
         layout: How the flat state is laid out.
         nan_policy: "raise", "skip" or "ignore".
@@ -37,7 +37,7 @@ class TrainStep:
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
     """
 
-    model: Model
+    pure: PureModule
     tx: optax.GradientTransformation
     layout: Layout
     nan_policy: str
@@ -89,15 +89,15 @@ class TrainStep:
     @property
     def table(self) -> Table:
         """The training metrics."""
-        return self.model.table("training")
+        return self.pure.table("training")
 
     def _gradient(
         self, replica: Replica, state: TrainState, batch: Any, share: float
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
-        noted, held = self.model.noted("training"), (state.params, state.frozen, state.model_state)
+        noted, held = self.pure.noted("training"), (state.params, state.frozen, state.model_state)
         batch = replica.constrain_batch(batch)
-        body = self.model.body("training", replica)
+        body = self.pure.body("training", replica)
         params, *rest = hand_out(replica, held, noted.sharing)
         rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
         factor, scale = replica.loss_factor, state.loss_scale
@@ -166,7 +166,7 @@ class TrainStep:
         if (scale := old.loss_scale) is not None:
             # What is not finite without any scaling is no overflow of it.
             overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
-            new = replace(new, loss_scale=self.model.precision.next_scale(scale, overflow))
+            new = replace(new, loss_scale=self.pure.precision.next_scale(scale, overflow))
         bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
         sticky = self.nan_policy == "raise"
         ok = ~bad & ~overflow & (old.bad_step < 0 if sticky else True)
@@ -194,10 +194,10 @@ class TrainStep:
             updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
         except TypeError as error:
             if "argument" not in str(error):
-                error.add_note(f"It was raised by the optimizer of {self.model.name}.configure_optimizers.")
+                error.add_note(f"It was raised by the optimizer of {self.pure.name}.configure_optimizers.")
                 raise
             raise ModuleError(
-                f"{self.model.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
+                f"{self.pure.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
                 f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
                 "say, needs a loop of your own."
             ) from error
@@ -245,16 +245,16 @@ def _like(old: jax.Array, new: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Builds the validation, test or predict step of a model.
+    """Builds the validation, test or predict step of a module.
 
     Args:
-        model: The model.
+        pure: The module taken apart.
         stage: "validation", "test" or "predict".
         loader: The `dataloader_idx` of a step that takes one, else None.
         layout: How (counters, params, frozen, model_state) is laid out flat.
     """
 
-    model: Model
+    pure: PureModule
     stage: str
     loader: int | None
     layout: Layout
@@ -277,9 +277,9 @@ class EvalStep:
         step, epoch = counters[0], counters[1]
         batch = replica.constrain_batch(batch)
         table, batch_idx = sums
-        body = self.model.body(self.stage, replica, self.loader)
+        body = self.pure.body(self.stage, replica, self.loader)
         _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
-        metrics, noted = self.model.table(self.stage, self.loader), self.model.noted(self.stage, self.loader)
+        metrics, noted = self.pure.table(self.stage, self.loader), self.pure.noted(self.stage, self.loader)
         entry = metrics.entry(*on_replica(replica, metrics, values, weights, noted.sharing), replica.share)
         outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
         return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

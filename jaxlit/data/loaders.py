@@ -68,7 +68,7 @@ class Loaders:
         """Tell whether a hook makes the stage's loaders, and so can make them again."""
         return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
-    def look(self, cls: type, timeout: float | None) -> None:
+    def check_before_building(self, cls: type, timeout: float | None) -> None:
         """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
 
         A loader that a hook gives, or whose batches a hook changes, has to wait for the module.

@@ -86,7 +86,7 @@ class CompiledStep:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._table = engine, engine.model.table("training")
+        self._engine, self._table = engine, engine.pure.table("training")
         self._intake = Intake("step(state, batch)")
         # Unbounded, several CPU devices would end the process.
         self._wait = Bound(32 if engine.strategy.mesh.size == 1 else 4)
@@ -120,7 +120,7 @@ class CompiledStep:
         """Return a copy of the module with the state's arrays."""
         whole = self._engine.strategy.canonical(state.unflatten())
         parts = jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state))
-        module = nnx.merge(self._engine.model.graphdef, *parts, copy=True)
+        module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
         share_hparams(module, self._engine.module)
         return module
 

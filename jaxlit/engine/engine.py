@@ -21,7 +21,7 @@ from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.pure_module import Model
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
@@ -55,7 +55,7 @@ class Engine:
 
     Attributes:
         state: The arrays.
-        model: The module taken apart.
+        pure: The module taken apart.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Engine:
         self.evaluates_only = optimizer is None
         self.tx, self._clip, self._debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
-        self.model = Model(self.traits.graphdef, wrt, module, precision)
+        self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
         self._programs: dict[Any, Callable[..., Any]] = {}
-        variables = self.model.split(module)
+        variables = self.pure.split(module)
         if optimizer:
             check_trainable(self.tx, variables[0], type(module).__name__)
         check_extras(extras, jax.eval_shape(partial(cast, dtype=precision.held), variables[0]))
         self.extras = extras
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
-        self.state = FlatState(self.model, strategy, init, variables, donate=own)
+        self.state = FlatState(self.pure, strategy, init, variables, donate=own)
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._prepared: set[Any] = set()  # the evaluation steps that this run has seen
@@ -113,13 +113,13 @@ class Engine:
             return
         state, at = self.state, self.state.at
 
-        def look(replica: Replica, *args: Any) -> None:
-            self.model.body("training", replica)(*args)
-            inspect_step(self.model, replica, *args, twice=self._debug)
+        def inspect(replica: Replica, *args: Any) -> None:
+            self.pure.body("training", replica)(*args)
+            inspect_step(self.pure, replica, *args, twice=self._debug)
 
-        trace_step(self.model, self.strategy, state.abstract(), "training", None, look, batch)
-        step = self._step = TrainStep(self.model, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
-        table = self.model.table("training")
+        trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
+        step = self._step = TrainStep(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
+        table = self.pure.table("training")
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
             _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's begin anew.")
@@ -192,7 +192,7 @@ class Engine:
     @property
     def training_table(self) -> Table:
         """The training metrics: of the step, or before it was traced those of a checkpoint."""
-        return self.model.table("training") if "train_step" in self._programs else self._restored or Table([])
+        return self.pure.table("training") if "train_step" in self._programs else self._restored or Table([])
 
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
@@ -246,17 +246,17 @@ class Engine:
             self._prepared.add(key)
             return
         self._programs.pop(key, None)
-        self.model.forget(stage, loader)
+        self.pure.forget(stage, loader)
 
-        def look(replica: Replica, *args: Any) -> None:
-            self.model.body(stage, replica, loader)(*args)
-            inspect_evaluation(self.model, stage, loader, replica, *args)
+        def inspect(replica: Replica, *args: Any) -> None:
+            self.pure.body(stage, replica, loader)(*args)
+            inspect_evaluation(self.pure, stage, loader, replica, *args)
 
         state = self.state
-        trace_step(self.model, self.strategy, state.abstract(), stage, loader, look, batch)
-        step = EvalStep(self.model, stage, loader, state.eval_layout)
+        trace_step(self.pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
+        step = EvalStep(self.pure, stage, loader, state.eval_layout)
         sums = [state.own, self.strategy.replicated]
-        entry = EACH if self.model.table(stage, loader).has_steps else None
+        entry = EACH if self.pure.table(stage, loader).has_steps else None
         name = STAGES[stage].program
         shardings = [state.shardings[i] for i in state.eval_at]
         self._programs[key] = self._compile(
@@ -271,7 +271,7 @@ class Engine:
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.stacked(self.model.table(stage, loader).empty_sums()), 0)
+        return self.place_sums(self.state.stacked(self.pure.table(stage, loader).empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics.
@@ -286,15 +286,15 @@ class Engine:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
         if fn not in self._applied:
             # Not the engine: the function outlives it, and would hold its arrays.
-            model, origin, layout = self.model, self.module, self.state.eval_layout
+            pure, origin, layout = self.pure, self.module, self.state.eval_layout
 
             def applied(leaves: list[Any], inputs: Any) -> Any:
                 _, params, frozen, model_state = layout.unflatten(leaves)
-                module: Any = model.merge(params, frozen, model_state)
+                module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
                 with collecting(None):  # a hook that calls this may log, the function may not
-                    return fn(module, *cast(inputs, model.precision.compute))
+                    return fn(module, *cast(inputs, pure.precision.compute))
 
             self._applied[fn] = jax.jit(applied)
         leaves = self.state.leaves
@@ -307,7 +307,7 @@ class Engine:
         return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
 
     def _outputs(self, stage: str, loader: int | None = None) -> Any:
-        traced = self.model.noted(stage, loader)
+        traced = self.pure.noted(stage, loader)
         treedef = jax.tree.structure(traced.outputs)
         return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
 

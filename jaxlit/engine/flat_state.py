@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.pure_module import Model
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.leaf_names import is_key, leaf_name
@@ -27,7 +27,7 @@ class FlatState:
     A step takes and returns the list as it is: jax's fast path knows lists of arrays, and no other tree is cheaper.
 
     Args:
-        model: The module taken apart.
+        pure: The module taken apart.
         strategy: The strategy, set up.
         init: A function of the module's trained, frozen and other variables to the state of step 0.
         variables: These variables.
@@ -43,9 +43,9 @@ class FlatState:
     """
 
     def __init__(
-        self, model: Model, strategy: Strategy, init: Callable[..., TrainState], variables: Any, *, donate: bool
+        self, pure: PureModule, strategy: Strategy, init: Callable[..., TrainState], variables: Any, *, donate: bool
     ) -> None:
-        self._model, self._strategy = model, strategy
+        self._model, self._strategy = pure, strategy
         abstract = jax.eval_shape(init, *variables)
         self.layout = Layout(abstract)
         self.shardings: list[NamedSharding] = jax.tree.leaves(self._state_sharding(abstract))

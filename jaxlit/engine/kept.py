@@ -92,7 +92,7 @@ def _serves(engine: Engine, module: TrainModule, traits: Traits) -> bool:
 
 def _has_room_for(module: TrainModule, engine: Engine) -> bool:
     """Tell whether the module's arrays have the shapes and dtypes of the engine's."""
-    state, held = engine.state, engine.model.precision.held
+    state, held = engine.state, engine.pure.precision.held
     parameters = set(jax.tree.leaves((state.at.params, state.at.frozen)))  # only these are held in another dtype
     for _, leaf, place in state.module_leaves(module):
         array, there = _array(leaf), state.leaves[place]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxlit.core.pure_module import Model
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training
 from jaxlit.core.stage import STAGES
@@ -15,23 +15,23 @@ from jaxlit.strategies.base import Strategy, with_rows
 
 
 def trace_step(
-    model: Model,
+    pure: PureModule,
     strategy: Strategy,
     state: TrainState,
     stage: str,
     loader: int | None,
-    look: Callable[..., None],
+    inspect: Callable[..., None],
     batch: Any,
 ) -> None:
     """Trace a stage's step as it will run, and note what it does.
 
     Args:
-        model: The model, which keeps the notes.
+        pure: The module taken apart, which keeps the notes.
         strategy: The strategy.
         state: The state, abstract.
         stage: The stage.
         loader: The loader, for a step that asks for it.
-        look: Looks at the step, given the replica and the arguments of its body.
+        inspect: Looks at the step, given the replica and the arguments of its body.
         batch: The first batch.
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
@@ -39,10 +39,10 @@ def trace_step(
 
     def note(replica: Replica, *args: Any) -> None:
         arguments = _arguments(replica, *args)
-        program, results = jax.make_jaxpr(model.body(stage, replica, loader), return_shape=True)(*arguments)
+        program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         programs.append((program, shapes, results))
-        noted, rows = model.noted(stage, loader), num_rows(arguments[3])
+        noted, rows = pure.noted(stage, loader), num_rows(arguments[3])
         pairs = zip(noted.rows_of, jax.tree.leaves(results[1][3]), strict=True)
         noted.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
 
@@ -54,22 +54,22 @@ def trace_step(
         with contextlib.suppress(Exception):  # the step may take this very number only
             for factor in (2, 4) if rows <= least else (2,):
                 strategy.trace(note, states, with_rows(batch, factor * max(rows, least)))
-    strategy.trace(lambda replica, *args: look(replica, *_arguments(replica, *args)), states, batch)
+    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
     if strategy.replica.splits and strategy.num_replicas > 1:
         (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
-        traces = StepTraces(program, longer[0], shapes, results, f"{model.name}.{STAGES[stage].step}")
-        _share(model, strategy.replica, stage, loader, traces)
+        traces = StepTraces(program, longer[0], shapes, results, f"{pure.name}.{STAGES[stage].step}")
+        _share(pure, strategy.replica, stage, loader, traces)
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
     return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])
 
 
-def _share(model: Model, replica: Replica, stage: str, loader: int | None, traces: StepTraces) -> None:
+def _share(pure: PureModule, replica: Replica, stage: str, loader: int | None, traces: StepTraces) -> None:
     """Note how what the replicas compute becomes what one device computes."""
-    noted = model.noted(stage, loader)
+    noted = pure.noted(stage, loader)
     if stage == "training":
-        leaves = model.leaves(*traces.arguments[:3])
+        leaves = pure.leaves(*traces.arguments[:3])
         noted.sharing = share_training(traces, replica, leaves, noted.changed, noted.rows_of)
     else:
         noted.sharing = share_evaluation(traces, replica, noted.rows_of)

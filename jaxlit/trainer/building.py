@@ -75,7 +75,7 @@ def check_model(model: Any, stage: Stage) -> None:
 def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: Strategy, settings: Settings) -> Any:
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
-        loaders.look(model.cls, settings.data_timeout)  # building it may take minutes
+        loaders.check_before_building(model.cls, settings.data_timeout)  # building it may take minutes
         return build_lazy(model, strategy, settings.seed)
     call_step(model, stage.name)
     check_variables(model)
