@@ -10,7 +10,6 @@ import numpy as np
 from jaxlit.core import log as metrics
 
 if TYPE_CHECKING:
-    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
@@ -251,15 +250,13 @@ class Callback:
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Run before a checkpoint is written; what is put into `checkpoint`, JSON values, is found at loading."""
 
-    def on_checkpoint_saved(
-        self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
-    ) -> None:
+    def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: "Callback", path: Path) -> None:
         """Run when a checkpoint is whole on the disk, which it may be some steps later.
 
         Args:
             trainer: The trainer.
             module: The module.
-            callback: The ModelCheckpoint that wrote it.
+            callback: The one that wrote it, a ModelCheckpoint or one of your own.
             path: Its folder.
         """
 

@@ -1,6 +1,6 @@
 """What a WandbLogger is given, and what its run is told about a training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from jaxlit.reporting.redaction import redact
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
+    from jaxlit.callbacks.base import Callback
+    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.callbacks.wandb_logger import WandbLogger
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
@@ -125,3 +127,22 @@ def monitored(trainer: "Trainer") -> dict[str, str]:
     """Return the metrics that callbacks watch, and whether "min" or "max" is best."""
     found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in trainer.callbacks}
     return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
+
+
+def described(
+    callback: "Callback", path: Path, checkpoint_callbacks: Sequence["ModelCheckpoint"]
+) -> tuple[dict[str, Any], list[str], int]:
+    """Return the metadata, the aliases and the number of the artifact for a checkpoint.
+
+    Args:
+        callback: What wrote it: of a writer that is no ModelCheckpoint nothing but the name is known.
+        path: The checkpoint.
+        checkpoint_callbacks: The Trainer's, each of which has a best of its own.
+    """
+    numbers = [i for i, other in enumerate(checkpoint_callbacks) if other is callback]
+    if not numbers:
+        return {"writer": type(callback).__name__}, ["latest", path.name], len(checkpoint_callbacks)
+    own = checkpoint_callbacks[numbers[0]]
+    marks = {"latest": own.last_model_path, "best": own.best_model_path}
+    aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+    return {"monitor": own.monitor, "score": own.best_k_models.get(str(path))}, aliases, numbers[0]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.wandb_config import check_arguments, config_of, monitored, run_arguments
+from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -390,9 +390,6 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
             return
         self._sent.add(str(path))
-        metadata = {"monitor": callback.monitor, "score": callback.best_k_models.get(str(path))}
-        marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
-        aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
-        index = trainer.checkpoint_callbacks.index(callback)  # each has a best of its own
+        metadata, aliases, index = described(callback, path, trainer.checkpoint_callbacks)
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)

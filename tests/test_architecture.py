@@ -257,3 +257,15 @@ def test_the_map_shows_the_rooms_in_their_order_and_files_that_exist() -> None:
     named = set(re.findall(r"`(\w+/\w+\.py)`", text))
     assert len(named) > 20
     assert not [name for name in named if not ((ROOT / "jaxlit" / name).exists() or (ROOT / name).exists())]
+
+
+def test_only_the_trainers_room_names_its_private_parts() -> None:
+    private = re.compile(r"\btrainer\._\w|\._session\b")
+    found = [
+        where(module, number)
+        for module, file in FILES.items()
+        if room(module) != "trainer"
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if private.search(line)
+    ]
+    assert not found, "\n".join(found)

@@ -192,7 +192,9 @@ def hlo_of(strategy: str, accumulate: int) -> dict[str, str]:
             for name in ("train_step", "micro_step"):
                 if name in engine._programs and name not in texts:
                     program = engine._programs[name].split
-                    texts[name] = program.lower(engine.state.leaves, engine.place(batch)).compile().as_text()
+                    texts[name] = (
+                        program.lower(engine.state.leaves, engine.strategy.shard_batch(batch)).compile().as_text()
+                    )
 
     class Plain(Net):
         def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:

@@ -185,7 +185,7 @@ def test_in_a_sharded_step_histograms_gather_nothing_and_count_what_one_device_c
         seen.append(histograms.seen)
         if strategy != "single":
             engine: Any = trainer._session.engine
-            batch = engine.place(next(iter(data)))
+            batch = engine.strategy.shard_batch(next(iter(data)))
             for key, program in engine._programs.items():
                 found[key if isinstance(key, str) else "traced"] = collectives(
                     program.lower(engine.state.leaves, batch).compile().as_text()

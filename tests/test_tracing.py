@@ -222,7 +222,9 @@ def program(trainer: jl.Trainer, name: str) -> Any:
     engine: Any = trainer._session.engine
     found = [fn for key, fn in engine._programs.items() if (key == name if name != "traced" else type(key) is tuple)]
     assert len(found) == 1
-    return getattr(found[0], "split", found[0]).lower(engine.state.leaves, engine.place(next(iter(batches(16)))))
+    return getattr(found[0], "split", found[0]).lower(
+        engine.state.leaves, engine.strategy.shard_batch(next(iter(batches(16))))
+    )
 
 
 def compiled(trainer: jl.Trainer, name: str) -> str:

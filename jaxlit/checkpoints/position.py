@@ -58,9 +58,8 @@ class Position:
         """Tell whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
-        # Behind the safe point comes the next batch, unless there is none.
-        next_batch = phase == Phase.SAFE_POINT and not self.over
-        self.phase = int(Phase.BATCH_START if next_batch else phase + 1)
+        # Behind the safe point comes the next batch.
+        self.phase = int(Phase.BATCH_START) if phase == Phase.SAFE_POINT else phase + 1
         return True
 
     def advance(self, data: Any, *, stepping: bool, last: bool) -> None:

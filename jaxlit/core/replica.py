@@ -25,6 +25,8 @@ class Replica:
         constrain_grads: Shards the gradients inside the step.
     """
 
+    # The one thing about strategies that a step's body knows: the same body serves all of them. Where it sees the
+    # global batch, sums over its rows are global already, and everything below is the identity.
     axis: str | None = None
     count: int = 1
     whole: bool = False
@@ -41,11 +43,13 @@ class Replica:
     @property
     def share(self) -> float:
         """The part of this body's rows that counts in a sum over replicas."""
+        # All n replicas have the same rows: each counts for one n-th, or their sum would count the rows n times.
         return 1 / self.count if self.axis is not None and self.whole else 1.0
 
     @property
     def loss_factor(self) -> int:
         """What a replica's loss is multiplied by, so that the mean over replicas is that of the whole batch."""
+        # Gradients are averaged over replicas: n times a sum over a replica's rows has the whole sum as its mean.
         return self.count if self.splits and self.loss_reduction == "sum" else 1
 
     @property
@@ -64,6 +68,7 @@ class Replica:
 
     def pmean(self, tree: Any) -> Any:
         """Return the mean over replicas that see different rows."""
+        # With the same rows everywhere the mean is what each has: no collective is needed.
         return jax.lax.pmean(tree, self.axis) if self.splits else tree
 
 

@@ -124,6 +124,7 @@ class TrainStep:
         window = old.window
         assert window is not None
         weight = num_rows(batch) * replica.share
+        # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(replica.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
         written = (new.params, new.frozen, new.model_state)
@@ -168,6 +169,7 @@ class TrainStep:
             overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
             new = replace(new, loss_scale=self.pure.precision.next_scale(scale, overflow))
         bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
+        # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
         sticky = self.nan_policy == "raise"
         ok = ~bad & ~overflow & (old.bad_step < 0 if sticky else True)
 
@@ -180,6 +182,7 @@ class TrainStep:
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
+        # The first bad step under "raise", the newest under "skip".
         mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
         new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
@@ -188,7 +191,7 @@ class TrainStep:
     def _optimize(self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any, Any]:
         """Return the parameters and the optimizer's state after its step, and what it added to the parameters."""
         tx, clipped = optax.with_extra_args_support(self.tx), grads
-        if self.clip is not None:
+        if self.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.clip.update(grads, self.clip.init(new.params))
         try:
             updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)

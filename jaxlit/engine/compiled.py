@@ -112,7 +112,7 @@ class CompiledStep:
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
         _, batch = self._intake(batch)
-        leaves, logs = self._engine.run_step(state.leaves, self._engine.place(batch))
+        leaves, logs = self._engine.run_step(state.leaves, self._engine.strategy.shard_batch(batch))
         self._wait(logs)
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 

@@ -80,10 +80,12 @@ class Engine:
         self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
         self._programs: dict[Any, Callable[..., Any]] = {}
         variables = self.pure.split(module)
+        # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
         if optimizer:
             check_trainable(self.tx, variables[0], type(module).__name__)
         check_extras(extras, jax.eval_shape(partial(cast, dtype=precision.held), variables[0]))
         self.extras = extras
+        # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
         self.state = FlatState(self.pure, strategy, init, variables, donate=own)
@@ -97,13 +99,10 @@ class Engine:
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
+        # Shallow: programs are shared, and so are arrays, which no evaluation donates.
         found = copy.copy(self)
         found.state, found.evaluates_only, found._prepared = self.state.branch(), True, set()
         return found
-
-    def place(self, batch: Any) -> Any:
-        """Put a host batch where the step wants it."""
-        return self.strategy.shard_batch(batch)
 
     # Training ---------------------------------------------------------------------------------------
 
@@ -123,6 +122,7 @@ class Engine:
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
             _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's begin anew.")
+        # How many columns the metrics have is known only now, as the step was traced.
         if not fits:
             state.put(at.sums, table.empty_sums())
         out = self._outputs("training")

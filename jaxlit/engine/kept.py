@@ -15,7 +15,7 @@ from jaxlit.leaf_names import is_key
 from jaxlit.strategies.base import Strategy
 
 
-class Kept:
+class KeptEngine:
     """The engine of the newest evaluation, for the next one of the same module.
 
     Arrays are known by identity: what the module holds is placed anew only if it is another array than the last time,

@@ -82,6 +82,7 @@ class Live:
                 f"{where} changed the structure of {type(self.module).__name__} (an attribute, a sub-module or a "
                 "mode). The compiled steps cannot follow: change it before fit."
             )
+        self.touched = False  # looking at the graph touches the module as well
         written = {}
         for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
             array = variable.get_value()
@@ -119,6 +120,7 @@ class Live:
             if self.engine.state.is_whole:
                 self.stale = True
                 self.touch()
+                self.touched = False  # what is written from now on belongs to the module alone
             for (_, variable), mine, first, last in zip(
                 self._variables, self._came_with, self._first, self._given, strict=False
             ):

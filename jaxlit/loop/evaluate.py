@@ -53,12 +53,13 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
         if run.control.interrupted:  # the evaluation stays: a checkpoint holds it, and a resume goes on in it
             return []
         end_loader(run, now, stage, f"/dataloader_idx_{idx}" if several else "")
-    log.loader = None
+    log.loader = None  # what the hooks below log belongs to no loader
     if now.reaches(Validating.EPOCH_END):
         hooks(f"on_{stage}_epoch_end")
     take_logged(run, now, stage)
     if now.reaches(Validating.ROW) and not run.control.sanity_checking:
         log_row(run, now.row, max(run.position.global_step - 1, 0))
+    # Before the hook: a checkpoint that it takes goes on behind the validation.
     run.evaluation = None
     hooks(f"on_{stage}_end")
     return now.found
@@ -76,7 +77,7 @@ def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
     Raises:
         LogError: A name has two values.
     """
-    now.found.append({})
+    now.found.append({})  # before the loop: a name is looked for in the metrics of all loaders, this one's too
     values: list[tuple[Metric, Any]] = []
     if now.sums is not None:  # an empty loader has no metrics
         values += zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True)
@@ -144,7 +145,7 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
     sums, kept, waiting = None, [], None
     for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
         if sums is None:
-            sums = first_sums(run, now, stage, loader)
+            sums = first_sums(run, now, stage, loader)  # compiling needs a batch: nothing is built for none
         hooks.log.batch = host_batch
         if now.reaches(Validating.BATCH_START):
             starts(host_batch, i, idx)

@@ -14,21 +14,23 @@ from jaxlit.loop.run import Run
 _logger = logging.getLogger("jaxlit")
 
 
-def note_row(run: Run) -> None:
+def note_row_of_step(run: Run) -> None:
     """Note what the optimizer step has to log; it is read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
     step = position.global_step - 1
+    # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
         run.pending = (run.results.latest, window, step)
+    # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
     elif traced := {name: total for name, total in window.items() if total.hook == TRACED}:
         run.pending = (None, traced, step)
     elif run.tracing.seen:
         run.pending = (None, {}, step)
 
 
-def publish(run: Run) -> None:
+def log_pending(run: Run) -> None:
     """Read the pending row and log it."""
     if run.pending is None:
         return
@@ -47,7 +49,7 @@ def publish(run: Run) -> None:
         check_finite(run)
 
 
-def epoch_row(run: Run) -> dict[str, Any]:
+def row_of_epoch(run: Run) -> dict[str, Any]:
     """Show the metrics that the steps of an epoch have added up, and return those that are logged."""
     engine, row = run.engine, dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
@@ -77,7 +79,7 @@ def check_finite(run: Run) -> None:
     policy = run.settings.nan_policy
     if policy == "ignore" or (bad := run.engine.bad_step()) == run.noted_bad_step:
         return
-    run.noted_bad_step = bad
+    run.noted_bad_step = bad  # told of once, whatever the policy
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
     if policy == "skip":
         _logger.warning("%s The update was skipped.", what)

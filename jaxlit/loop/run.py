@@ -49,6 +49,7 @@ class Run:
     tracing: Tracing = field(init=False)
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
+    accumulate: int = 1  # batches an optimizer step in this epoch
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
@@ -132,7 +133,7 @@ class Run:
         if self.deadline is not None and time.monotonic() >= self.deadline:
             self.control.stop(f"max_time={self.settings.max_time} is over")
 
-    def validation_due(self, last: bool) -> bool:
+    def validation_is_due(self, last: bool) -> bool:
         """Tell whether to validate after a batch, where there is something to validate on.
 
         Args:

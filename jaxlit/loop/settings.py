@@ -72,12 +72,14 @@ class Settings:
     def __post_init__(self) -> None:
         """Check each value, and then what several say together."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found = given | _checked(given)
-        if found["fast_dev_run"]:
-            found |= _ONCE | {"max_steps": found["fast_dev_run"]}
-        for name, value in found.items():
+        for name, value in (given | _checked(given)).items():
             object.__setattr__(self, name, value)
         _check_together(self)
+
+    def of_trial(self) -> "Settings":
+        """Return what a `fast_dev_run` makes of them: a few batches of everything, once."""
+        once = _ONCE | {"max_steps": self.fast_dev_run}
+        return dataclasses.replace(self, **once) if self.fast_dev_run else self
 
     @property
     def device_count(self) -> int | None:

@@ -45,11 +45,14 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "epoch": run.position.epoch,
         "position": position,
         "loaders": _loaders(run),
+        # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
         "arrays": engine.state.specs,
         "optimizer": engine.state.optimizer_kind,
         "metrics": table,
+        # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": None if latest is None else _pack(fetch(latest)),
+        # A row is read one step late: without this one a resume would lose it.
         "pending": None
         if pending is None
         else [
@@ -58,16 +61,18 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
             pending[2],
         ],
         "results": run.results.state_dict(),
+        # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
         "callbacks": {key: callback.state_dict() for key, callback in keyed(run.hooks.callbacks).items()},
         "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
         "module": {"class": type(run.module).__name__, "hparams": redact(_kept(hparams_of(run.module)))},
+        # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe(),
         "accumulate": run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
-    if ask:
+    if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
     return _plain(state, "")
 
@@ -135,6 +140,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
     run.resumed = True
+    # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
         run.results.show_steps(table)
@@ -166,7 +172,7 @@ def _loaders(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"training": None, "validation": None}
     if run.train is not None:
         source, epoch, at = run.train[0], position.epoch, position.data
-        if position.over:
+        if position.over:  # nothing is left of this epoch: the loader stands before the next
             epoch, at = epoch + 1, source.between_epochs(at)
         found["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
     if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
@@ -195,6 +201,7 @@ def _section(state: Mapping[str, Any], name: str) -> Any:
 
 def _pack(x: np.ndarray) -> dict[str, Any]:
     """Return a small array as JSON values, bit by bit."""
+    # As text a float would be rounded; a resume has to be exact.
     x = np.ascontiguousarray(x, np.float32)
     return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
 
@@ -202,7 +209,7 @@ def _pack(x: np.ndarray) -> dict[str, Any]:
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     data = base64.b64decode(packed["data"])
     shape = tuple(map(int, packed["shape"]))
-    if math.prod(shape) * 4 != len(data):
+    if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
         raise CheckpointError(f"The checkpoint's state.json has {len(data)} bytes for an array of shape {shape}.")
     return np.frombuffer(data, np.float32).reshape(shape)
 

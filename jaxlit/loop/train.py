@@ -15,7 +15,7 @@ from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import check_finite, epoch_row, log_row, note_row, publish
+from jaxlit.loop.rows import check_finite, log_pending, log_row, note_row_of_step, row_of_epoch
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -35,7 +35,7 @@ def fit(run: Run) -> None:
             train_epoch(run)
     except Exception:
         with contextlib.suppress(Exception):  # the last row, if the device still has it
-            publish(run)
+            log_pending(run)
         raise
     run.hooks("on_train_end")
 
@@ -46,7 +46,7 @@ def train_epoch(run: Run) -> None:
     position, hooks = run.position, run.hooks
     # None where nobody has the hook: what is asked in every step costs no call.
     starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
-    wait = Bound(run.max_in_flight)
+    wait, run.accumulate = Bound(run.max_in_flight), run.settings.accumulate_grad_batches
     run.tracing.seek(position.global_step)
 
     if position.reaches(Phase.EPOCH_START):
@@ -93,7 +93,7 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     engine, position, tracing = run.engine, run.position, run.tracing
     if not run.ready:
         begin_steps(run)
-    stepping = last or position.filled + 1 >= run.settings.accumulate_grad_batches
+    stepping = last or position.filled + 1 >= run.accumulate
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch)
     elif position.global_step != tracing.next:
@@ -122,24 +122,29 @@ def after_step(run: Run) -> bool:
     """Log the row of the step before, note this one's, and validate if it is time; returns whether training is over."""
     position = run.position
     if run.pending is not None:
-        publish(run)  # a rollback in it leaves the step without a row
+        log_pending(run)  # a rollback in it leaves the step without a row
     if run.deadline is not None:
         run.check_time()
     if position.reaches(Phase.ROW) and not position.filled:
-        note_row(run)
+        note_row_of_step(run)
     if run.settings.debug:
         check_finite(run)
-    if position.reaches(Phase.VALIDATION) and run.validates and run.validation_due(position.over):
+    if position.reaches(Phase.VALIDATION) and run.validates and run.validation_is_due(position.over):
         run.evaluation = Evaluation()
     if run.evaluation is not None and not run.control.interrupted:  # else it is left for the resume
-        publish(run)
-        check_finite(run)
-        evaluate(run, "validation", run.val)
-        run.restart_interval()
+        validate(run)
     done = run.done
     if not (position.over or done):
         safe_point(run, training_over=False)
     return done
+
+
+def validate(run: Run) -> None:
+    """Validate in the middle of training, with all steps before it logged and found finite."""
+    log_pending(run)
+    check_finite(run)
+    evaluate(run, "validation", run.val)
+    run.restart_interval()
 
 
 def safe_point(run: Run, *, training_over: bool) -> None:
@@ -182,9 +187,9 @@ def end_epoch(run: Run) -> None:
         run.engine.clear_window()
         log.take_window()
         position.filled = 0
-    publish(run)
+    log_pending(run)
     check_finite(run)
-    row = epoch_row(run)
+    row = row_of_epoch(run)
     if cut or position.reaches(Phase.EPOCH_END):
         log.show_epoch()
         run.hooks("on_train_epoch_end")

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Any
 
 
-class Kept:
+class Attribute:
     """An attribute of the Trainer that is read from its session.
 
     Args:
@@ -24,29 +24,30 @@ class Kept:
         return self if trainer is None else self._read(trainer._session)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if self._part not in ("settings", "control"):
-            raise AttributeError(f"Trainer.{self._name} cannot be set.")
-        trainer._session.set(self._part, self._name, value)
+        part = "callbacks" if self._name == "callbacks" else self._part
+        if part not in ("settings", "control", "callbacks"):
+            raise AttributeError(f"Trainer.{self._name} cannot be set: it tells of the runs. Make another Trainer.")
+        trainer._session.set(part, self._name, value)
 
 
 # The annotation beside an attribute says the type of its value: hence Any.
 
 
-def argument(doc: str) -> Any:
+def argument(doc: str, read: Callable[[Any], Any] | None = None) -> Any:
     """Return an argument of the Trainer as its runs take it; one that is set holds from then on."""
-    return Kept(doc, "settings")
+    return Attribute(doc, "settings", read)
 
 
 def control(doc: str) -> Any:
     """Return what a run is told, and tells, while it goes."""
-    return Kept(doc, "control")
+    return Attribute(doc, "control")
 
 
-def kept(doc: str, part: str = "") -> Any:
+def of_session(doc: str, part: str = "") -> Any:
     """Return what the session keeps, or a part of it."""
-    return Kept(doc, part)
+    return Attribute(doc, part)
 
 
 def told(read: Callable[[Any], Any]) -> Any:
     """Return what a function tells of the session."""
-    return Kept(read.__doc__, read=read)
+    return Attribute(read.__doc__, read=read)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
@@ -13,6 +14,7 @@ from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.defaults import Given
 
 
 def refuse_unknown(trainer: type, unknown: Mapping[str, Any]) -> None:
@@ -28,11 +30,12 @@ def refuse_unknown(trainer: type, unknown: Mapping[str, Any]) -> None:
         )
 
 
-def config_of(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
     plain = (bool, int, float, str, type(None))
     found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
-    return found | {"callbacks": [type(c).__name__ for c in trainer.callbacks], "logger": bool(trainer.loggers)}
+    logs = any(isinstance(c, Logger) for c in callbacks.callbacks) or bool(callbacks.loggers)
+    return found | {"callbacks": [type(c).__name__ for c in callbacks.callbacks], "logger": logs}
 
 
 def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:

@@ -10,7 +10,7 @@ from jaxlit.loop.run import Run
 _logger = logging.getLogger("jaxlit")
 
 
-def load_callbacks(run: Run, checkpoint: Checkpoint) -> None:
+def restore_callbacks(run: Run, checkpoint: Checkpoint) -> None:
     """Give the callbacks their states, and tell of states that nobody takes."""
     left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
     about_files = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")

@@ -16,20 +16,24 @@ from jaxlit.loop.run import Run
 class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
+    Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` find by themselves;
+    any other is gone on from by its path. `nan_policy="rollback"` goes back to those of a `ModelCheckpoint` only.
+
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
 
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
-        ...     saving = None
+        ...     saving, last = None, 0
         ...     def on_fit_start(self, trainer, module):
         ...         trainer.saver.check()
         ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
-        ...         if trainer.global_step % 100 == 0:
+        ...         step = trainer.global_step
+        ...         if step % 100 == 0 and step != self.last:  # several batches may make one step
         ...             self.finish(trainer)
-        ...             self.saving = trainer.saver.begin(f"kept/at_{trainer.global_step}")
-        ...     def on_train_end(self, trainer, module):
+        ...             self.last, self.saving = step, trainer.saver.begin(f"kept/at_{step}")
+        ...     def teardown(self, trainer, module, stage):  # after an error, too
         ...         self.finish(trainer)
         ...     def finish(self, trainer):
         ...         if self.saving is not None:
@@ -51,7 +55,8 @@ class Saver:
 
         Args:
             path: Its folder; a checkpoint that is there is replaced once the new one is whole.
-            order: Which one in its folder it is: the highest is the newest. Left out, one more than those there.
+            order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
+                highest there.
 
         Returns:
             A handle: `wait()` waits and raises what went wrong, `is_done` tells, `path` and `seconds` say where and how

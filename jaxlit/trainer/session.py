@@ -23,7 +23,7 @@ from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.kept import Kept
+from jaxlit.engine.kept import KeptEngine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
@@ -42,7 +42,7 @@ from jaxlit.trainer.building import build, check_fit, check_fitting, check_model
 from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, check_together, tell_hyperparams
 from jaxlit.trainer.opening import look_at_loaders, open_fit
-from jaxlit.trainer.resuming import check_window, load_callbacks
+from jaxlit.trainer.resuming import check_window, restore_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -58,10 +58,10 @@ class Session:
         settings: Its arguments.
         strategy: The strategy, set up.
         given: Its callbacks.
+        config: The arguments as they were given, as JSON values.
 
     Attributes:
         control: What changes during a run.
-        config: The arguments as they were given, as JSON values.
         callbacks: Those of the newest run, or the Trainer's own.
         module: The module of the newest run.
         engine: That of the last fit.
@@ -72,16 +72,19 @@ class Session:
         saver: Writes checkpoints.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, strategy: Strategy, given: Given) -> None:
+    def __init__(
+        self, trainer: Any, settings: Settings, strategy: Strategy, given: Given, config: dict[str, Any]
+    ) -> None:
         self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
         self.control, self.position, self.results, self.saver = Control(), Position(), Results(), Saver()
-        self.callbacks, self.config = given.callbacks, dict[str, Any]()
+        self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self._added: list[Callback] = []  # callbacks of the last module
         self.engine: Engine | None = None
         self.current: Run | None = None
         self.active: Engine | None = None
-        self._kept = Kept()
+        self._kept = KeptEngine()
+        self._fitted_with: Settings | None = None  # the arguments that the programs of the last fit were traced with
         self._built_last: tuple[lazy, TrainModule] | None = None  # the newest module that was built, and of what
         self.folder = RunFolder(settings.default_root_dir)
         self.running = False
@@ -171,11 +174,16 @@ class Session:
     # A run ------------------------------------------------------------------------------------------
 
     def set(self, where: str, name: str, value: Any) -> None:
-        """Set an argument, or a field of the control, from now on."""
+        """Set an argument, a field of the control, or the callbacks, from now on."""
         if where == "control":
             setattr(self.control, name, value)
             return
+        if where == "callbacks":
+            self.callbacks = list(value)
+            return
         self.settings = dataclasses.replace(self.settings, **{name: value})
+        self._kept.forget()  # a step may read the arguments while it is traced
+        self._fitted_with = None
         if self.current is not None:
             self.current.settings = self.settings
 
@@ -240,7 +248,7 @@ class Session:
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
             if verb == "fit" and resume is not None:
-                load_callbacks(run, resume.checkpoint)
+                restore_callbacks(run, resume.checkpoint)
             with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
@@ -313,7 +321,8 @@ class Session:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed."""
         given = module, self.strategy, Precision(self.settings.precision)
         restores, debug = resume is not None, self.settings.debug
-        return self._kept.evaluator(*given, debug=debug, own=own, restores=restores, fitted=self.engine)
+        fitted = self.engine if self._fitted_with is self.settings else None
+        return self._kept.evaluator(*given, debug=debug, own=own, restores=restores, fitted=fitted)
 
     def _begin_fit(self, run: Run) -> None:
         if evaluates_wholly(run.module):
@@ -323,12 +332,12 @@ class Session:
                 type(run.module).__name__,
             )
         run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
-        self.engine = run.engine
+        self.engine, self._fitted_with = run.engine, self.settings
         self.saver.follow(run)
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
         return Feeder(
-            run.engine.place,
+            self.strategy.shard_batch,
             intake_of=run.loaders.intake_of,
             num_replicas=self.strategy.num_replicas,
             num_processes=self.strategy.num_processes,

@@ -21,7 +21,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer import facts
-from jaxlit.trainer.attributes import argument, control, kept, told
+from jaxlit.trainer.attributes import argument, control, of_session, told
 from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
@@ -144,11 +144,11 @@ class Trainer:
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
         refuse_unknown(Trainer, unknown)
-        settings = Settings(**given)
+        settings = Settings(**given).of_trial()
         strategy = resolve_strategy(settings.strategy, settings.device_count)
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
-        self._session = Session(self, settings, strategy, all_callbacks(settings))
-        self._session.config = config_of(self, given)
+        chosen = all_callbacks(settings)
+        self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
 
     # What runs --------------------------------------------------------------------------------------
 
@@ -326,12 +326,6 @@ class Trainer:
 
         Raises:
             ArgumentError: Nothing has run yet.
-
-        Example:
-            >>> import jaxlit as jl
-            >>> class TellAtTheEnd(jl.Callback):
-            ...     def on_train_end(self, trainer, module):
-            ...         print(trainer.explain())
         """
         return explain(self._session.current)
 
@@ -341,12 +335,14 @@ class Trainer:
 
     # What was asked for, and what a run is told -------------------------------------------------------
 
-    settings: Settings = kept("Every argument, checked and brought to one form; frozen.")
-    strategy: Strategy = kept("The strategy, set up on its devices.")
-    config: dict[str, Any] = kept("The arguments as they were given, as JSON values, for loggers.")
-    module: TrainModule | None = kept("The module of the newest run.")
-    callbacks: list[Callback] = kept("Every callback in order; those that the module adds come behind the others.")
-    saver: Saver = kept("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
+    settings: Settings = of_session("Every argument, checked and brought to one form; frozen.")
+    strategy: Strategy = of_session("The strategy, set up on its devices.")
+    config: dict[str, Any] = of_session("The arguments as they were given, as JSON values, for loggers.")
+    module: TrainModule | None = of_session("The module of the newest run.")
+    callbacks: list[Callback] = of_session(
+        "Every callback in order; those that the module adds come behind the others."
+    )
+    saver: Saver = of_session("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
     max_epochs: int | None = argument("Epochs to train; None for no limit.")
     max_steps: int = argument("Optimizer steps to train, -1 for no limit.")
     max_time: timedelta | None = argument("The timedelta after which training stops, or None.")
@@ -356,6 +352,9 @@ class Trainer:
         "Batches between validations, a fraction of an epoch, or a timedelta."
     )
     num_sanity_val_steps: int = argument("Validation batches of each loader before training, -1 for all.")
+    prefetch: int | str = argument("Batches that a thread draws ahead of the step.")
+    data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
+    max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
     log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument(
@@ -368,17 +367,19 @@ class Trainer:
     resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
     seed: int = argument("The seed of a lazy module's `rngs`.")
     debug: bool = argument("Whether every batch and step is checked.")
-    callback_metrics: MetricView = kept("Every logged metric; reading a key fetches it from the device.", "results")
-    logged_metrics: MetricView = kept("The metrics that go to loggers.", "results")
-    progress_bar_metrics: MetricView = kept("The metrics logged with `prog_bar=True`.", "results")
+    callback_metrics: MetricView = of_session(
+        "Every logged metric; reading a key fetches it from the device.", "results"
+    )
+    logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
+    progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")
     interrupted: bool = control("Whether Ctrl-C or SIGTERM has ended the run.")
     sanity_checking: bool = control("Whether the validation that runs is the one before training.")
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
-    min_epochs: int = told(facts.min_epochs)
-    min_steps: int = told(facts.min_steps)
+    min_epochs: int = argument("Epochs before which `stop` does not end training.", facts.min_epochs)
+    min_steps: int = argument("Optimizer steps before which `stop` does not end training.", facts.min_steps)
     current_epoch: Any = told(facts.current_epoch)
     global_step: Any = told(facts.global_step)
     state: TrainState = told(facts.state)

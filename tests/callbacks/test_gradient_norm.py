@@ -138,7 +138,7 @@ def test_it_comes_every_n_steps_or_with_the_rows(interval: Any, log_every: int, 
 def test_sharded_gradients_are_not_gathered_for_it(per_parameter: bool) -> None:
     _, trainer = train(GradientNorm(every_n_steps=2, per_parameter=per_parameter), "fsdp")
     engine: Any = trainer._session.engine
-    batch, found = engine.place(next(iter(data()))), []
+    batch, found = engine.strategy.shard_batch(next(iter(data()))), []
     assert any(not x.is_fully_replicated for x in engine.state.leaves)
     for program in engine._programs.values():
         text = program.lower(engine.state.leaves, batch).compile().as_text()
