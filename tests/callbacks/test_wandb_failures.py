@@ -77,7 +77,7 @@ def make_logger(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WandbLogger]:
 
         monkeypatch.setattr(wandb, "init", init)
         for module in ("wandb_run", "wandb_start"):
-            monkeypatch.setattr(f"jaxlit.{module}.MARGIN", 0.0)
+            monkeypatch.setattr(f"jaxlit.reporting.{module}.MARGIN", 0.0)
         return WandbLogger(**arguments)
 
     return make
