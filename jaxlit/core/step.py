@@ -68,6 +68,7 @@ class TrainStep:
         if old.window is None:
             new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
             loss = None  # it is in the table
+            # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
             grads = replica.pmean(grads)
             if replica.splits:
                 table = self.table.reduce(table, replica.psum, str(replica.axis))
@@ -77,6 +78,7 @@ class TrainStep:
             table, rows = new.window.metrics, new.window.rows
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
+            # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
             grads, rows = replica.psum((new.window.grads, rows))
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
             new = replace(new, window=self._empty_window(new.window))
@@ -105,10 +107,11 @@ class TrainStep:
         def loss_of(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
             loss = loss if factor == 1 else loss * factor
+            # The scaled loss is differentiated, the plain one is logged.
             return loss if scale is None else loss * scale[0], (loss, aux)
 
         (_, (loss, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        if scale is not None:
+        if scale is not None:  # before anything looks at the gradients: clipping and the guard see the true ones
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
         new, (_, *values), weights, outputs = aux
         new = gather(replica, _unless(held, new, noted.changed), noted.sharing)

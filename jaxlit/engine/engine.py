@@ -132,6 +132,7 @@ class Engine:
             if not fits:
                 state.put(at.window.metrics, state.stacked(table.empty()))
             programs["micro_step"] = (step.micro, EACH)
+        # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
         for name, (fn, logs) in programs.items():
             self._programs[name] = self._compile(
                 Program(name, fn, (state.shardings,), (state.shardings, logs, loss, out), donate=(0,))
@@ -167,6 +168,7 @@ class Engine:
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
+        # Nothing of the engine is touched: compile_step hands the state from call to call.
         leaves, logs, _, _ = self._programs["train_step"](leaves, batch)
         return leaves, logs
 
@@ -174,7 +176,7 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         at, leaves = self.state.at.counters, self.state.leaves
         leaves[at] = self._next_epoch(leaves[at], np.int32(epoch))  # type: ignore[call-overload]
-        self._restored = None
+        self._restored = None  # only the epoch that the checkpoint was in goes on with its metrics
         self.clear_sums()
 
     def clear_sums(self) -> None:
@@ -231,6 +233,7 @@ class Engine:
 
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
+        # The count of batches is a token as well: waiting for it is waiting for the step.
         return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.replicated)]
 
     # Evaluation -------------------------------------------------------------------------------------
@@ -245,6 +248,7 @@ class Engine:
         if key in self._prepared or (key in self._programs and self._prepared_for[key] == like):
             self._prepared.add(key)
             return
+        # What is known of another batch's trace must not be mixed with this one's.
         self._programs.pop(key, None)
         self.pure.forget(stage, loader)
 
@@ -259,6 +263,7 @@ class Engine:
         entry = EACH if self.pure.table(stage, loader).has_steps else None
         name = STAGES[stage].program
         shardings = [state.shardings[i] for i in state.eval_at]
+        # Only the sums are donated: the weights are the training's, or the next evaluation's.
         self._programs[key] = self._compile(
             Program(name, step.run, (shardings, sums), (sums, entry, self._outputs(stage, loader)), donate=(1,))
         )
@@ -303,6 +308,7 @@ class Engine:
     # Helpers ----------------------------------------------------------------------------------------
 
     def _compile(self, program: Program) -> Callable[..., Any]:
+        # Where jit is disabled a program is not compiled, but must still take and place what it would.
         run = self.strategy.compile(replace(program, donate=()) if self._debug else program)
         return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
 

@@ -150,7 +150,7 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
         if now.reaches(Validating.BATCH_START):
             starts(host_batch, i, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch, loader)
-        now.advance(sums, at)
+        now.advance(sums, at)  # before the hook: a checkpoint that it takes holds this batch
         if values is not None:
             run.results.show_evaluation(now.table, values, suffix)
         ends(outputs, host_batch, i, idx)
@@ -162,6 +162,7 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
         wait.drain(sums[1])
         if run.control.interrupted:
             break
+    # A loader that gave batches before and none now is used up; one that never gave any was told of at the start.
     if now.sums is None and source.gave and not run.control.interrupted:
         raise source.empty()
     return kept + ([_to_host(*waiting)] if waiting is not None else [])

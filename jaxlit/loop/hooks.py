@@ -96,9 +96,10 @@ class Hook:
         log, live = hooks.log, hooks.live
         outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, by a checkpoint say
         log.hook, hooks.inside = self.name, 0.0
-        if log.named:
+        if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
         begun = start = perf_counter()
+        # Timed without a context manager or a helper: this runs for every hook of every step.
         with collecting(log):
             for function in self.functions:
                 try:
@@ -110,6 +111,7 @@ class Hook:
                     raise
                 if result is not None and isinstance(result, (int, np.integer)) and result == -1:
                     skip = True
+                # After each owner, so that an error names the one who wrote.
                 if live is not None and live.touched:
                     hooks.settle(function.owner, self.name)
                 now = perf_counter()

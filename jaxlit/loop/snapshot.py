@@ -90,6 +90,7 @@ def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None
             _load(callback, saved[key], key)
     if datamodule is not None:
         _load(datamodule, _section(state, "datamodule"), type(datamodule).__name__)
+    # An empty state is none: whoever is not here now loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
 
 
@@ -121,7 +122,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     if saved is None or saved["idx"] != idx:
         return
     was = len(saved["states"])
-    if was == processes:
+    if was == processes:  # each process goes on with its own share
         source.load_state_dict(saved["states"][index])
         return
     theirs = saved["states"]
@@ -150,7 +151,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
         now = run.evaluation = Evaluation(**{k: saved[k] for k in plain_fields(Evaluation)})
-        if saved["sums"] is not None:
+        if saved["sums"] is not None:  # the validation was cut in the middle of a loader
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
             now.sums = [now.table.refit(sums, run.engine.strategy.window_replicas), count]
@@ -188,6 +189,7 @@ def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
     found |= {"sums": None, "metrics": []}
     if now.sums is not None and now.table is not None:
         table, count = now.sums
+        # The columns with them: a step that logs other metrics since must not add to these.
         found["sums"] = [_pack(fetch(table)), int(fetch(count))]
         found["metrics"] = [asdict(metric) for metric in now.table.metrics]
     return found
@@ -220,7 +222,7 @@ def _kept(hparams: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in hparams.items():
         try:
             found[name] = _plain(value, name)
-        except CheckpointError:
+        except CheckpointError:  # `load_from_checkpoint` asks for it by name
             continue
     return found
 

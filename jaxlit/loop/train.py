@@ -42,7 +42,7 @@ def fit(run: Run) -> None:
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
-    reload(run)
+    reload(run)  # a loader hook may know more by now, or have other data
     position, hooks = run.position, run.hooks
     # None where nobody has the hook: what is asked in every step costs no call.
     starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
@@ -100,6 +100,7 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
         logs, loss, outputs = engine.train_step(batch)
     else:
         logs, loss, outputs = tracing.step(engine, batch)
+    # Dispatched, not done: from here on only what is read waits for the device.
     run.results.latest = run.feeder.token = logs
     position.advance(at, stepping=stepping, last=last)
     if run.hooks.live is not None:
