@@ -21,14 +21,14 @@ class BestSoFar:
             if found is not None and getattr(callback, "monitor", None) == found[0]:
                 score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
                 if score is not None and math.isfinite(score):
-                    self._note(score, _step_of(getattr(callback, "best_model_path", "")), found[1])
+                    self._take(score, _step_of(getattr(callback, "best_model_path", "")), found[1])
                     return
 
     def update(self, trainer: "Trainer") -> bool:
         """Take the newest value, and tell whether it is the best."""
         if (found := _monitored(trainer)) is None or found[0] not in trainer.callback_metrics:
             return False
-        return self._note(float(trainer.callback_metrics[found[0]]), trainer.global_step, found[1])
+        return self._take(float(trainer.callback_metrics[found[0]]), trainer.global_step, found[1])
 
     def describe(self, trainer: "Trainer") -> str:
         """Return it in words; "" if there is none."""
@@ -37,7 +37,7 @@ class BestSoFar:
         value, step = self._best
         return f"best {found[0]} {value:.4g}" + (f" at step {step}" if step else "")
 
-    def _note(self, value: float, step: int, mode: str) -> bool:
+    def _take(self, value: float, step: int, mode: str) -> bool:
         sign = 1 if mode == "min" else -1
         if math.isnan(value) or (self._best is not None and sign * value >= sign * self._best[0]):
             return False

@@ -231,7 +231,7 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: "Trainer", epoch_over: bool, *, forced: bool) -> None:
         """Begin to write a checkpoint, once the one before is there."""
         trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
-        at = trainer.saver.place
+        at = trainer.saver.position
         if at == self._saved_at:
             return
         self.finish(trainer)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.errors import CheckpointError
+from jaxlit.errors import CheckpointError, StateError
 
 
 class Line(jl.TrainModule):
@@ -194,3 +194,20 @@ def test_an_error_in_load_state_dict_names_the_callback_and_keeps_what_it_raised
         train(Strict(), epochs=2, resume="auto")
     assert repr(raised.value.__cause__) == "KeyError('an older version')"
     assert state()["global_step"] == 3
+
+
+def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
+    """A save in it fails in a hook of another name; what it writes and logs then is still its own."""
+
+    class Fails(jl.Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            raise OSError("no room")
+
+    class Survives(jl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            with pytest.raises(OSError, match="no room"):
+                trainer.save_checkpoint("mine")
+            module.w[...] = jnp.ones(1)
+
+    with pytest.raises(StateError, match=r"Survives\.on_train_batch_end wrote to w\."):
+        train(Fails(), Survives(), enable_checkpointing=False)

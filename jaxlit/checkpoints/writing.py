@@ -82,7 +82,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     """
     path = Path(os.path.abspath(path))
     leads, token, problem = jax.process_index() == 0, secrets.token_hex(4), None
-    _check_place(path)
+    _check_path(path)
     token = agree("the checkpoint's temporary name", token)[0]
     temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
     saving = Saving(path)
@@ -117,7 +117,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     return saving
 
 
-def _check_place(path: Path) -> None:
+def _check_path(path: Path) -> None:
     """Refuse a path that would lose what stands there, or that cannot be written."""
     if "\\" in str(path) and os.sep == "/":  # which is a separator to the library that writes the arrays
         raise ArgumentError(f"{path} has a backslash in its name. Write checkpoints to another folder.")

@@ -37,12 +37,12 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         StateError: It writes to trained parameters in a lower precision than theirs.
     """
     closed = jax.make_jaxpr(pure.body("training", replica))(*args)
-    program, noted = closed.jaxpr, pure.noted("training")
+    program, traced = closed.jaxpr, pure.trace_of("training")
     parameters = len(jax.tree.leaves(args[:2]))  # only these are cast
     # nnx.scan and its like hand every variable back as a new value: what comes out as it came in was not written to.
-    noted.changed = tuple(
+    traced.changed = tuple(
         written and jaxpr.origin(program, program.outvars[1 + i], pure.rounded if i < parameters else ()) != i
-        for i, written in enumerate(noted.changed)
+        for i, written in enumerate(traced.changed)
     )
     _check_rounding(pure, *args[:3])
     _warn_of_no_gradient(pure.name, program, args[0])
@@ -55,7 +55,7 @@ def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any
     """Refuse or warn of writes to parameters that a step of lower precision sees rounded."""
     if pure.precision.compute is None or pure.precision.held is not None:
         return
-    changed, leaves = pure.noted("training").changed, pure.leaves(params, frozen, model_state)
+    changed, leaves = pure.trace_of("training").changed, pure.leaves(params, frozen, model_state)
     trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
     names = [leaf.name for leaf, written in zip(leaves, changed, strict=True) if written]
     low = jnp.dtype(pure.precision.compute).name

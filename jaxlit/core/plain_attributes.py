@@ -15,16 +15,16 @@ class _Held(NamedTuple):
     """A container and what it holds: it is the caller's own, which a step could write to."""
 
     container: Any
-    items: list[Any]  # as snapshots themselves
+    items: list[Any]  # themselves held
 
 
-def snapshot(module: nnx.Module) -> dict[str, Any]:
+def attributes_of(module: nnx.Module) -> dict[str, Any]:
     """Return each plain attribute of a module and its sub-modules, by path; containers by what they hold."""
-    return {name: _look(value, set()) for name, value in _attributes(module)}
+    return {name: _held(value, set()) for name, value in _attributes(module)}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two snapshots, or two dicts of attributes, hold the same."""
+    """Tell whether two dicts of attributes hold the same."""
     return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
 
 
@@ -35,7 +35,7 @@ def check_unchanged(before: dict[str, Any], module: nnx.Module, step: str) -> No
         StateError: Naming the attribute.
     """
     for name, value in _attributes(module):
-        if name in before and _same(before[name], _look(value, set())):
+        if name in before and _same(before[name], _held(value, set())):
             continue
         for held in before.values():
             _restore(held)
@@ -61,12 +61,12 @@ def _is_book(path: tuple[Any, ...]) -> bool:
     return any(str(part).startswith("_pytree__") for part in path)
 
 
-def _look(value: Any, seen: set[int]) -> Any:
+def _held(value: Any, seen: set[int]) -> Any:
     if not isinstance(value, (list, tuple, set, dict)) or id(value) in seen:
         return value
     seen = seen | {id(value)}
     items = [x for pair in value.items() for x in pair] if isinstance(value, dict) else list(value)
-    return _Held(value, [_look(x, seen) for x in items])
+    return _Held(value, [_held(x, seen) for x in items])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -74,10 +74,10 @@ class PureModule:
         """Return what each leaf of the state is, given arrays or their shapes."""
         found: list[Leaf] = []
 
-        def look(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
+        def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
             found.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
 
-        jax.eval_shape(look, params, frozen, model_state)
+        jax.eval_shape(rebuild, params, frozen, model_state)
         return found
 
     @property
@@ -88,9 +88,9 @@ class PureModule:
 
     def table(self, stage: str, loader: int | None = None) -> Table:
         """Return the metrics that a stage's step logs; it must have been traced."""
-        return self.noted(stage, loader).table
+        return self.trace_of(stage, loader).table
 
-    def noted(self, stage: str, loader: int | None = None) -> Traced:
+    def trace_of(self, stage: str, loader: int | None = None) -> Traced:
         """Return what the trace of a stage's step found out."""
         return self.traced[stage, loader]
 
@@ -137,7 +137,7 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        plain = side_effects.snapshot(module)
+        plain = side_effects.attributes_of(module)
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
@@ -155,7 +155,7 @@ class PureModule:
         else:
             changed, new = (), _written(given, new)
         traced = Traced(Table([]), outputs, rows, changed, batch=jax.tree.structure(batch))
-        self._note(stage, loader, collector, traced)
+        self._keep(stage, loader, collector, traced)
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
@@ -206,7 +206,7 @@ class PureModule:
                 "has a step of its own, or use strategy='ddp'."
             )
 
-    def _note(self, stage: str, loader: int | None, collector: Collector, traced: Traced) -> None:
+    def _keep(self, stage: str, loader: int | None, collector: Collector, traced: Traced) -> None:
         metrics = list(collector.metrics.values())
         if stage == "training":
             metrics = [Metric("loss", logger=False), *metrics]

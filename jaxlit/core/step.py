@@ -97,10 +97,10 @@ class TrainStep:
         self, replica: Replica, state: TrainState, batch: Any, share: float
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
-        noted, held = self.pure.noted("training"), (state.params, state.frozen, state.model_state)
+        traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
         batch = replica.constrain_batch(batch)
         body = self.pure.body("training", replica)
-        params, *rest = hand_out(replica, held, noted.sharing)
+        params, *rest = hand_out(replica, held, traced.sharing)
         rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
         factor, scale = replica.loss_factor, state.loss_scale
 
@@ -114,11 +114,11 @@ class TrainStep:
         if scale is not None:  # before anything looks at the gradients: clipping and the guard see the true ones
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
         new, (_, *values), weights, outputs = aux
-        new = gather(replica, _unless(held, new, noted.changed), noted.sharing)
+        new = gather(replica, _unless(held, new, traced.changed), traced.sharing)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
-        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
+        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, noted.sharing), share)
+        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, traced.sharing), share)
         return state, grads, entry, loss, outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
@@ -285,7 +285,7 @@ class EvalStep:
         table, batch_idx = sums
         body = self.pure.body(self.stage, replica, self.loader)
         _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
-        metrics, noted = self.pure.table(self.stage, self.loader), self.pure.noted(self.stage, self.loader)
-        entry = metrics.entry(*on_replica(replica, metrics, values, weights, noted.sharing), replica.share)
-        outputs = gather_outputs(replica, outputs, noted.sharing, noted.rows_of)
+        metrics, traced = self.pure.table(self.stage, self.loader), self.pure.trace_of(self.stage, self.loader)
+        entry = metrics.entry(*on_replica(replica, metrics, values, weights, traced.sharing), replica.share)
+        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
         return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.intake import Intake
-from jaxlit.data.source import Source, with_place
+from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
@@ -117,11 +117,11 @@ class Feeder:
                 if drawn is _END or (thread is not None and thread.given_up):
                     return
                 if isinstance(drawn, _Failure):
-                    raise with_place(drawn.error, source.argument, self._epoch(), k - 1)
+                    raise located(drawn.error, source.argument, self._epoch(), k - 1)
                 try:
                     host, batch = handling.intake(drawn[0])
                 except Exception as error:
-                    with_place(error, source.argument, self._epoch(), k - 1)
+                    located(error, source.argument, self._epoch(), k - 1)
                     raise
                 placed = None
                 if handling.agreement is None:

@@ -3,7 +3,7 @@
 import logging
 
 from jaxlit.data.intake import Intake
-from jaxlit.data.source import Source, with_place
+from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 
 _logger = logging.getLogger("jaxlit")
@@ -29,7 +29,7 @@ def check_first(source: Source, limit: int | None, intake: Intake, watchdog: Wat
             if (doubts := source.doubts(batch)) is not None:
                 _logger.warning(doubts)
     except Exception as error:
-        with_place(error, source.argument, 0, 0)
+        located(error, source.argument, 0, 0)
         raise
     finally:
         watchdog.rest()

@@ -224,7 +224,7 @@ def length_of(loader: Any) -> int | None:
     return None if length >= sys.maxsize // 2 else length  # grain's repeat() without end
 
 
-def with_place(error: BaseException, argument: str, epoch: int, batch: int) -> BaseException:
+def located(error: BaseException, argument: str, epoch: int, batch: int) -> BaseException:
     """Return an error with a note that says which loader raised it, and where."""
     error.add_note(f"It was raised by {argument} in epoch {epoch}, batch {batch}.")
     if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone

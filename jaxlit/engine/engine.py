@@ -313,7 +313,7 @@ class Engine:
         return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
 
     def _outputs(self, stage: str, loader: int | None = None) -> Any:
-        traced = self.pure.noted(stage, loader)
+        traced = self.pure.trace_of(stage, loader)
         treedef = jax.tree.structure(traced.outputs)
         return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
 

@@ -59,8 +59,8 @@ class lazy:
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
         return lambda: self.cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
-    def note(self, module: TrainModule) -> TrainModule:
-        """Keep the constructor's arguments as the hyperparameters of the built module."""
+    def with_hparams(self, module: TrainModule) -> TrainModule:
+        """Give the built module the constructor's arguments as its hyperparameters."""
         set_hparams(module, self.args, self.kwargs)
         return module
 
@@ -88,7 +88,7 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     blank = _abstract_state(params, rest)
     shardings = strategy.state_sharding(blank)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    return model.note(nnx.merge(graphs[0], *arrays))
+    return model.with_hparams(nnx.merge(graphs[0], *arrays))
 
 
 def _abstract_state(params: Any, model_state: Any) -> TrainState:

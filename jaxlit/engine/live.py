@@ -63,7 +63,7 @@ class Live:
             "nnx.Variable that an epoch hook writes to, pass it in the batch, or keep notes in a callback."
         )
 
-    def settle(self, owner: str, hook: str, adopt: bool) -> None:
+    def take_writes(self, owner: str, hook: str, adopt: bool) -> None:
         """Take over what a hook wrote to the module's Variables, or refuse it.
 
         Args:

@@ -37,23 +37,23 @@ def trace_step(
     states = (state.params, state.frozen, state.model_state, state.counters)
     programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
 
-    def note(replica: Replica, *args: Any) -> None:
+    def keep(replica: Replica, *args: Any) -> None:
         arguments = _arguments(replica, *args)
         program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         programs.append((program, shapes, results))
-        noted, rows = pure.noted(stage, loader), num_rows(arguments[3])
-        pairs = zip(noted.rows_of, jax.tree.leaves(results[1][3]), strict=True)
-        noted.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
+        traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
+        pairs = zip(traced.rows_of, jax.tree.leaves(results[1][3]), strict=True)
+        traced.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
 
     if strategy.replica.splits:
-        strategy.trace(note, states, batch)
+        strategy.trace(keep, states, batch)
         # With twice the rows: what differs then, in shapes and numbers, comes from them. One row alone could be any
         # array's only one.
         rows, least = num_rows(batch), strategy.num_replicas
         with contextlib.suppress(Exception):  # the step may take this very number only
             for factor in (2, 4) if rows <= least else (2,):
-                strategy.trace(note, states, with_rows(batch, factor * max(rows, least)))
+                strategy.trace(keep, states, with_rows(batch, factor * max(rows, least)))
     strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
     if strategy.replica.splits and strategy.num_replicas > 1:
         (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
@@ -67,9 +67,9 @@ def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, cou
 
 def _share(pure: PureModule, replica: Replica, stage: str, loader: int | None, traces: StepTraces) -> None:
     """Note how what the replicas compute becomes what one device computes."""
-    noted = pure.noted(stage, loader)
+    traced = pure.trace_of(stage, loader)
     if stage == "training":
         leaves = pure.leaves(*traces.arguments[:3])
-        noted.sharing = share_training(traces, replica, leaves, noted.changed, noted.rows_of)
+        traced.sharing = share_training(traces, replica, leaves, traced.changed, traced.rows_of)
     else:
-        noted.sharing = share_evaluation(traces, replica, noted.rows_of)
+        traced.sharing = share_evaluation(traces, replica, traced.rows_of)

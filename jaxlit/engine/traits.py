@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import same, snapshot
+from jaxlit.core.plain_attributes import attributes_of, same
 from jaxlit.core.precision import Precision
 from jaxlit.core.stage import STAGES
 from jaxlit.strategies.base import Strategy
@@ -34,7 +34,7 @@ class Traits:
         """Return the traits of a module's programs, if they were compiled now."""
         return cls(
             graphdef=nnx.graphdef(module),
-            plain=snapshot(module),
+            plain=attributes_of(module),
             steps=tuple(getattr(type(module), stage.step) for stage in STAGES.values()),
             strategy=strategy,
             setup=dict(vars(strategy)),

@@ -65,7 +65,7 @@ class TimedFunction:
         self.owner, self.function = owner, function
         self.calls, self.seconds, self.longest = 0, 0.0, 0.0
 
-    def note(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         """Count a call."""
         self.calls += 1
         self.seconds += seconds
@@ -106,16 +106,17 @@ class Hook:
                     result = function.function(hooks.trainer, hooks.module, *args)
                 except BaseException:
                     now = perf_counter()
-                    function.note(now - start - hooks.inside)
+                    function.add(now - start - hooks.inside)
                     hooks.inside = outer[2] + now - begun
+                    log.hook, log.named = outer[:2]  # the hook that called this one may go on
                     raise
                 if result is not None and isinstance(result, (int, np.integer)) and result == -1:
                     skip = True
                 # After each owner, so that an error names the one who wrote.
                 if live is not None and live.touched:
-                    hooks.settle(function.owner, self.name)
+                    hooks.take_writes(function.owner)
                 now = perf_counter()
-                function.note(now - start - hooks.inside)
+                function.add(now - start - hooks.inside)
                 start, hooks.inside = now, 0.0
         log.hook, log.named = outer[:2]
         hooks.inside = outer[2] + start - begun
@@ -148,7 +149,7 @@ class Hooks:
             log,
             datamodule,
         )
-        self.live: Live | None = None  # set while a fit owns the state
+        self.live: Live | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[Any, Hook] = {}  # by name
         for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
@@ -215,20 +216,22 @@ class Hooks:
                     first = error
                 else:
                     first.add_note(f"{function.owner}.{name} raised as well: {error!r}")
-            function.note(perf_counter() - start - self.inside)
+            function.add(perf_counter() - start - self.inside)
         return first
 
-    def take_over(self, caller: str) -> None:
-        """Take over what the hook that runs has written to the module so far, before `caller` uses it."""
-        self.settle(caller, self.log.hook)
+    def take_writes(self, owner: str) -> None:
+        """Take, or refuse, what the hook that runs has written to the module so far, before anything else uses it.
 
-    def settle(self, owner: str, hook: str) -> None:
-        """Take over, or refuse, what a hook wrote to the module."""
+        Args:
+            owner: Who has called the hook, or asks for what it wrote: errors name it.
+        """
+        hook = self.log.hook
         if self.live is not None and self.live.touched:
-            self.live.settle(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
+            self.live.take_writes(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
 
 
 def _refuse_gone(owner: Any) -> None:
+    # A hook of Lightning's that nothing calls would be silence: the model trains, and the hook's work is not done.
     for name, remedy in _GONE.items():
         if callable(getattr(type(owner), name, None)):
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")

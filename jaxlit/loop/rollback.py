@@ -56,7 +56,7 @@ def roll_back(run: Run, what: str) -> None:
         position.first_step = was.global_step
         engine.clear_sums()
     run.hooks.log.take_window()
-    run.pending, run.noted_bad_step = None, -1
+    run.pending, run.seen_bad_step = None, -1
     run.tracing.seen.clear()
     run.tracing.seek(was.global_step)
     if run.hooks.live is not None:

@@ -14,20 +14,19 @@ from jaxlit.loop.run import Run
 _logger = logging.getLogger("jaxlit")
 
 
-def note_row_of_step(run: Run) -> None:
-    """Note what the optimizer step has to log; it is read one step late, when its values are ready."""
+def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
+    """Return what the optimizer step has to log, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
-        run.pending = (run.results.latest, window, step)
+        return run.results.latest, window, step
     # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
-    elif traced := {name: total for name, total in window.items() if total.hook == TRACED}:
-        run.pending = (None, traced, step)
-    elif run.tracing.seen:
-        run.pending = (None, {}, step)
+    if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
+        return None, traced, step
+    return (None, {}, step) if run.tracing.seen else None
 
 
 def log_pending(run: Run) -> None:
@@ -77,9 +76,9 @@ def check_finite(run: Run) -> None:
             "rollback" only if there is nothing to go back to.
     """
     policy = run.settings.nan_policy
-    if policy == "ignore" or (bad := run.engine.bad_step()) == run.noted_bad_step:
+    if policy == "ignore" or (bad := run.engine.bad_step()) == run.seen_bad_step:
         return
-    run.noted_bad_step = bad  # told of once, whatever the policy
+    run.seen_bad_step = bad  # told of once, whatever the policy
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
     if policy == "skip":
         _logger.warning("%s The update was skipped.", what)

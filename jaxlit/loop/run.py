@@ -53,7 +53,7 @@ class Run:
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
-    noted_bad_step: int = -1
+    seen_bad_step: int = -1
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
@@ -73,7 +73,7 @@ class Run:
             self._next_validation = time.monotonic() + interval.total_seconds()
 
     def end_clock(self) -> None:
-        """Note that the run is over."""
+        """Stop the clock: the run is over."""
         self._ended = self._ended or time.monotonic()
 
     @property
@@ -86,8 +86,8 @@ class Run:
         for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
             source.close()
 
-    def note_lengths(self) -> None:
-        """Note how many batches the loaders have, for hooks, schedules and the loop."""
+    def count_batches(self) -> None:
+        """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = _count(self.train[1])
         self.control.num_val_batches = [_count(limit) for _, limit in self.val]

@@ -74,7 +74,7 @@ class Settings:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name, value in (given | _checked(given)).items():
             object.__setattr__(self, name, value)
-        _check_together(self)
+        _check_combinations(self)
 
     def of_trial(self) -> "Settings":
         """Return what a `fast_dev_run` makes of them: a few batches of everything, once."""
@@ -177,7 +177,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_together(s: Settings) -> None:
+def _check_combinations(s: Settings) -> None:
     """Refuse values that do not fit each other.
 
     Raises:

@@ -15,7 +15,7 @@ from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import check_finite, log_pending, log_row, note_row_of_step, row_of_epoch
+from jaxlit.loop.rows import check_finite, log_pending, log_row, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -120,14 +120,14 @@ def begin_steps(run: Run) -> None:
 
 
 def after_step(run: Run) -> bool:
-    """Log the row of the step before, note this one's, and validate if it is time; returns whether training is over."""
+    """Log the row of the step before, keep this one's, and validate if it is time; returns whether training is over."""
     position = run.position
     if run.pending is not None:
         log_pending(run)  # a rollback in it leaves the step without a row
     if run.deadline is not None:
         run.check_time()
     if position.reaches(Phase.ROW) and not position.filled:
-        note_row_of_step(run)
+        run.pending = row_of_step(run)
     if run.settings.debug:
         check_finite(run)
     if position.reaches(Phase.VALIDATION) and run.validates and run.validation_is_due(position.over):
@@ -157,7 +157,7 @@ def safe_point(run: Run, *, training_over: bool) -> None:
 
 
 def end_batches(run: Run) -> None:
-    """Note that the loader has no batch left for the epoch.
+    """Mark the epoch as over: the loader has no batch left for it.
 
     Raises:
         DataError: It gave none at all.
@@ -217,4 +217,4 @@ def reload(run: Run) -> None:
         for source, _ in run.val:
             source.close()
         run.val = run.loaders.open("validation", required=True)
-    run.note_lengths()
+    run.count_batches()

@@ -188,7 +188,7 @@ class _Follower:
         # A scanned array comes without its leading dim.
         xs = [replace(x, dim=x.dim - 1) if x.kind == "rows" else UNKNOWN if x.kind in PLACES else x for x in xs]
         body = params["jaxpr"], eqn.longer.params["jaxpr"]
-        carry, out = self._settle(body, head[:consts], head[consts:], xs)
+        carry, out = self._until_stable(body, head[:consts], head[consts:], xs)
         ys = [replace(y, dim=y.dim + 1) if y.kind == "rows" else y for y in out[carries:]]
         return [*carry, *ys]
 
@@ -196,11 +196,11 @@ class _Follower:
         params, longer = eqn.one.params, eqn.longer.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
         consts, carry = eqn.ins[first : first + second], eqn.ins[first + second :]
-        carry, _ = self._settle((params["body_jaxpr"], longer["body_jaxpr"]), consts, carry, [])
+        carry, _ = self._until_stable((params["body_jaxpr"], longer["body_jaxpr"]), consts, carry, [])
         (again,) = self.run(params["cond_jaxpr"], longer["cond_jaxpr"], [*eqn.ins[:first], *carry])
         return carry if again in (SAME, ZERO) else [UNKNOWN] * len(carry)
 
-    def _settle(
+    def _until_stable(
         self, body: tuple[Any, Any], consts: list[Relation], carry: list[Relation], xs: list[Relation]
     ) -> tuple[list[Relation], list[Relation]]:
         """Return a loop's carry that its body leaves as it is, and what the body returns for it."""

@@ -65,7 +65,7 @@ class faults:
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
 
-    def _note(self, operation: str, path: str) -> None:
+    def _record(self, operation: str, path: str) -> None:
         with self._lock:
             self.operations.append((operation, path))
             if self.at is None or len(self.operations) < self.at:
@@ -107,7 +107,7 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
     for fault in list(_active):
         inside = [path for path in known if path == fault.folder or path.startswith(fault.folder + os.sep)]
         if inside:
-            fault._note(event, inside[0])
+            fault._record(event, inside[0])
 
 
 def _absolute(path: Any, opened: list[int]) -> str | None:

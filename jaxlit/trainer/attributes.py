@@ -48,6 +48,6 @@ def of_session(doc: str, part: str = "") -> Any:
     return Attribute(doc, part)
 
 
-def told(read: Callable[[Any], Any]) -> Any:
-    """Return what a function tells of the session."""
+def fact(read: Callable[[Any], Any]) -> Any:
+    """Return a fact of the session, which a function reads."""
     return Attribute(read.__doc__, read=read)

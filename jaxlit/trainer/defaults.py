@@ -60,7 +60,7 @@ def all_callbacks(settings: Settings) -> Given:
         (ModelCheckpoint, "enable_checkpointing"),
     ):
         _add(found, kind, argument, check.boolean(argument, getattr(settings, argument)))
-    found = check_together(found)
+    found = check_callbacks(found)
     if settings.fast_dev_run:
         found = [c for c in found if c.in_fast_dev_run and c not in extra]
     saves = any(isinstance(c, ModelCheckpoint) for c in found)
@@ -73,7 +73,15 @@ def all_callbacks(settings: Settings) -> Given:
     return Given(found, extra, next(ours, None))
 
 
-def check_together(callbacks: list[Callback]) -> list[Callback]:
+def callbacks_of_module(module: Any) -> list[Callback]:
+    """Return the callbacks that a module adds."""
+    configure = getattr(module, "configure_callbacks", None)
+    if configure is None:
+        return []
+    return callbacks_of(f"callbacks of {type(module).__name__}.configure_callbacks", configure())
+
+
+def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
     """Return callbacks that can go together, those of the Trainer and those that a module adds.
 
     Raises:

@@ -44,7 +44,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
             f"Trainer(reload_dataloaders_every_n_epochs={every}) with loaders as arguments has nothing to reload. "
             "Pass a datamodule, or define train_dataloader in the module."
         )
-    run.note_lengths()
+    run.count_batches()
     if resume is not None:
         state, count = resume.checkpoint.state, strategy.num_processes
         for stage, pairs in (("training", [run.train]), ("validation", run.val)):
@@ -52,7 +52,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
                 snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
 
 
-def look_at_loaders(run: Run, watchdog: Watchdog) -> None:
+def check_loaders(run: Run, watchdog: Watchdog) -> None:
     """Refuse what no step could take before anything is compiled."""
     for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
         run.loaders.check_first(*pair, watchdog, required=pair is run.train)

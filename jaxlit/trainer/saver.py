@@ -72,7 +72,7 @@ class Saver:
         run = self._training()
         if not run.engine.state.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        run.hooks.take_over("Trainer.save_checkpoint")
+        run.hooks.take_writes("Trainer.save_checkpoint")
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(path))
@@ -110,8 +110,8 @@ class Saver:
         return self.run is not None and self.run.position.total_batch_idx > 0
 
     @property
-    def place(self) -> tuple[Any, ...]:
-        """What tells one place of training from another: two checkpoints of one place would be the same."""
+    def position(self) -> tuple[Any, ...]:
+        """What tells where training stands: two checkpoints of one position would be the same."""
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None

@@ -40,8 +40,8 @@ from jaxlit.loop.train import fit as loop_fit
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
-from jaxlit.trainer.defaults import Given, callbacks_of, check_together, tell_hyperparams
-from jaxlit.trainer.opening import look_at_loaders, open_fit
+from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, tell_hyperparams
+from jaxlit.trainer.opening import check_loaders, open_fit
 from jaxlit.trainer.resuming import check_window, restore_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
@@ -228,8 +228,8 @@ class Session:
 
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
-        self._added = [c for c in _configured(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
-        self.callbacks = check_together(self._with_default(mine) + self._added)
+        self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
+        self.callbacks = check_callbacks(self._with_default(mine) + self._added)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
@@ -247,12 +247,14 @@ class Session:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
+            # Behind setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
             with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
             error = _explained(error)
+            # Every callback hears of it and is torn down, whatever another one raises meanwhile.
             hooks.call_all("on_exception", error, error)
             hooks.call_all("teardown", verb, error)
             raise error
@@ -274,7 +276,8 @@ class Session:
             open_fit(run, self.strategy, resume)
         else:
             run.evaluated = run.loaders.open(stage.name, required=True)
-        look_at_loaders(run, watchdog)
+        # Before the engine: a bad batch is told in a moment, compiling for it would take minutes.
+        check_loaders(run, watchdog)
         run.engine = self.active = self._make_engine(run, fitting, own, resume)
         if fitting:
             self._begin_fit(run)
@@ -282,10 +285,11 @@ class Session:
             position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
             run.engine.state.count_from(position.global_step, position.epoch)
         run.feeder = self._make_feeder(run, watchdog)
+        # From here on the arrays are the engine's: hooks see them through the module, and leave it whole at the end.
         hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
-                if resume is not None:
+                if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 tell_hyperparams(hooks.callbacks, run.module)
@@ -303,6 +307,7 @@ class Session:
 
     def _engine_of_fit(self, run: Run, own: bool) -> Engine:
         settings = self.settings
+        # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
         return Engine(
             run.module,
@@ -352,7 +357,7 @@ class Session:
         if not callable(fn):
             raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         if self.active is not None and self.current is not None:
-            self.current.hooks.take_over("Trainer.apply")
+            self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
         module = self.module
         if module is None or self.current is None:
@@ -376,14 +381,6 @@ class Session:
         fitted = self.saver.run
         cut = fitted is not None and fitted.cut and fitted.position is self.position
         return self.position.epoch + cut
-
-
-def _configured(module: TrainModule) -> list[Callback]:
-    """Return the callbacks that the module adds."""
-    configure = getattr(module, "configure_callbacks", None)
-    if configure is None:
-        return []
-    return callbacks_of(f"callbacks of {type(module).__name__}.configure_callbacks", configure())
 
 
 def _explained(error: BaseException) -> BaseException:

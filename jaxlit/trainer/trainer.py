@@ -21,7 +21,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer import facts
-from jaxlit.trainer.attributes import argument, control, of_session, told
+from jaxlit.trainer.attributes import argument, control, fact, of_session
 from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
@@ -380,19 +380,19 @@ class Trainer:
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
     min_epochs: int = argument("Epochs before which `stop` does not end training.", facts.min_epochs)
     min_steps: int = argument("Optimizer steps before which `stop` does not end training.", facts.min_steps)
-    current_epoch: Any = told(facts.current_epoch)
-    global_step: Any = told(facts.global_step)
-    state: TrainState = told(facts.state)
-    hyperparams: Hyperparams = told(facts.hyperparams)
-    estimated_stepping_batches: int | float = told(facts.estimated_stepping_batches)
-    is_running: bool = told(facts.is_running)
-    data_wait: float = told(facts.data_wait)
-    compile_seconds: dict[str, float] = told(facts.compile_seconds)
-    run_dir: Path = told(facts.run_dir)
-    log_dir: Path = told(facts.log_dir)
-    loggers: list[Callback] = told(facts.loggers)
-    logger: Any = told(facts.logger)
-    checkpoint_callback: ModelCheckpoint | None = told(facts.checkpoint_callback)
-    checkpoint_callbacks: list[ModelCheckpoint] = told(facts.checkpoint_callbacks)
-    early_stopping_callback: Callback | None = told(facts.early_stopping_callback)
-    is_global_zero: bool = told(facts.is_global_zero)
+    current_epoch: Any = fact(facts.current_epoch)
+    global_step: Any = fact(facts.global_step)
+    state: TrainState = fact(facts.state)
+    hyperparams: Hyperparams = fact(facts.hyperparams)
+    estimated_stepping_batches: int | float = fact(facts.estimated_stepping_batches)
+    is_running: bool = fact(facts.is_running)
+    data_wait: float = fact(facts.data_wait)
+    compile_seconds: dict[str, float] = fact(facts.compile_seconds)
+    run_dir: Path = fact(facts.run_dir)
+    log_dir: Path = fact(facts.log_dir)
+    loggers: list[Callback] = fact(facts.loggers)
+    logger: Any = fact(facts.logger)
+    checkpoint_callback: ModelCheckpoint | None = fact(facts.checkpoint_callback)
+    checkpoint_callbacks: list[ModelCheckpoint] = fact(facts.checkpoint_callbacks)
+    early_stopping_callback: Callback | None = fact(facts.early_stopping_callback)
+    is_global_zero: bool = fact(facts.is_global_zero)
