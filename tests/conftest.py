@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.processes import CHEAP
+
+os.environ |= CHEAP  # here, since no test file may use jax before
 
 from jaxlit import Trainer
 from jaxlit.callbacks import ModelCheckpoint
 from jaxlit.testing import fake_devices
 
-fake_devices(8)  # here, since no test file may use jax before
+fake_devices(8)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from processes import Ended, launch, say
+from kit.processes import Ended, launch, say
 from scale import Scale
 
 import jaxlit as jl

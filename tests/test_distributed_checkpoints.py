@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from processes import launch, say
+from kit.processes import launch, say
 from test_distributed import Again, Net, rows
 
 import jaxlit as jl

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiles import compiles
 from flax import nnx
+from kit.compiles import compiles
 
 import jaxlit as jl
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiles import compiles
+from kit.compiles import compiles
 from tracing_model import QUIET, Sees, Walk, batches, fit, walk
 
 import jaxlit as jl

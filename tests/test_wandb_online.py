@@ -13,8 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.processes import Ended, say
 from PIL import Image
-from processes import Ended, say
 from wandb_backend import Backend, ReceivedArtifact, ReceivedRun
 from wandb_model import Line, data
 from wandb_runs import QUIET, STEP, files_of, lines_of, rows_of, start

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 from flax import nnx
-from processes import Ended, say
+from kit.processes import Ended, say
 from sweeps.wandb_faults import FAULTS, Fault, Outcome
 from sweeps.wandb_faults import run as run_faulty
 from wandb_backend import Backend

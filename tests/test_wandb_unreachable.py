@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 from flax import nnx
-from processes import Ended, launch, say
+from kit.processes import Ended, launch, say
 from wandb_model import Line, data
 
 import jaxlit as jl

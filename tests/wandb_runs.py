@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Ended, launch
+from kit.processes import Ended, launch
 from wandb_backend import Backend, ReceivedRun
 
 STEP = "trainer/global_step"

@@ -13,6 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+
+# Nearly all time of the tests goes to compiling small programs: they are kept from run to run, for all processes, and
+# compiled without what only long runs are worth.
+CHEAP = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax")),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": " ".join(
+        dict.fromkeys(
+            [
+                *os.environ.get("XLA_FLAGS", "").split(),
+                "--xla_backend_optimization_level=0",
+                "--xla_llvm_disable_expensive_passes=true",
+            ]
+        )
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -56,8 +74,7 @@ def launch(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     children = []
     for index in range(count):
         told = {"file": inspect.getfile(work), "name": work.__name__, "port": port if join else None}
@@ -110,7 +127,7 @@ def say(name: str, value: Any) -> None:
 _told: dict[str, Any] = {}
 
 if __name__ == "__main__":
-    sys.modules["processes"] = sys.modules["__main__"]  # for the test file's own import of it
+    sys.modules["kit.processes"] = sys.modules["__main__"]  # for the test file's own import of it
     _told |= json.loads(sys.argv[1])
     import jaxlit as jl
 

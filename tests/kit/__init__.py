@@ -1,0 +1,1 @@
+"""What tests share: modules, trainers, batches, loops by hand, journals."""

@@ -1,0 +1,72 @@
+"""Training loops written by hand, in numpy and in plain nnx with optax: what training is compared with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+
+def mean(windows: Sequence[Sequence[float]], w: float = 0.0) -> float:
+    """Return the weight of `Mean` after windows of equally large batches, given by their numbers."""
+    for window in windows:
+        w -= 0.5 * (w - sum(window) / len(window))
+    return w
+
+
+class HandLoop:
+    """Trains a module by plain nnx and optax.
+
+    Args:
+        module: The module; it is changed. Its `training_step` must not log: give `loss` otherwise.
+        tx: The optimizer; the module's own if there is none.
+        loss: The loss of (module, batch).
+        wrt: The Variables that are trained.
+    """
+
+    def __init__(self, module: Any, tx: Any = None, loss: Any = None, wrt: Any = nnx.Param) -> None:
+        self.module, self.wrt, self.losses = module, wrt, list[float]()
+        self.loss = loss or (lambda module, batch: module.loss(batch))
+        self.optimizer = nnx.Optimizer(module, tx or module.configure_optimizers(), wrt=wrt)
+
+    def __call__(self, *batches: Any) -> "HandLoop":
+        """Take a step on each batch."""
+        for batch in batches:
+            graph = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))
+            loss, grads = graph(self.module, batch)
+            self.optimizer.update(self.module, grads)
+            self.losses.append(float(loss))
+        return self
+
+    def window(self, *batches: Any) -> "HandLoop":
+        """Take one step on the mean over the rows of several batches of one size."""
+        return self(jax.tree.map(lambda *x: np.concatenate(x), *batches))
+
+
+def trained(module: Any, batches: Sequence[Any], tx: optax.GradientTransformation | None = None) -> Any:
+    """Return a module, a step on each batch later."""
+    return HandLoop(module, tx)(*batches).module
+
+
+def params_of(module: Any) -> dict[str, np.ndarray]:
+    """Return a module's parameters, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, nnx.Param)))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def state_of(module: Any) -> dict[str, np.ndarray]:
+    """Return all of a module's arrays, by path, random keys as their data."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
+    as_data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return {jax.tree_util.keystr(path): np.asarray(as_data(x)) for path, x in leaves}
+
+
+def assert_same(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Compare two modules' parameters, or two dicts of arrays."""
+    found, expected = (x if isinstance(x, dict) else params_of(x) for x in (found, expected))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(np.asarray(found[name]), x, rtol=rtol, atol=atol, err_msg=str(name))

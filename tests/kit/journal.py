@@ -1,0 +1,75 @@
+"""Callbacks that write down what happens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxlit as jl
+from kit.batches import number_of
+
+HOOKS = tuple(name for name in vars(jl.Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+# Those that Lightning has as well.
+LIGHTNINGS = tuple(h for h in HOOKS if h.startswith("on_") and h not in ("on_log", "on_trace", "on_safe_point"))
+
+
+def hooks(name: str = "Made", **functions: Callable[..., Any]) -> jl.Callback:
+    """Return a callback with these functions of (trainer, module, ...) as its hooks."""
+    return type(name, (jl.Callback,), {k: staticmethod(v) for k, v in functions.items()})()
+
+
+def at_batch(number: int, do: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
+    """Return a callback that does something at the end of a training batch, given by its index."""
+    return hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: do(t, m) if idx == number else None)
+
+
+class Rows(jl.Callback):
+    """Keeps the rows that are logged, as (step, values)."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
+        self.rows.append((step, dict(values)))
+
+    def of(self, name: str) -> list[float]:
+        """Return the values of one name, in order."""
+        return [values[name] for _, values in self.rows if name in values]
+
+
+class Losses(jl.Callback):
+    """Keeps each step's loss, and what else it returned."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class Journal(jl.Callback):
+    """Writes down every hook as (name, batch_idx, dataloader_idx, epoch, global_step), and the numbers of batches."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.batches: dict[str, list[int]] = {"train": [], "validation": [], "test": [], "predict": [], "sanity": []}
+
+    def put(self, hook: str, trainer: jl.Trainer, *args: Any) -> None:
+        index = loader = None
+        if "_batch_" in hook:
+            batch, index, *rest = args if hook.endswith("start") else args[1:]
+            loader = rest[0] if rest else None
+            if hook.endswith("start") and isinstance(batch, dict) and "x" in batch:
+                stage = "sanity" if trainer.sanity_checking else hook.split("_")[1]
+                self.batches[stage].append(number_of(batch))
+        self.events.append((hook, index, loader, trainer.current_epoch, trainer.global_step))
+
+    def named(self, hook: str) -> list[tuple[Any, ...]]:
+        return [event[1:] for event in self.events if event[0] == hook]
+
+    @property
+    def names(self) -> list[str]:
+        return [event[0] for event in self.events]
+
+
+for _hook in HOOKS:
+    if _hook not in ("on_log", "on_trace"):
+        setattr(Journal, _hook, lambda self, trainer, module, *args, hook=_hook: self.put(hook, trainer, *args))

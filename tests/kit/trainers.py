@@ -1,0 +1,38 @@
+"""Trainers as users get them: checkpoints, bar, summary and CSV file are on."""
+
+from typing import Any
+
+import jaxlit as jl
+
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
+THREE = ("single", "fsdp", "shard_map")  # one of each kind: one device, global arrays, replicas
+SEVERAL = STRATEGIES[1:]
+REPLICAS = ("shard_map", "pmap", "simulate:8")  # those that run a step once on each replica's rows
+
+# For what looks at the terminal, counts files or writes, or takes thousands of steps.
+BARE: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+_OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
+
+
+def splitting(name: str) -> Any:
+    """Return a strategy by its name; the sharding ones split even the smallest array."""
+    stage = {"fsdp": 3, "zero1": 1}.get(name)
+    return name if stage is None else jl.strategies.FSDP(stage=stage, min_size=0)
+
+
+def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
+    """Return a Trainer for one epoch on one device, if nothing else is said."""
+    return jl.Trainer(callbacks=[*callbacks], **({"strategy": "single", "max_epochs": 1} | arguments))
+
+
+def fit(module: Any, train: Any = None, val: Any = None, *callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
+    """Train, with arguments of the Trainer and of `fit`, and return the Trainer."""
+    of_fit = {key: arguments.pop(key) for key in _OF_FIT if key in arguments}
+    trainer = make_trainer(*callbacks, **arguments)
+    trainer.fit(module, train, val, **of_fit)
+    return trainer
