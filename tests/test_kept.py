@@ -313,3 +313,59 @@ def test_weights_held_in_low_precision_are_placed_once() -> None:
     module.kernel[...] = jnp.full((8, 4), 2.0)
     assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=2e-2)
     assert module.kernel[...].dtype == jnp.float32
+
+
+class Asks(Line):
+    """Its steps read what the Trainer tells of the run that goes on."""
+
+    def validation_step(self, batch: Any) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val/sum", self(batch["x"]).sum(1).mean() * (100.0 if self.trainer.should_stop else 1.0))
+        self.log("val/batches", jnp.float32(self.trainer.num_val_batches[0]))
+
+
+def make_asking() -> Asks:
+    return Asks(rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_a_step_that_asks_for_the_sanity_check_is_another_program_behind_it(strategy: str) -> None:
+    rows: list[dict[str, float]] = []
+
+    class Rows(jl.Callback):
+        def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
+            rows.append(values)
+
+    module, data = make_asking(), make_batches(count=3)
+    trainer = make_trainer(strategy, callbacks=[Rows()], max_epochs=3)
+    with compiles() as in_fit:
+        trainer.fit(module, data, data)
+    assert steps(in_fit).count("jit(eval_step)") == 2, "the check's, and one for all validations"
+    assert [row["val/batches"] for row in rows if "val/sum" in row] == [3.0] * 3
+    assert rows[-1]["val/sum"] == pytest.approx(expected(module, data), rel=1e-4)
+    with compiles() as found:
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-4)
+    assert steps(found) == []
+
+
+def test_a_step_that_asks_for_a_stop_is_told_of_the_one_that_came() -> None:
+    module, data, trainer = make_asking(), make_batches(), make_trainer(num_sanity_val_steps=0)
+    trainer.fit(module, data, data)
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    trainer.should_stop = True
+    assert value(trainer.validate(module, data)) == pytest.approx(100 * expected(module, data), rel=1e-5)
+    trainer.should_stop = False
+    with compiles() as found:
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    assert steps(found) == [], "the first program is kept"
+
+
+def test_a_function_of_apply_is_told_of_the_trainer_as_it_is() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    trainer.validate(module, data)
+    asks = lambda _: jnp.float32(trainer.max_epochs) + 10 * trainer.should_stop  # noqa: E731
+    assert float(trainer.apply(asks)) == 1.0
+    trainer.should_stop = True
+    assert float(trainer.apply(asks)) == 11.0
+    trainer.max_epochs = 5
+    assert float(trainer.apply(asks)) == 15.0

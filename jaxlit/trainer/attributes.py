@@ -4,6 +4,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from jaxlit.core.reads import READS
+
 
 class Attribute:
     """An attribute of the Trainer that is read from its session.
@@ -21,7 +23,12 @@ class Attribute:
         self._name, self._read = name, self._reader or attrgetter(f"{self._part}.{name}".lstrip("."))
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else self._read(trainer._session)
+        if trainer is None:
+            return self
+        value = self._read(trainer._session)
+        if (reads := READS.get()) is not None:  # a step is being traced, and this is compiled into it
+            reads.note(trainer, self._name, value)
+        return value
 
     def __set__(self, trainer: Any, value: Any) -> None:
         part = "callbacks" if self._name == "callbacks" else self._part
