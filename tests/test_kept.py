@@ -195,6 +195,65 @@ def test_a_class_whose_step_was_replaced_is_compiled_anew(monkeypatch: pytest.Mo
     assert value(trainer.validate(module, data)) == 7.0
 
 
+class Base(nnx.Module):
+    """What a part of a module inherits."""
+
+    def gain(self) -> float:
+        return 1.0
+
+    @property
+    def offset(self) -> float:
+        return 0.0
+
+
+class Part(Base):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((8, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x @ self.w) * self.gain() + self.offset
+
+
+class Whole(jl.TrainModule):
+    def __init__(self) -> None:
+        self.parts = nnx.List([Part()])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val/sum", self.parts[0](batch["x"]).mean())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "new", "change"),
+    [
+        (Part, "__call__", lambda self, x: 10 * (x @ self.w), lambda plain: 10 * plain),
+        (Base, "gain", lambda self: 3.0, lambda plain: 3 * plain),
+        (Base, "offset", property(lambda self: 5.0), lambda plain: plain + 5),
+    ],
+)
+def test_a_method_of_a_part_that_was_replaced_is_used(
+    owner: type, name: str, new: Any, change: Callable[[float], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, data, trainer = Whole(), make_batches(), make_trainer()
+    plain = value(trainer.validate(module, data))
+    assert plain == pytest.approx(float(np.mean([b["x"].sum(1).mean() for b in data])), rel=1e-5)
+    monkeypatch.setattr(owner, name, new)
+    assert value(trainer.validate(module, data)) == pytest.approx(change(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gain", "offset"])
+def test_code_that_a_notebook_put_into_a_method_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPython's autoreload does it: the function stays the same object."""
+    module, data, trainer = Whole(), make_batches(), make_trainer()
+    plain = value(trainer.validate(module, data))
+    method: Any = Base.gain if name == "gain" else Base.offset.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(method, "__code__", (lambda self: 3.0).__code__)
+    wanted = 3 * plain if name == "gain" else plain + 3
+    assert value(trainer.validate(module, data)) == pytest.approx(wanted, rel=1e-5)
+    with compiles() as found:
+        trainer.validate(module, data)
+    assert steps(found) == []
+
+
 def test_another_kind_of_batch_may_log_and_return_other_things() -> None:
     module, trainer = make_line(), make_trainer()
     data, more = make_batches(), make_batches("x", "y", "z")
