@@ -57,11 +57,11 @@ class Saving:
         """Wait until it is written; in several processes all must come here.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is as it was.
+            CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         if self._thread is not None:
             self._thread.join()
-        error, self._error = self._error, None
+        error = self._error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
 

@@ -37,9 +37,9 @@ class Saver:
         ...         self.finish(trainer)
         ...     def finish(self, trainer):
         ...         if self.saving is not None:
-        ...             self.saving.wait()
-        ...             trainer.saver.announce(self, self.saving.path)
-        ...             self.saving = None
+        ...             saving, self.saving = self.saving, None
+        ...             saving.wait()
+        ...             trainer.saver.announce(self, saving.path)
     """
 
     def __init__(self) -> None:
