@@ -292,7 +292,7 @@ class Session:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
-                tell_hyperparams(hooks.callbacks, run.module)
+                tell_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)
             if fitting:
