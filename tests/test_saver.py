@@ -1,7 +1,7 @@
 """`trainer.saver`: what a checkpoint writer of one's own may rely on."""
 
 import json
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.errors import CheckpointError
+from jaxlit.checkpoints import manifest
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.trainer.saver import Saver
 
 BATCHES = [{"x": np.full((2, 1), k, np.float32)} for k in range(6)]
@@ -103,3 +104,116 @@ def test_the_writer_of_the_docstring_writes() -> None:
     hears = Hears()
     make_trainer(of_the_docstring(), hears).fit(Line(), BATCHES)
     assert hears.heard == {"at_2": True, "at_4": True, "at_6": True}
+
+
+# Checkpoints that nobody waits for -------------------------------------------------------------------
+
+
+class Leaves(jl.Callback):
+    """Begins checkpoints and forgets them."""
+
+    def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+        trainer.saver.begin(f"kept/at_{trainer.global_step}")
+
+
+def test_the_end_of_a_run_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = manifest.seal
+    monkeypatch.setattr(manifest, "seal", lambda *args: (time.sleep(0.3), seal(*args)))
+    make_trainer(Leaves()).fit(Line(), BATCHES)
+    assert {path.parent.name for path in Path().glob("kept/*/MANIFEST.json")} == {f"at_{k}" for k in range(1, 7)}
+
+
+def test_one_that_could_not_be_written_is_raised_behind_teardown() -> None:
+    torn: list[str] = []
+
+    class Last(jl.Callback):
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            self.fault = jl.testing.faults("kept", at=in_background(trainer), kind="full")
+            self.fault.__enter__()
+            trainer.saver.begin("kept/a")
+
+        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+            torn.append(stage)
+
+    last = Last()
+    try:
+        with pytest.raises(CheckpointError, match="kept/a could not be written"):
+            make_trainer(last).fit(Line(), BATCHES)
+    finally:
+        last.fault.__exit__(None, None, None)
+    assert torn == ["fit"]
+
+
+def test_one_that_could_not_be_written_is_noted_on_the_error_of_the_fit() -> None:
+    class Both(jl.Callback):
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            self.fault = jl.testing.faults("kept", at=in_background(trainer), kind="full")
+            self.fault.__enter__()
+            trainer.saver.begin("kept/a")
+            raise RuntimeError("the first")
+
+    both = Both()
+    try:
+        with pytest.raises(RuntimeError, match="the first") as raised:
+            make_trainer(both).fit(Line(), BATCHES)
+    finally:
+        both.fault.__exit__(None, None, None)
+    (note,) = raised.value.__notes__
+    assert "begun before failed as well: CheckpointError(" in note and "kept/a could not be written" in note
+
+
+# Arguments -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["x", 1.5, True, -1])
+def test_an_order_that_is_no_count_is_refused(order: Any) -> None:
+    trainer = trained()
+    error = ArgumentError if order == -1 else ArgumentTypeError
+    with pytest.raises(error, match=r"^trainer\.saver\.begin\(order=\.\.\.\) takes an int of at least 0, got "):
+        trainer.saver.begin("kept/a", order)
+    assert not Path("kept").exists()
+
+
+def test_an_order_is_written_as_it_is_given() -> None:
+    trainer = trained()
+    trainer.saver.begin("kept/step_00000006", 7).wait()
+    trainer.saver.begin("kept/step_00000007").wait()
+    assert [order_of(f"kept/step_0000000{k}") for k in (6, 7)] == [7, 8]
+
+
+def test_two_that_are_written_at_once_have_an_order() -> None:
+    trainer = trained()
+    savings = [trainer.saver.begin(f"kept/step_0000000{k}") for k in (1, 2, 3)]
+    savings.append(trainer.saver.begin("other/step_00000001"))
+    for saving in savings:
+        saving.wait()
+    assert [order_of(f"kept/step_0000000{k}") for k in (1, 2, 3)] == [1, 2, 3]
+    assert order_of("other/step_00000001") == 1
+
+
+@pytest.mark.parametrize("path", [3, "", None])
+def test_a_path_that_is_none_is_refused_by_the_name_that_was_called(path: Any) -> None:
+    trainer, callback = trained(), jl.Callback()
+    for call, name in (
+        (lambda: trainer.saver.begin(path), r"trainer\.saver\.begin"),
+        (lambda: trainer.saver.announce(callback, path), r"trainer\.saver\.announce"),
+        (lambda: trainer.save_checkpoint(path), r"Trainer\.save_checkpoint"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=rf"^{name}\(path\) takes a path, got {path!r}\. Pass"):
+            call()
+
+
+def test_only_a_callback_announces() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"takes the callback that wrote the checkpoint, got 'me'\. Pass self"):
+        trained().saver.announce("me", "kept/a")  # type: ignore[arg-type]
+
+
+def test_a_relative_path_is_announced_as_begin_would_name_it() -> None:
+    class Where(jl.Callback):
+        def on_checkpoint_saved(self, trainer: Any, module: Any, callback: Any, path: Path) -> None:
+            self.found = path, callback
+
+    where = Where()
+    trainer = trained(where)
+    trainer.saver.announce(where, "kept/a")
+    assert where.found == (Path.cwd() / "kept" / "a", where)

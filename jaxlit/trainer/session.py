@@ -256,9 +256,9 @@ class Session:
             error = _explained(error)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
             hooks.call_all("on_exception", error, error)
-            hooks.call_all("teardown", verb, error)
+            self.saver.finish(hooks.call_all("teardown", verb, error))
             raise error
-        if (error := hooks.call_all("teardown", verb, None)) is not None:
+        if (error := self.saver.finish(hooks.call_all("teardown", verb, None))) is not None:
             raise error
 
     def _run_loops(

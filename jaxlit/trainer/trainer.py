@@ -316,7 +316,7 @@ class Trainer:
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.begin(path).wait()
+        self.saver.save(path)
 
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
