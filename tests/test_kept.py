@@ -343,6 +343,110 @@ def test_a_lazy_module_is_built_once_and_kept(strategy: str) -> None:
     assert again == []
 
 
+def make_small(rows: int) -> list[dict[str, np.ndarray]]:
+    return [{name: array[:rows] for name, array in batch.items()} for batch in make_batches()]
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+def test_programs_of_several_kinds_of_batches_are_kept_beside_each_other(strategy: str) -> None:
+    module, trainer, large, small = make_line(), make_trainer(strategy), make_batches(), make_small(4)
+    for data in (large, small, [large[0], small[1]], [small[0], large[1]]):
+        trainer.validate(module, data)
+    with compiles() as found:
+        for data in (small, large, [small[0], large[1]], [large[0], small[1]], make_batches()):
+            rows = {"x": np.concatenate([batch["x"] for batch in data])}
+            assert value(trainer.validate(module, data)) == pytest.approx(expected(module, [rows]), rel=1e-4)
+    assert found == []
+
+
+def test_so_are_those_of_several_loaders_in_either_order() -> None:
+    module, trainer, large, small = make_line(), make_trainer(), make_batches(), make_small(4)
+    trainer.fit(module, large, [large, small])
+    trainer.validate(module, [small, large])
+    with compiles() as found:
+        for order in ([large, small], [small, large], [large, small]):
+            metrics = trainer.validate(module, order)
+            for data, named, i in zip(order, metrics, (0, 1), strict=True):
+                assert named[f"val/sum/dataloader_idx_{i}"] == pytest.approx(expected(module, data), rel=1e-4)
+    assert found == []
+
+
+def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
+    module, trainer = make_line(), make_trainer()
+    lengths = range(1, 9)
+    kinds = [[{name: np.repeat(array, rows, 0) for name, array in make_batches()[0].items()}] for rows in lengths]
+    for data in (*kinds, kinds[0]):
+        trainer.validate(module, data)
+    trainer.validate(module, make_small(3))
+    with compiles() as found:
+        trainer.validate(module, kinds[0])  # used again behind the others
+        assert steps(found) == []
+        trainer.validate(module, kinds[1])
+    assert steps(found) == ["jit(eval_step)"]
+
+
+def test_setting_an_argument_that_no_step_reads_compiles_nothing() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+
+    class Sets(jl.Callback):
+        def on_train_epoch_start(self, trainer: jl.Trainer, module: Any) -> None:
+            trainer.log_every_n_steps = 1
+
+    trainer.callbacks = [Sets()]
+    trainer.fit(module, data, data)
+    with compiles() as found:
+        trainer.log_every_n_steps, trainer.max_epochs = 10, 7
+        trainer.validate(module, data)
+        trainer.log_every_n_steps, trainer.max_epochs = 10, 7
+        trainer.validate(module, data)
+    assert found == []
+
+
+def test_debug_is_not_that_of_the_programs_before() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    trainer.validate(module, data)
+    trainer.debug = True
+    with compiles() as found:
+        trainer.validate(module, data)
+    assert steps(found) == ["jit(eval_step)"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_lazy_module_survives_a_checkpoint_that_does_not_fit(strategy: str, tmp_path: Path) -> None:
+    wide, data = make_line(), make_batches()
+    wide.other = nnx.Param(jnp.ones(3))
+    first = make_trainer()
+    first.fit(wide, data)
+    first.save_checkpoint(tmp_path / "wide")
+    model, trainer = jl.lazy(Line), make_trainer(strategy)
+    with pytest.raises(jl.errors.CheckpointError, match="does not fit"):
+        trainer.validate(model, data, ckpt_path=tmp_path / "wide")
+    alone = make_trainer(strategy).validate(model, data)
+    assert value(trainer.validate(model, data)) == value(alone)
+
+
+def test_a_lazy_module_has_its_own_weights_behind_those_of_a_checkpoint(tmp_path: Path) -> None:
+    data, first = make_batches(), make_trainer(max_epochs=2)
+    first.fit(Line(rngs=nnx.Rngs(5)), data)
+    first.save_checkpoint(tmp_path / "kept")
+    model, trainer = jl.lazy(Line), make_trainer()
+    own = value(make_trainer().validate(model, data))
+    saved = value(first.validate(dataloaders=data))
+    found = [value(trainer.validate(model, data, ckpt_path=path)) for path in (tmp_path / "kept", None) * 2]
+    assert found == pytest.approx([saved, own] * 2, rel=1e-5) and own != pytest.approx(saved, rel=1e-2)
+
+
+def test_a_lazy_module_is_built_of_the_seed_that_holds() -> None:
+    model, data, trainer = jl.lazy(Line), make_batches(), make_trainer()
+    first = value(trainer.validate(model, data))
+    trainer.seed = 7
+    assert value(trainer.validate(model, data)) == value(make_trainer(seed=7).validate(model, data)) != first
+    trainer.fit(model, data)
+    trainer.seed = 0
+    assert value(trainer.validate(model, data)) == pytest.approx(expected(trainer.module, data), rel=1e-5)  # type: ignore[arg-type]
+    assert value(trainer.validate(model, data)) == value(trainer.validate(dataloaders=data)), "the one that fit trained"
+
+
 def test_a_fit_that_lost_its_arrays_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     module, data, trainer = make_line(), make_batches(), make_trainer()
 

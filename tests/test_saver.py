@@ -106,6 +106,68 @@ def test_the_writer_of_the_docstring_writes() -> None:
     assert hears.heard == {"at_2": True, "at_4": True, "at_6": True}
 
 
+# Where there is a fit to save ------------------------------------------------------------------------
+
+
+def test_while_a_second_fit_is_set_up_there_is_nothing_of_the_first() -> None:
+    told: list[Any] = []
+
+    class Asks(jl.Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            told.append((trainer.global_step, trainer.current_epoch, trainer.saver.has_trained))
+            with pytest.raises(AttributeError, match=r"trainer\.state is there from fit on"):
+                _ = trainer.state
+            with pytest.raises(CheckpointError, match="no training to save"):
+                trainer.saver.begin("kept/a")
+            with pytest.raises(ArgumentError, match=r"callback of the newest fit that keeps arrays, \[\] here"):
+                trainer.callback_arrays(self)
+
+        def init_arrays(self, params: Any) -> Any:
+            return {"count": jnp.zeros(())}
+
+        def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+            return {"count": arrays["count"] + 1}, params
+
+    trainer, asks = make_trainer(), Asks()
+    trainer.callbacks = [asks]
+    for _ in range(2):
+        trainer.fit(Line(), BATCHES)
+        assert (trainer.global_step, int(trainer.state.step), float(trainer.callback_arrays(asks)["count"])) == (
+            6,
+            6,
+            6,
+        )
+    assert told == [(0, 0, False)] * 2
+    assert not Path("kept").exists()
+
+
+def test_behind_a_fit_that_could_not_begin_all_tell_that_nothing_was_trained() -> None:
+    class Saves(jl.Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            if trainer.saver.has_trained:
+                trainer.save_checkpoint("kept/error")
+
+    trainer = trained(Saves())
+    with pytest.raises(jl.errors.DataError):
+        trainer.fit(Line(), [])
+    assert (trainer.global_step, trainer.current_epoch, trainer.saver.has_trained) == (0, 0, False)
+    with pytest.raises(CheckpointError, match="no training to save"):
+        trainer.save_checkpoint("kept/after")
+    assert not Path("kept").exists()
+
+
+def test_a_validation_saves_the_fit_before_it() -> None:
+    class Saves(jl.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            trainer.saver.begin("kept/a").wait()
+
+    trainer, module = make_trainer(), Line()
+    trainer.fit(module, BATCHES)
+    trainer.callbacks = [Saves()]
+    trainer.validate(module, BATCHES)
+    assert state_at("kept/a")["global_step"] == 6
+
+
 # Checkpoints that nobody waits for -------------------------------------------------------------------
 
 

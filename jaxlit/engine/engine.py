@@ -59,6 +59,7 @@ class Engine:
     Attributes:
         state: The arrays.
         pure: The module taken apart.
+        debug: See above.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Engine:
         wrt = optimizer.wrt if optimizer else nnx.Param
         self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
         self.evaluates_only = optimizer is None
-        self.tx, self._clip, self._debug = optimizer.tx if optimizer else optax.identity(), clip, debug
+        self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
         self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -118,7 +119,7 @@ class Engine:
 
         def inspect(replica: Replica, *args: Any) -> None:
             self.pure.body("training", replica)(*args)
-            inspect_step(self.pure, replica, *args, twice=self._debug)
+            inspect_step(self.pure, replica, *args, twice=self.debug)
 
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
         step = self._step = TrainStep(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
@@ -319,7 +320,7 @@ class Engine:
 
     def _compile(self, program: Program) -> Callable[..., Any]:
         # Where jit is disabled a program is not compiled, but must still take and place what it would.
-        run = self.strategy.compile(replace(program, donate=()) if self._debug else program)
+        run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
         return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
 
 
