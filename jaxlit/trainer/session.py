@@ -35,9 +35,9 @@ from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import check_fit, check_fitting, check_model, make_loaders
+from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
-from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, tell_hyperparams
+from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.opening import check_loaders, open_fit
 from jaxlit.trainer.resuming import restore_callbacks
@@ -179,9 +179,11 @@ class Session:
             setattr(self.control, name, value)
             return
         if where == "callbacks":
-            self.callbacks = list(value)
+            self.callbacks = check_callbacks(callbacks_of("callbacks", value))
             return
-        self.settings = dataclasses.replace(self.settings, **{name: value})
+        settings = dataclasses.replace(self.settings, **{name: value})
+        check_accumulation(self.active, settings)
+        self.settings = settings
         if self.current is not None:
             self.current.settings = self.settings
 
