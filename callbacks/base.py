@@ -321,6 +321,9 @@ class Callback:
 
         When training goes on from a checkpoint without them, they are made anew from its parameters.
 
+        Both methods are compiled: an attribute of the callback that they read has, for the whole fit, the value that it
+        had when they were traced. What changes belongs into the arrays, or follows from `global_step`.
+
         Args:
             params: The trained parameters of step 0, a pytree of arrays as they are held.
 
@@ -341,6 +344,8 @@ class Callback:
 
     def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
         """Return the arrays and the parameters after an optimizer step: a pure function, compiled into it.
+
+        Attributes that it reads are compiled in, see `init_arrays`.
 
         It runs once an optimizer step, behind the optimizer, however many batches a step takes. In a step that is left
         out as not finite the arrays and the parameters stay as they were. Callbacks run in their order, each with the

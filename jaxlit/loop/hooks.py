@@ -249,13 +249,13 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
-def fitting(callback: Callback, hook: str) -> Callable[..., Any]:
-    """Return a callback's method that can be called as `Callback`'s is.
+def fitting(callback: Callback, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
+    """Return a callback's method that can be called with these arguments, left out with those of `Callback`'s own.
 
     Raises:
         ModuleError: It takes other arguments.
     """
-    return _fitting(callback, hook, _arguments(hook))
+    return _fitting(callback, hook, _arguments(hook) if arguments is None else arguments)
 
 
 def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
