@@ -98,7 +98,7 @@ class Callback:
     """
 
     runs_last: bool = False
-    """Whether `on_train_epoch_end` comes after the module's own, so that it sees what the module logged."""
+    """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
 
     in_fast_dev_run: bool = True
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""

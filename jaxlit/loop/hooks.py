@@ -169,7 +169,7 @@ class Hooks:
 
     def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order behind the module.
-        late = name == "on_train_epoch_end"
+        late = name in ("on_train_epoch_end", "on_safe_point")
         owners = [c for c in self.callbacks if overrides(c, name)]
         found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
         if callable(getattr(type(self.module), name, None)):

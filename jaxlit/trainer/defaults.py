@@ -16,7 +16,7 @@ from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.core.side_tables import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting
+from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 
 
@@ -64,7 +64,7 @@ def all_callbacks(settings: Settings) -> Given:
     found = check_callbacks(found)
     if settings.fast_dev_run:
         found = [c for c in found if c.in_fast_dev_run and c not in extra]
-    saves = any(isinstance(c, ModelCheckpoint) for c in found)
+    saves = any(isinstance(c, ModelCheckpoint) or overrides(c, "on_safe_point") for c in found)
     if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
         raise ArgumentError(
             "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "

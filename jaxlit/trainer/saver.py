@@ -18,7 +18,7 @@ class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
     Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` find by themselves;
-    any other is gone on from by its path. `nan_policy="rollback"` goes back to those of a `ModelCheckpoint` only.
+    any other is gone on from by its path.
 
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
@@ -26,7 +26,7 @@ class Saver:
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
-        ...     saving, last = None, 0
+        ...     runs_last, saving, last = True, None, 0
         ...     def on_fit_start(self, trainer, module):
         ...         trainer.saver.check()
         ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
@@ -93,6 +93,7 @@ class Saver:
             order = max([last_order(where.parent), *beside]) + 1
         saving = save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
         self._open = [*(x for x in self._open if not x.was_awaited), saving]
+        run.written.append(saving)
         return saving
 
     def finish(self, first: BaseException | None) -> BaseException | None:
