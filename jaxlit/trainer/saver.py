@@ -1,6 +1,7 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ class Saver:
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
 
+    Args:
+        fitted: Returns that fit, None if there is none.
+
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
@@ -43,14 +47,9 @@ class Saver:
         ...             trainer.saver.announce(self, saving.path)
     """
 
-    def __init__(self) -> None:
-        # The fit that is saved, and the checkpoints of it that were begun and not waited for.
-        self.run: Run | None = None
-        self._open: list[Saving] = []
-
-    def follow(self, run: Run | None) -> None:
-        """Save this fit from now on, or none."""
-        self.run = run
+    def __init__(self, fitted: Callable[[], Run | None]) -> None:
+        self._fitted = fitted
+        self._open: list[Saving] = []  # those that nobody may have waited for yet
 
     def begin(self, path: str | Path, order: int | None = None) -> Saving:
         """Begin to write a checkpoint; training goes on meanwhile.
@@ -103,7 +102,8 @@ class Saver:
             first: An error that came before.
         """
         left, self._open = [saving for saving in self._open if not saving.was_awaited], []
-        if first is not None and self.run is not None and self.run.engine.strategy.num_processes > 1:
+        run = self._fitted()
+        if first is not None and run is not None and run.engine.strategy.num_processes > 1:
             return first  # the other processes may be elsewhere, and all of them must wait together
         for saving in left:
             try:
@@ -129,12 +129,12 @@ class Saver:
         Raises:
             NonFiniteError: A step was not, and the policy is to raise.
         """
-        if self.run is not None:
-            check_finite(self.run)
+        if (run := self._fitted()) is not None:
+            check_finite(run)
 
     def is_finite(self) -> bool:
         """Tell whether every floating number of the training state is finite; waits for the device."""
-        return self.run is None or self.run.engine.state.is_finite()
+        return (run := self._fitted()) is None or run.engine.state.is_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
         """Call `on_checkpoint_saved` of all callbacks: a checkpoint is whole on the disk.
@@ -158,7 +158,7 @@ class Saver:
     @property
     def has_trained(self) -> bool:
         """Whether the fit has taken a step, or was resumed."""
-        return self.run is not None and self.run.position.total_batch_idx > 0
+        return (run := self._fitted()) is not None and run.position.total_batch_idx > 0
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -169,11 +169,11 @@ class Saver:
         return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
 
     def _training(self) -> Run:
-        if self.run is None:
+        if (run := self._fitted()) is None:
             raise CheckpointError(
                 "There is no training to save. Save from a hook of fit, or after it; in setup there is no state yet."
             )
-        return self.run
+        return run
 
 
 def check_path(path: Any, owner: str) -> None:

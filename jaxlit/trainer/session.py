@@ -63,6 +63,7 @@ class Session:
         callbacks: Those of the newest run, or the Trainer's own.
         module: The module of the newest run.
         current: The newest run.
+        fitted: The newest fit, from where it has a state; None once another one begins.
         running: Whether it goes on.
         position: Where training stands.
         results: The metrics.
@@ -73,22 +74,19 @@ class Session:
         self, trainer: Any, settings: Settings, strategy: Strategy, given: Given, config: dict[str, Any]
     ) -> None:
         self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
-        self.control, self.position, self.results, self.saver = Control(), Position(), Results(), Saver()
+        self.control, self.position, self.results = Control(), Position(), Results()
+        self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self._added: list[Callback] = []  # callbacks of the last module
         self._engines, self.folder = Engines(strategy), RunFolder(settings.default_root_dir)
         self.current: Run | None = None
+        self.fitted: Run | None = None
         self.running = False
 
     @property
-    def fitted(self) -> Run | None:
-        """The newest fit, from where it has a state; None once another one begins."""
-        return self.saver.run
-
-    @property
     def engine(self) -> Engine | None:
-        """The engine of that fit."""
+        """The engine of the newest fit."""
         return None if self.fitted is None else self.fitted.engine
 
     @property
@@ -213,7 +211,7 @@ class Session:
             loaders.datamodule.trainer = self._trainer
         self.results.clear()
         if stage.verb == "fit":
-            self.saver.follow(None)  # together with the position: what asks where training stands gets one answer
+            self.fitted = None  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
             self.control.should_stop, self.control.stop_reason = False, None
         try:
@@ -308,7 +306,7 @@ class Session:
                 type(run.module).__name__,
             )
         run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
-        self.saver.follow(run)
+        self.fitted = run
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
         return Feeder(
