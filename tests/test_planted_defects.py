@@ -1,0 +1,13 @@
+"""The list of planted defects is up to date; tests/sweeps/mutants.py runs it."""
+
+from sweeps.mutants import defects
+
+
+def test_each_planted_defect_still_fits_the_code_and_names_tests_that_there_are() -> None:
+    stale = [f"{defect.name}: {defect.problem}" for defect in defects() if defect.problem]
+    assert not stale, "\n".join(stale)
+
+
+def test_no_defect_is_planted_twice() -> None:
+    found = [(defect.file, defect.old, defect.new) for defect in defects()]
+    assert len(found) == len(set(found))
