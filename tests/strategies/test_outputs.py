@@ -9,6 +9,7 @@ import pytest
 from kit.line import (
     START,
     Line,
+    Outputs,
     Step,
     make_batches,
     outputs_of,
