@@ -311,3 +311,9 @@ def test_a_dropout_under_remat_or_jit_drops_what_it_drops_without(strategy: str)
     np.testing.assert_allclose(weights[nnx.remat], weights[plainly], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(weights[nnx.jit], weights[plainly], rtol=1e-6, atol=1e-6)
     assert np.abs(weights[plainly] - by_hand(START, [[b] for b in batches])).max() > 1e-3  # it has dropped
+
+
+@pytest.mark.parametrize(("strategy", "devices", "count"), [("simulate:4", "auto", 4), ("simulate", 3, 3)])
+def test_as_many_replicas_are_simulated_as_were_asked_for(strategy: str, devices: Any, count: int) -> None:
+    made = make_trainer(strategy=strategy, devices=devices).strategy
+    assert (made.num_replicas, made.mesh.size) == (count, 1)
