@@ -2,7 +2,13 @@
 
 from typing import Any
 
+import jax
+from flax import nnx
+
 import jaxlit as jl
+from jaxlit.core.module import optimizer_of
+from jaxlit.core.precision import Precision
+from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
 
 
@@ -36,3 +42,21 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
     assert len(found) == 1, list(engine._programs)
     program: Any = getattr(found[0], "split", found[0])
     return program.lower(engine.state.leaves, engine.strategy.shard_batch(batch))
+
+
+def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: bool = False) -> tuple[Any, Any]:
+    """Return a module's training state of step 0, abstract, and its shardings; nothing is compiled.
+
+    Args:
+        strategy: The strategy.
+        module: The module; its arrays may be shapes.
+        tx: The optimizer, if it is not the module's.
+        accumulate: Whether there is a window.
+    """
+    optimizer = optimizer_of(module) if tx is None else jl.Optimizer(tx)
+    _, params, frozen, rest = nnx.split(module, optimizer.wrt, nnx.Param, ...)
+    parts = [nnx.as_pure(part) for part in (params, frozen, rest)]
+    strategy.setup(jax.devices())
+    init = lambda *parts: init_state(optimizer.tx, None if accumulate else 0, Precision(), *parts)  # noqa: E731
+    state = jax.eval_shape(init, *parts)
+    return state, strategy.state_sharding(state)

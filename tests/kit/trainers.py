@@ -20,8 +20,8 @@ _OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
 
 
 def splitting(name: str) -> Any:
-    """Return a strategy by its name; the sharding ones split even the smallest array."""
-    stage = {"fsdp": 3, "zero1": 1}.get(name)
+    """Return a strategy by its name; the sharding ones, "zero2" among them, split even the smallest array."""
+    stage = {"fsdp": 3, "zero2": 2, "zero1": 1}.get(name)
     return name if stage is None else jl.strategies.FSDP(stage=stage, min_size=0)
 
 

@@ -1,5 +1,6 @@
 """What fully sharded training holds where, and that it trains like a single device."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from kit.inside import laid_out
+from kit.trainers import fit
 
 import jaxlit as jl
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 WIDTH, VOCAB = 64, 128
 
 
@@ -49,45 +51,36 @@ def tokens() -> jl.ArrayLoader:
     return jl.ArrayLoader(np.random.default_rng(0).integers(0, VOCAB, (32, 9)).astype(np.int32), 16)
 
 
-def shares(trees: Any) -> list[float]:
-    """Return the part of all bytes that each device holds."""
-    held: dict[Any, int] = {}
-    arrays = jax.tree.leaves(trees)
-    for x in arrays:
-        for shard in x.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return [size / sum(x.nbytes for x in arrays) for size in held.values()]
+@functools.cache
+def transformer() -> Transformer:
+    """Return a transformer whose weights are shapes only."""
+    return nnx.eval_shape(lambda: Transformer(rngs=nnx.Rngs(0)))
 
 
-def fitted(model: Any, data: Any, strategy: Any = "fsdp", **arguments: Any) -> jl.Trainer:
-    trainer = jl.Trainer(strategy=strategy, max_epochs=1, **arguments, **QUIET)
-    trainer.fit(model, data)
-    return trainer
+def share(state: Any, shardings: Any) -> float:
+    """Return the part of all bytes that a device holds."""
+    pairs = [*zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)]
+    held = sum(np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+    return float(held / sum(x.size * x.dtype.itemsize for x, _ in pairs))
 
 
-def test_each_of_8_devices_holds_at_most_14_percent_of_a_transformer() -> None:
-    state = fitted(Transformer(rngs=nnx.Rngs(0)), tokens()).state
-    held = shares((state.params, state.opt_state))
-    assert len(held) == 8
-    assert max(held) <= 0.14
+@pytest.mark.parametrize(
+    ("stage", "params", "grads", "opt_state"), ((1, 1.0, 1.0, 0.14), (2, 1.0, 0.14, 0.14), (3, 0.14, 0.14, 0.14))
+)
+def test_what_each_of_8_devices_holds_of_a_transformer(
+    stage: int, params: float, grads: float, opt_state: float
+) -> None:
+    state, shardings = laid_out(jl.strategies.FSDP(stage=stage), transformer(), accumulate=True)
+    most = {"params": params, "opt_state": opt_state}
+    for part, limit in most.items():
+        held = share(getattr(state, part), getattr(shardings, part))
+        assert held == 1.0 if limit == 1.0 else 0.125 <= held <= limit, part
+    held = share(state.window.grads, shardings.window.grads)
+    assert held == 1.0 if grads == 1.0 else 0.125 <= held <= grads
 
 
-def test_stage_1_splits_the_optimizer_alone() -> None:
-    state = fitted(Transformer(rngs=nnx.Rngs(0)), tokens(), "zero1").state
-    assert max(shares(state.opt_state)) <= 0.14
-    assert shares(state.params) == [1.0] * 8
-
-
-@pytest.mark.parametrize(("stage", "held"), ((1, 1.0), (2, 0.14), (3, 0.14)))
-def test_gradients_in_a_window_are_split_from_stage_2_on(stage: int, held: float) -> None:
-    strategy = jl.strategies.FSDP(stage=stage)
-    state = fitted(Transformer(rngs=nnx.Rngs(0)), tokens(), strategy, accumulate_grad_batches=2).state
-    assert max(shares(state.window.grads)) <= held
-    assert max(shares(state.params)) <= (0.14 if stage == 3 else 1.0)
-
-
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("accumulate", (1, 2))
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "accumulate"), ((1, 1), (2, 2), (3, 2)))
 def test_every_stage_trains_like_a_single_device(stage: int, accumulate: int) -> None:
     jl.testing.assert_same_training(
         lambda: Transformer(rngs=nnx.Rngs(0)),
@@ -99,6 +92,23 @@ def test_every_stage_trains_like_a_single_device(stage: int, accumulate: int) ->
         max_epochs=2,
         accumulate_grad_batches=accumulate,
     )
+
+
+def test_the_arrays_of_a_training_lie_as_they_were_laid_out() -> None:
+    class Finetuned(Transformer):
+        def configure_optimizers(self) -> jl.Optimizer:
+            return jl.Optimizer(optax.adamw(1e-2), wrt=nnx.All(nnx.Param, nnx.PathContains("head")))
+
+    module = Finetuned(rngs=nnx.Rngs(0))
+    before, head = np.array(module.embed.embedding[...]), np.array(module.head.kernel[...])
+    state = fit(module, tokens(), strategy="fsdp", accumulate_grad_batches=2).state
+    _, shardings = laid_out(jl.strategies.FSDP(), Finetuned(rngs=nnx.Rngs(0)), accumulate=True)
+    for part in ("params", "frozen", "opt_state", "window"):
+        pairs = zip(jax.tree.leaves(getattr(state, part)), jax.tree.leaves(getattr(shardings, part)), strict=True)
+        assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs), part
+    assert share(state.frozen, shardings.frozen) <= 0.14  # frozen ones are split too, and do not change
+    np.testing.assert_array_equal(module.embed.embedding[...], before)
+    assert np.abs(head - module.head.kernel[...]).max() > 0
 
 
 class Shapes(jl.TrainModule):
@@ -115,11 +125,11 @@ class Shapes(jl.TrainModule):
         return optax.sgd(1.0)
 
 
-AWKWARD = ((50257, 768), (1025, 64), (10,), (7, 13))
+AWKWARD = ((1257, 96), (1025, 64), (10,), (7, 13))
 
 
 def test_shapes_that_divide_in_one_dim_or_none_train() -> None:
-    trainer = fitted(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)])
+    trainer = fit(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
     weights = trainer.state.params["weights"]
     assert [weights[i].sharding.spec for i in range(4)] == [P(None, "fsdp"), P(None, "fsdp"), P(), P()]
     for i, shape in enumerate(AWKWARD):
@@ -145,45 +155,28 @@ def test_the_largest_dim_that_divides_is_split(shape: tuple[int, ...], spec: P) 
     assert strategy.spec(shape) == spec
 
 
-@pytest.mark.parametrize(
-    "tx",
-    (
-        optax.adamw(1e-2),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-        optax.adafactor(1e-2, min_dim_size_to_factor=8),
-        optax.contrib.muon(1e-2),
-        optax.masked(optax.adam(1e-2), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
-        optax.partition(
-            {"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2)},
-            lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params),
-        ),
-        optax.chain(optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
+OPTIMIZERS = {
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),  # rows and columns of moments, all of them small
+    "muon": optax.contrib.muon(1e-2),
+    "masked": optax.masked(optax.adam(1e-2), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+    "partition": optax.partition(
+        {"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2)},
+        lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params),
     ),
-    ids=("adamw", "clipped", "adafactor", "muon", "masked", "partition", "ema"),
-)
-def test_optimizer_state_is_split_as_its_parameters_are(tx: optax.GradientTransformation) -> None:
-    class Tuned(Transformer):
-        def configure_optimizers(self) -> optax.GradientTransformation:
-            return tx
-
-    state = fitted(Tuned(rngs=nnx.Rngs(0)), tokens()).state
-    specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(state.params)}
-    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape in specs and x.size > 1024]
-    assert all(x.sharding.spec == specs[x.shape] for x in moments)
+    "ema": optax.chain(optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
+}
 
 
-def test_frozen_parameters_are_split_too_and_do_not_change() -> None:
-    class Finetuned(Transformer):
-        def configure_optimizers(self) -> jl.Optimizer:
-            return jl.Optimizer(optax.adamw(1e-2), wrt=nnx.All(nnx.Param, nnx.PathContains("head")))
-
-    module = Finetuned(rngs=nnx.Rngs(0))
-    before = np.array(module.embed.embedding[...])
-    head = np.array(module.head.kernel[...])
-    state = fitted(module, tokens()).state
-    assert max(shares(state.frozen)) <= 0.14
-    np.testing.assert_array_equal(module.embed.embedding[...], before)
-    assert np.abs(head - module.head.kernel[...]).max() > 0
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_split_as_its_parameters_are(name: str) -> None:
+    state, shardings = laid_out(jl.strategies.FSDP(), transformer(), OPTIMIZERS[name])
+    of_params = zip(jax.tree.leaves(state.params), jax.tree.leaves(shardings.params), strict=True)
+    specs = {x.shape: s.spec for x, s in of_params}
+    pairs = zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(shardings.opt_state), strict=True)
+    moments = [(x.shape, s.spec) for x, s in pairs if x.shape in specs and x.size > 1024]
+    assert bool(moments) == (name != "adafactor")
+    assert all(spec == specs[shape] for shape, spec in moments)
 
 
 @pytest.mark.parametrize("arguments", ({"stage": 0}, {"stage": "3"}, {"min_size": -1}, {"min_size": 1.5}))

@@ -11,13 +11,19 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kit.line import (
+    START,
+    Line,
+    assert_weights,
+    by_hand,
+    make_batches,
+    outputs_of,
+)
+from kit.trainers import REPLICAS, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.core.replica import Replica
 from jaxlit.errors import StateError
-
-PER_REPLICA = ("shard_map", "pmap", "simulate:8")
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -46,7 +52,7 @@ def first_gradients(strategy: Any, batch: dict[str, np.ndarray]) -> dict[str, np
     return jl.testing.train(lambda: Linear(rngs=nnx.Rngs(0)), [batch], strategy=strategy, steps=1, max_epochs=1).grads
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
     batch = arrays(32)
     expected = full_batch_gradient(batch)
@@ -89,11 +95,11 @@ class KeepMasks(jl.Callback):
 def masks_of(strategy: str, rows: int = 16) -> tuple[list[np.ndarray], Noisy]:
     keep, module = KeepMasks(), Noisy(rngs=nnx.Rngs(0))
     batch = np.ones((rows, 64), np.float32)
-    jl.Trainer(strategy=strategy, max_epochs=1, callbacks=[keep], **QUIET).fit(module, [batch, batch])
+    fit(module, [batch, batch], None, keep, strategy=strategy)
     return keep.masks, module
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 def test_each_replica_draws_its_own_dropout_mask(strategy: str) -> None:
     first = masks_of(strategy)[0][0].reshape(8, 2, 64)
     assert len({replica.tobytes() for replica in first}) == 8
@@ -105,7 +111,7 @@ def test_equal_masks_are_refused_if_keys_are_not_folded(monkeypatch: pytest.Monk
         masks_of("shard_map")
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 def test_keys_leave_the_step_unfolded_and_counts_advance(strategy: str) -> None:
     masks, module = masks_of(strategy)
     fresh = Noisy(rngs=nnx.Rngs(0))
@@ -121,7 +127,7 @@ def test_per_replica_strategies_draw_the_same_masks() -> None:
         np.testing.assert_array_equal(masks_of(strategy)[0], reference)
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 def test_a_tail_sees_the_masks_of_a_single_device(strategy: str) -> None:
     np.testing.assert_array_equal(masks_of(strategy, rows=13)[0], masks_of("single", rows=13)[0])
 
@@ -137,11 +143,11 @@ class Normed(Linear):
 
 def statistics(strategy: Any) -> tuple[np.ndarray, np.ndarray]:
     module = Normed(rngs=nnx.Rngs(0))
-    jl.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(module, [arrays(32)])
+    fit(module, [arrays(32)], strategy=strategy)
     return np.asarray(module.norm.mean[...]), np.asarray(module.norm.var[...])
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
     x = arrays(32)["x"]
     mean, var = statistics(strategy)
@@ -156,32 +162,13 @@ def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
         jl.strategies.PMap(sync_batchnorm=False),
         jl.strategies.Simulated(8, sync_batchnorm=False),
     ],
-    ids=PER_REPLICA,
+    ids=REPLICAS,
 )
 def test_without_sync_the_replicas_statistics_are_averaged(strategy: jl.Strategy) -> None:
     x = arrays(32)["x"].reshape(8, 4, 4)
     mean, var = statistics(strategy)
     np.testing.assert_allclose(mean, 0.01 * x.mean((0, 1)), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(var, 0.99 + 0.01 * x.var(1).mean(0), rtol=1e-5)
-
-
-class Counting(Linear):
-    """Keeps an integer that depends on the rows it saw."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        super().__init__(rngs=rngs)
-        self.seen = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        self.seen[...] += (batch["x"] > 0).sum().astype(jnp.int32)
-        return super().training_step(batch)
-
-
-@pytest.mark.parametrize("strategy", PER_REPLICA)
-def test_an_integer_that_counts_rows_counts_those_of_all_replicas(strategy: str) -> None:
-    module, batches = Counting(rngs=nnx.Rngs(0)), [arrays(32), arrays(13)]
-    jl.Trainer(strategy=strategy, max_epochs=1, **QUIET).fit(module, batches)
-    assert int(module.seen[...]) == sum(int((batch["x"] > 0).sum()) for batch in batches)
 
 
 def test_a_tail_counts_once_in_metric_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +182,7 @@ def test_a_tail_counts_once_in_metric_weights(monkeypatch: pytest.MonkeyPatch) -
     loader = jl.ArrayLoader(data, 32)
 
     def epoch_mean() -> float:
-        trainer = jl.Trainer(strategy="shard_map", max_epochs=1, accumulate_grad_batches=2, **QUIET)
-        trainer.fit(Mean(rngs=nnx.Rngs(0)), loader)
+        trainer = fit(Mean(rngs=nnx.Rngs(0)), loader, strategy="shard_map", accumulate_grad_batches=2)
         return trainer.callback_metrics["x"]
 
     assert epoch_mean() == pytest.approx(data["x"].mean(), rel=1e-5)
@@ -207,7 +193,7 @@ def test_a_tail_counts_once_in_metric_weights(monkeypatch: pytest.MonkeyPatch) -
 
 def test_meshes_have_auto_axes() -> None:
     for name in ("single", "ddp", "fsdp", "shard_map", "pmap", "simulate:2"):
-        mesh = jl.Trainer(strategy=name, max_epochs=1, **QUIET).strategy.mesh
+        mesh = make_trainer(strategy=name).strategy.mesh
         assert set(mesh.axis_types) == {AxisType.Auto}
 
 
@@ -219,7 +205,7 @@ def test_explicit_axes_break_an_ordinary_layer() -> None:
         jax.jit(lambda x, kernel: x @ kernel)(x, kernel)
 
 
-@pytest.mark.parametrize("strategy", PER_REPLICA)
+@pytest.mark.parametrize("strategy", REPLICAS)
 @pytest.mark.parametrize("devices", (1, 2, 8))
 def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: int) -> None:
     class Coupled(Linear):
@@ -239,3 +225,95 @@ def test_a_replica_has_one_body_for_each_of_its_two_programs() -> None:
     assert replica.splits and replica.share == 1.0
     whole = replace(replica, whole=True)
     assert not whole.splits and whole.share == 1 / 8
+
+
+# Random numbers of nnx transforms ---------------------------------------------------------------------
+
+
+class Stacked(Line):
+    """Three dropouts that nnx.vmap has built, and so one stack of three keys."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        super().__init__()
+
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def build(rngs: nnx.Rngs) -> nnx.Dropout:
+            return nnx.Dropout(0.5, rngs=rngs)
+
+        self.drop = build(rngs)
+
+    def masks(self, x: jax.Array) -> jax.Array:
+        """Return the three masks of a batch, rows first."""
+        apply = nnx.vmap(lambda drop, x: drop(x), in_axes=(0, None), out_axes=0)
+        return jnp.swapaxes(apply(self.drop, jnp.ones((x.shape[0], 16))), 0, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self.loss(batch), "masks": self.masks(batch["x"])}
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"masks": self.masks(batch["x"])}
+
+
+def keys_of(module: Any) -> list[np.ndarray]:
+    return [np.asarray(jax.random.key_data(x[...])) for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngKey)]
+
+
+@pytest.mark.parametrize("strategy", ["shard_map", "pmap"])
+def test_stacked_dropouts_draw_their_own_masks_on_each_replica_and_keep_their_keys(strategy: str) -> None:
+    module, batches = Stacked(rngs=nnx.Rngs(0)), make_batches(16, 16)
+    keys = keys_of(module)
+    assert [x.shape[0] for x in keys] == [3]
+    masks = np.stack(
+        [found["masks"] for found in outputs_of("fit", module, batches, strategy)]
+    )  # (batch, row, layer, 16)
+    assert set(np.unique(masks)) == {0.0, 2.0}
+    # 96 draws of 16 bits each: equal ones would be a key that was used twice.
+    assert len(np.unique(masks.reshape(-1, 16), axis=0)) > 90
+    assert_weights(module, by_hand(START, [[b] for b in batches]))
+    np.testing.assert_array_equal(keys_of(module), keys)
+    (count,) = [x[...] for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngCount)]
+    np.testing.assert_array_equal(np.asarray(count), [2, 2, 2])
+
+
+@pytest.mark.parametrize("strategy", ["single", "pmap", "simulate:8"])
+def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
+    for found in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
+        np.testing.assert_array_equal(found["masks"], 1.0)
+
+
+class Dropped(Line):
+    """A line behind a dropout, which one of nnx's transforms may run."""
+
+    def __init__(self, transform: Any, *, rngs: nnx.Rngs) -> None:
+        super().__init__()
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.transform = transform
+
+    def loss(self, batch: Any) -> jax.Array:
+        x = self.transform(lambda drop, x: drop(x))(self.drop, batch["x"])
+        return jnp.mean((x @ self.w - batch["y"]) ** 2)
+
+
+def plainly(fn: Any) -> Any:
+    return fn
+
+
+@pytest.mark.parametrize("strategy", ["shard_map", "pmap"])
+def test_a_dropout_under_remat_or_jit_drops_what_it_drops_without(strategy: str) -> None:
+    weights, batches = {}, make_batches(16, 16)
+    for transform in (plainly, nnx.remat, nnx.jit):
+        module = Dropped(transform, rngs=nnx.Rngs(0))
+        keys = keys_of(module)
+        make_trainer(strategy=strategy).fit(module, batches)
+        weights[transform] = np.asarray(module.w[...])
+        np.testing.assert_array_equal(keys_of(module), keys)
+    np.testing.assert_allclose(weights[nnx.remat], weights[plainly], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(weights[nnx.jit], weights[plainly], rtol=1e-6, atol=1e-6)
+    assert np.abs(weights[plainly] - by_hand(START, [[b] for b in batches])).max() > 1e-3  # it has dropped
+
+
+@pytest.mark.parametrize(("strategy", "devices", "count"), [("simulate:4", "auto", 4), ("simulate", 3, 3)])
+def test_as_many_replicas_are_simulated_as_were_asked_for(strategy: str, devices: Any, count: int) -> None:
+    made = make_trainer(strategy=strategy, devices=devices).strategy
+    assert (made.num_replicas, made.mesh.size) == (count, 1)

@@ -1,0 +1,222 @@
+"""What is computed in 16 bits and what is kept in 32, against formulas and a loop that casts by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import sized
+from kit.by_hand import assert_same
+from kit.journal import hooks
+from kit.modules import Linear, module
+from kit.trainers import fit, splitting
+
+import jaxlit as jl
+from jaxlit.core.precision import Precision
+from jaxlit.errors import NonFiniteError, StateError
+
+LOW = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16, "bf16-true": jnp.bfloat16}
+
+
+def scalar(loss: Callable[..., jax.Array], tx: Any, start: float = 0.0) -> Any:
+    """Return a module of one weight `w`, whose loss is `loss(w, batch)`."""
+
+    def init(self: Any) -> None:
+        self.w = nnx.Param(jnp.full((), start, jnp.float32))
+
+    return module(lambda self, batch: loss(self.w[...], batch), tx=tx, init=init)
+
+
+def constant(*values: float) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.full(8, value, np.float32)} for value in values]
+
+
+def floats(tree: Any) -> set[Any]:
+    """Return the dtypes of the floating leaves."""
+    return {x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@pytest.mark.parametrize("strategy", ("single", "fsdp", "shard_map"))
+def test_bf16_true_holds_bfloat16_parameters_and_float32_statistics(strategy: str) -> None:
+    seen: list[Any] = []
+
+    class Noting(Linear):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.mean = nnx.BatchStat(jnp.zeros(8))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            seen.append((batch["x"].dtype, self.kernel[...].dtype))
+            self.mean[...] = batch["x"].mean(0)
+            return self.loss(batch)
+
+    made = Noting()
+    state = fit(made, sized(8, 8, features=8), strategy=splitting(strategy), precision="bf16-true").state
+    assert seen and set(seen) == {(jnp.dtype(jnp.bfloat16),) * 2}
+    assert floats((state.params, state.opt_state)) == {jnp.dtype(jnp.bfloat16)} == {made.kernel[...].dtype}
+    assert floats(state.model_state) == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("single", "32-true"), ("single", "bf16-true"), *((s, "bf16-mixed") for s in ("single", "ddp", "pmap"))],
+)
+def test_updates_too_small_for_16_bits_add_up_only_in_float32_parameters(strategy: str, precision: str) -> None:
+    # 256 d loss/dw = -(1 + 256 (w - 1)): a step that sees w rounded to 1 has the same gradient whatever w is.
+    # Divided by 256 the loss and what is computed on the way fit float16 at the first scale.
+    def loss(w: jax.Array, batch: Any) -> jax.Array:
+        return jnp.mean(-(w + 128 * (w - 1) ** 2) * batch["x"]) / 256
+
+    rate, w = 2.0**-13, 1.0
+    made = scalar(loss, optax.sgd(256 * rate), start=1.0)
+    fit(made, constant(1, 1, 1), strategy=strategy, precision=precision)
+    for _ in range(3):
+        w = w + rate * (1 + 256 * (w - 1))
+    expected = {"32-true": w, "bf16-true": 1.0}.get(precision, 1 + 3 * rate)
+    # Only the powers of (w - 1) are rounded, in float32.
+    assert float(made.w[...]) == pytest.approx(expected, abs=1e-7 if precision == "32-true" else 0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("single", "bf16-mixed"), ("single", "bf16-true"), ("pmap", "16-mixed")]
+)
+def test_gradients_accumulate_in_float32(strategy: str, precision: str) -> None:
+    # 2048 + 1 + 1 is 2048 in either 16-bit type.
+    found: list[Any] = []
+    keep = hooks(on_train_batch_end=lambda t, *_: found.append((floats(t.state.window.grads), t.state.window.grads)))
+    made = scalar(lambda w, batch: jnp.mean(w * batch["x"]) / 4096, optax.sgd(1.0))
+    fit(made, constant(2048, 1, 1), None, keep, strategy=strategy, precision=precision, accumulate_grad_batches=3)
+    assert all(dtypes == {jnp.dtype(jnp.float32)} for dtypes, _ in found)
+    rounded = jnp.asarray(-2050 / 3 / 4096, jnp.bfloat16 if precision == "bf16-true" else jnp.float32)
+    assert float(made.w[...]) == pytest.approx(float(rounded), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_low_precision_step_is_that_of_a_loop_that_casts_by_hand(precision: str) -> None:
+    # So small a loss does not overflow at the first scale; a power of two rounds nothing.
+    low, factor, batches = LOW[precision], 2.0**-6, sized(8, 8, 5)
+    made = module(lambda self, batch: self.loss(batch) * factor, base=Linear)
+    params = {"kernel": made.kernel[...], "bias": made.bias[...]}
+    params = jax.tree.map(lambda x: jnp.array(x, low if precision == "bf16-true" else x.dtype), params)
+    fit(made, batches, precision=precision)
+
+    tx = optax.sgd(0.1, momentum=0.9)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            p, b = jax.tree.map(lambda x: x.astype(low), (params, batch))
+            return (jnp.mean((b["x"] @ p["kernel"] + p["bias"] - b["y"]) ** 2) * factor).astype(jnp.float32)
+
+        updates, opt_state = tx.update(jax.grad(loss_of)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
+    assert_same({k: np.asarray(getattr(made, k)[...], np.float32) for k in params}, params, rtol=0)
+
+
+# Loss scaling ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ("single", "shard_map"))
+def test_scaling_keeps_gradients_that_float16_alone_would_lose(strategy: str) -> None:
+    # 2^-30 is below the least float16, which is 2^-24.
+    made = scalar(lambda w, batch: jnp.mean(w * batch["x"]).astype(jnp.float32) * 2.0**-30, optax.sgd(2.0**30))
+    fit(made, constant(1, 1), strategy=strategy, precision="16-mixed")
+    assert float(made.w[...]) == -2.0
+
+
+def test_the_scale_doubles_after_2000_finite_steps_and_counts_again_from_an_overflow() -> None:
+    next_scale = jax.jit(Precision("16-mixed").next_scale)
+    fine, overflow = jnp.zeros((), bool), jnp.ones((), bool)
+    scale_after = lambda scale, steps, flag: next_scale(jnp.array([scale, steps], jnp.float32), flag).tolist()  # noqa: E731
+    assert Precision("16-mixed").first_scale().tolist() == [2.0**15, 0]  # type: ignore[union-attr]
+    assert scale_after(8, 0, fine) == [8, 1]
+    assert scale_after(8, 1998, fine) == [8, 1999]
+    assert scale_after(8, 1999, fine) == [16, 0]
+    assert scale_after(8, 1999, overflow) == [4, 0]
+    assert scale_after(8, 5, overflow) == [4, 0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "step", "end"),
+    [
+        # After 15 halvings the scale is 1, and the infinite slope of a root at 0 is no overflow of it.
+        (lambda w, batch: jnp.mean(jnp.sqrt(w) * batch["x"]), [1] * 20, 15, 0),
+        # A loss that is not finite is no overflow.
+        (lambda w, batch: jnp.mean(w * batch["x"]), [1, np.nan, 1], 1, -1),
+    ],
+)
+def test_what_no_scale_makes_finite_raises(loss: Any, values: list[float], step: int, end: float) -> None:
+    made = scalar(loss, optax.sgd(1.0))
+    with pytest.raises(NonFiniteError, match=f"at optimizer step {step} "):
+        fit(made, constant(*values), precision="16-mixed")
+    assert float(made.w[...]) == end
+
+
+@pytest.mark.parametrize("precision", ("32-true", "16-mixed"))
+def test_gradients_are_clipped_after_accumulation_and_without_the_loss_scale(precision: str) -> None:
+    # The mean of 6, -2 and -2 is 2/3, within the bound; clipped one by one they would give -1/3.
+    made = scalar(lambda w, batch: jnp.mean(w * batch["x"]) / 4, optax.sgd(1.0))
+    clip = {"gradient_clip_val": 0.25, "gradient_clip_algorithm": "value"}
+    fit(made, constant(6, -2, -2), precision=precision, accumulate_grad_batches=3, **clip)
+    assert float(made.w[...]) == pytest.approx(-1 / 6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "clip"),
+    [
+        ({}, optax.clip_by_global_norm(0.5)),  # the algorithm when none is named
+        ({"gradient_clip_algorithm": "norm"}, optax.clip_by_global_norm(0.5)),
+        ({"gradient_clip_algorithm": "value"}, optax.clip(0.5)),
+    ],
+)
+def test_clipping_is_optaxs(arguments: dict[str, Any], clip: Any) -> None:
+    batches, made, params = sized(8, 8, 8), Linear(), {"kernel": Linear().kernel[...], "bias": jnp.zeros(1)}
+    tx, clipped = optax.chain(clip, optax.sgd(0.1, momentum=0.9)), []
+    state = tx.init(params)
+    for batch in batches:
+        grads = jax.grad(lambda p, b=batch: jnp.mean((b["x"] @ p["kernel"] + p["bias"] - b["y"]) ** 2))(params)
+        clipped.append(bool(jnp.abs(clip.update(grads, clip.init(params))[0]["kernel"] - grads["kernel"]).max() > 0))
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert any(clipped)
+    fit(made, batches, gradient_clip_val=0.5, **arguments)
+    assert_same(made, {f"['{k}']": x for k, x in params.items()})
+
+
+# Writes in a lower precision -------------------------------------------------------------------------
+
+
+class Writes(Linear):
+    """Writes to its kernel, or to a frozen copy of it that trails behind."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.trail = nnx.Param(jnp.zeros((3, 1)))
+        self.target = target
+
+    def training_step(self, batch: Any) -> jax.Array:
+        variable = getattr(self, self.target)
+        variable[...] = 0.999 * variable[...] + 0.001 * self.kernel[...]
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return jl.Optimizer(optax.sgd(0.1), wrt=nnx.All(nnx.Param, nnx.PathContains("kernel")))
+
+
+def test_a_write_that_would_round_trained_weights_is_refused() -> None:
+    with pytest.raises(StateError, match="writes to kernel, which is trained, and under precision='bf16-mixed'"):
+        fit(Writes("kernel"), sized(8), precision="bf16-mixed")
+    fit(Writes("kernel"), sized(8), precision="bf16-true")
+
+
+def test_a_write_that_rounds_a_frozen_parameter_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Writes("trail"), sized(8), precision="bf16-mixed")
+    assert "writes to trail, an nnx.Param that it sees as bfloat16" in caplog.text

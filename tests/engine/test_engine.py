@@ -1,0 +1,101 @@
+"""The engine's promises: nothing is read, replicas reduce once, and no buffer is shared with the caller."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.inside import lowered
+from kit.journal import hooks
+from kit.modules import Linear, Net, module
+from kit.trainers import BARE, fit
+
+import jaxlit as jl
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[list[str]]:
+    """Record every read of an array's value; complete on arrays of two devices or more."""
+    cls, seen, saved = type(jnp.zeros(())), [], {}
+    value = saved["_value"] = cls.__dict__["_value"]
+    cls._value = property(lambda self: (seen.append("_value"), value.fget(self))[1])
+    for name in ("__array__", "__dlpack__", "__buffer__"):
+        if name in cls.__dict__:
+            old = saved[name] = cls.__dict__[name]
+            setattr(cls, name, lambda self, *a, _old=old, _n=name, **k: (seen.append(_n), _old(self, *a, **k))[1])
+    try:
+        yield seen
+    finally:
+        for name, old in saved.items():
+            setattr(cls, name, old)
+
+
+@pytest.mark.parametrize("strategy", ("fsdp", "pmap"))
+def test_no_array_is_read_between_log_points(strategy: str) -> None:
+    at: list[int] = []
+    with reads() as seen:
+        count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))
+        fit(Net(rngs=nnx.Rngs(0)), random(30), None, count, strategy=strategy, log_every_n_steps=10)
+    new = [batch for batch in range(1, 30) if at[batch] != at[batch - 1]]
+    # A row is due after batches 9, 19 and 29 and read one step late: before the end of 11 and 21 is noted.
+    assert new == [11, 21]
+
+
+def test_the_counter_of_reads_sees_a_read() -> None:
+    array = jax.device_put(np.ones(8), jax.sharding.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P()))
+    with reads() as seen:
+        float(array.sum())
+    assert seen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ("ddp", "shard_map", "pmap"))
+def test_3000_steps_on_8_devices_survive(strategy: str) -> None:
+    trainer = fit(Linear(), random(100), strategy=strategy, max_epochs=None, max_steps=3000, log_every_n_steps=0)
+    assert int(trainer.state.step) == trainer.global_step == 3000
+
+
+@pytest.mark.parametrize("strategy", ("shard_map", "pmap"))
+def test_replicas_reduce_once_an_optimizer_step(strategy: str) -> None:
+    def count(name: str, accumulate: int) -> int:
+        trainer = fit(Linear(), random(4), strategy=strategy, accumulate_grad_batches=accumulate, **BARE)
+        text = lowered(trainer, name, random(1)[0]).compile().as_text()
+        return len(re.findall(r" all-reduce(?:-start)?\(", text))
+
+    assert (count("micro_step", 4), count("train_step", 4), count("train_step", 1)) == (0, 1, 1)
+
+
+def test_the_callers_arrays_share_no_buffer_with_the_state() -> None:
+    net = Net(rngs=nnx.Rngs(0))
+    held = jax.tree.leaves(nnx.as_pure(nnx.state(net, nnx.Param)))
+    copies = [np.array(x) for x in held]
+    fit(net, random(3))
+    for x, copy in zip(held, copies, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), copy)
+
+
+def test_an_optimizer_that_keeps_the_parameters_themselves_is_donated() -> None:
+    keep = optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, params))
+    trainer = fit(module(base=Linear, tx=optax.chain(optax.sgd(0.1), keep)), random(3))
+    # The parameters as they were before the last step.
+    assert trainer.global_step == 3
+    kept: Any = trainer.state.opt_state[1]
+    assert float(jnp.abs(kept["kernel"] - trainer.state.params["kernel"]).max()) > 0
+
+
+def test_a_hook_that_keeps_an_array_of_an_earlier_step_is_told_to_copy_it() -> None:
+    kept: list[Any] = []
+
+    def look(trainer: jl.Trainer, *_: Any) -> None:
+        kept.append(trainer.state.params["kernel"])
+        np.asarray(kept[0])  # of the first step, which the second one has overwritten
+
+    with pytest.raises(jl.errors.StateError, match=r"a later step has overwritten it.*jax\.tree\.map\(jnp\.copy"):
+        fit(Linear(), random(3), None, hooks(on_train_batch_end=look), **BARE)

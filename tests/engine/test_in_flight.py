@@ -1,0 +1,47 @@
+"""How many steps may be dispatched and not finished."""
+
+from typing import Any
+
+import pytest
+from kit.batches import random
+from kit.modules import Linear
+from kit.trainers import BARE, fit
+
+from jaxlit.engine.in_flight import Bound
+
+
+class Token:
+    def __init__(self) -> None:
+        self.waited = False
+
+    def block_until_ready(self) -> None:
+        self.waited = True
+
+
+@pytest.mark.parametrize("limit", (1, 2, 3, 4, 32))
+def test_steps_in_flight_are_bounded(limit: int) -> None:
+    bound, tokens = Bound(limit), list[Any]()
+    for _ in range(200):
+        tokens.append(Token())
+        bound(tokens[-1])
+        # Steps run in order, so all before a step that was waited for are done.
+        done = max((i + 1 for i, t in enumerate(tokens) if t.waited), default=0)
+        assert len(tokens) - done <= limit
+
+
+def test_draining_waits_for_the_newest_step_once_a_period() -> None:
+    bound, tokens = Bound(4), [Token() for _ in range(6)]
+    for token in tokens:
+        bound.drain(token)  # type: ignore[arg-type]
+    assert [token.waited for token in tokens] == [False, True] * 3
+
+
+def test_the_training_and_validation_loops_wait_as_max_in_flight_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    for name in ("__init__", "__call__", "drain"):
+        old = getattr(Bound, name)
+        monkeypatch.setattr(Bound, name, lambda self, x, old=old, name=name: (found.append((name, x)), old(self, x))[1])
+    fit(Linear(), random(5), random(3), max_in_flight=6, num_sanity_val_steps=0, **BARE)
+    calls = [name for name, _ in found]
+    assert (calls.count("__call__"), calls.count("drain")) == (5, 3)
+    assert [x for name, x in found if name == "__init__"] == [6, 6]

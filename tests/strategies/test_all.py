@@ -1,0 +1,298 @@
+"""What every strategy promises, on one training each: numpy's numbers, one compile, everything donated."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import sized
+from kit.by_hand import assert_same
+from kit.compiles import compiles
+from kit.inside import leaves_of
+from kit.journal import Rows, hooks
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting
+
+import jaxlit as jl
+
+# Full batches, one of a single row, and one that does not divide among eight devices: it comes first.
+SIZES = (7, 16, 1, 16)
+REDUCED = ("mean", "sum", "min", "max")
+
+
+class Scale(jl.TrainModule):
+    """Multiplies rows by the vector 1, 2, ..., whose gradient is the rows' mean: everything has a formula."""
+
+    traces = 0
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.arange(1.0, 9.0))
+        self.rows = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def log_all(self, x: jax.Array) -> None:
+        for reduce_fx in REDUCED:
+            self.log(reduce_fx, getattr(x, reduce_fx)(), reduce_fx=reduce_fx, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any) -> dict[str, jax.Array]:
+        Scale.traces += 1
+        self.log_all(batch["x"])
+        self.rows[...] += batch["x"].shape[0]
+        return {"loss": (self.w[...] * batch["x"]).mean(), "row": batch["x"].sum(1)}
+
+    def validation_step(self, batch: Any) -> None:
+        self.log_all(batch["x"])
+
+    def predict_step(self, batch: Any) -> dict[str, jax.Array]:
+        return {"y": self.w[...] * batch["x"], "first": batch["x"][:, 0]}
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0)
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    found = sized(*SIZES, features=8)
+    for batch in found:
+        batch["x"][-1] = 100.0  # a row that is left out, doubled or padded shows
+    return found
+
+
+def whole(key: str = "x") -> np.ndarray:
+    return np.concatenate([batch[key] for batch in batches()]).astype(np.float64)
+
+
+def reduced(x: np.ndarray) -> Any:
+    return pytest.approx({name: getattr(x, name)() for name in REDUCED}, rel=1e-6)
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train two epochs, validate, test and predict; nothing of it may be changed."""
+    kept = SimpleNamespace(strategy=request.param, losses=[], outputs=[], alive=[], module=Scale())
+    held: list[Any] = []
+
+    def keep(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept.losses.append(float(outputs["loss"]))
+        kept.outputs.append(np.asarray(outputs["row"]))
+        kept.alive.append([i for i, x in enumerate(held) if not x.is_deleted()])
+
+    watch = hooks(on_train_batch_start=lambda trainer, *_: held.__setitem__(slice(None), leaves_of(trainer)))
+    watch.on_train_batch_end = keep
+    Scale.traces = 0
+    with compiles() as found:
+        root = tmp_path_factory.mktemp("run")
+        trainer = make_trainer(watch, strategy=splitting(request.param), max_epochs=2, default_root_dir=root)
+        trainer.fit(kept.module, batches(), batches())
+        kept.traces, kept.metrics = Scale.traces, dict(trainer.callback_metrics)
+        kept.validated = trainer.validate(kept.module, batches())
+        kept.predicted = trainer.predict(kept.module, batches())
+    kept.compiles, kept.trainer = Counter(found), trainer
+    return kept
+
+
+def test_the_weights_are_those_of_the_formula_whatever_the_rows(run: Any) -> None:
+    gradients = [batch["x"].astype(np.float64).mean(0) / 8 for batch in batches()]
+    np.testing.assert_allclose(run.module.w[...], np.arange(1.0, 9.0) - 2 * np.sum(gradients, 0), rtol=1e-5)
+    assert int(run.module.rows[...]) == 2 * sum(SIZES)
+    assert run.trainer.global_step == int(run.trainer.state.step) == 2 * len(SIZES)
+
+
+def test_each_loss_and_output_is_that_of_its_batch(run: Any) -> None:
+    w, losses = np.arange(1.0, 9.0), []
+    for batch in batches() * 2:
+        x = batch["x"].astype(np.float64)
+        losses.append((w * x).mean())
+        w = w - x.mean(0) / 8
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-5)
+    for found, batch in zip(run.outputs, batches() * 2, strict=True):
+        np.testing.assert_allclose(found, batch["x"].sum(1), rtol=1e-5)
+
+
+def test_metrics_of_an_epoch_and_of_a_validation_are_those_of_all_rows(run: Any) -> None:
+    assert run.metrics == reduced(whole())
+    assert run.validated == [reduced(whole())]
+
+
+def test_predictions_are_exactly_the_real_rows_in_loader_order(run: Any) -> None:
+    assert [type(x) for batch in run.predicted for x in batch.values()] == [np.ndarray] * 2 * len(SIZES)
+    for found, batch in zip(run.predicted, batches(), strict=True):
+        np.testing.assert_array_equal(found["first"], batch["x"][:, 0])
+        np.testing.assert_allclose(found["y"], np.asarray(run.module.w[...]) * batch["x"], rtol=1e-6)
+
+
+def test_each_kind_of_step_compiles_once_for_each_number_of_rows(run: Any) -> None:
+    steps = {name: count for name, count in run.compiles.items() if "_step" in name}
+    # `validate` compiles nothing that the fit has not compiled.
+    assert steps == {"jit(train_step)": 3, "jit(eval_step)": 3, "jit(predict_step)": 3}
+
+
+@pytest.mark.smoke
+def test_the_training_step_is_traced_once(run: Any) -> None:
+    # For each of three numbers of rows. Where replicas split the rows it is traced with more of them too, to see what
+    # depends on their number.
+    assert run.traces == {"shard_map": 5, "pmap": 6, "simulate:8": 6}.get(run.strategy, 3)
+
+
+@pytest.mark.smoke
+def test_a_step_donates_the_whole_state(run: Any) -> None:
+    # But for the first of an epoch: the sums of its metrics begin anew, and a checkpoint may be written meanwhile.
+    assert [run.alive[i] for i in range(2 * len(SIZES)) if i % len(SIZES)] == [[]] * 2 * (len(SIZES) - 1)
+
+
+# Accumulation and clipping ----------------------------------------------------------------------------
+
+WINDOWED = (8, 8, 8, 8, 8, 8, 8, 5)  # windows of 3, 3 and 2; the last batch neither fills its window nor divides by 8
+START = {"kernel": np.linspace(-1.0, 1.0, 8)[:, None], "bias": np.zeros(1)}
+
+
+class Line(jl.TrainModule):
+    """A linear regression, which counts and averages as it learns."""
+
+    def __init__(self) -> None:
+        self.kernel, self.bias = (nnx.Param(jnp.asarray(START[k], jnp.float32)) for k in ("kernel", "bias"))
+        self.seen = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        self.seen[...] += (batch["y"] > 0).sum()
+        self.log("y", batch["y"].mean(), on_epoch=True)
+        return jnp.mean((batch["x"] @ self.kernel + self.bias - batch["y"]) ** 2)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean(batch["x"]))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.05, momentum=0.9)
+
+
+def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.ndarray], list[bool]]:
+    """Take a clipped step with momentum for each window, in float64; returns also where clipping did something."""
+    params = dict(START)
+    momentum, clipped = {k: np.zeros_like(v) for k, v in params.items()}, []
+    for window in windows:
+        x, y = (np.concatenate([batch[key] for batch in window]).astype(np.float64) for key in ("x", "y"))
+        error = 2 * (x @ params["kernel"] + params["bias"] - y) / len(y)
+        grads = {"kernel": x.T @ error, "bias": error.sum(0)}
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        clipped.append(bool(norm > most))
+        for name, g in grads.items():
+            momentum[name] = 0.9 * momentum[name] + g * min(1.0, most / norm)
+            params[name] = params[name] - 0.05 * momentum[name]
+    return params, clipped
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "zero2"])
+def test_windows_are_clipped_steps_on_all_their_rows_and_validation_leaves_them_alone(strategy: str) -> None:
+    data, rows = sized(*WINDOWED, features=8), Rows()
+    windows = [data[:3], data[3:6], data[6:]]
+    expected, clipped = line_by_hand([*windows, *windows], 2.5)
+    assert any(clipped) and not all(clipped)
+    module, validated = Line(), []
+    count = hooks(on_validation_end=lambda trainer, module: validated.append(trainer.global_step))
+    trainer = fit(
+        module,
+        data,
+        sized(8, features=8, seed=1),
+        rows,
+        count,
+        strategy=splitting(strategy),
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        gradient_clip_val=2.5,
+        log_every_n_steps=1,
+        val_check_interval=4,  # in the middle of a window
+        num_sanity_val_steps=0,
+    )
+    assert trainer.global_step == 6 and validated == [1, 3, 4, 6]
+    assert_same({k: getattr(module, k)[...] for k in START}, expected)
+    y = [np.concatenate([batch["y"] for batch in window]) for window in windows]
+    assert int(module.seen[...]) == 2 * sum(int((part > 0).sum()) for part in y)
+    np.testing.assert_allclose(rows.of("y_step"), [part.mean() for part in y] * 2, rtol=1e-5)
+    np.testing.assert_allclose(rows.of("y_epoch"), [np.concatenate(y).mean()] * 2, rtol=1e-5)
+
+
+# Precision --------------------------------------------------------------------------------------------
+
+
+class Noting(jl.TrainModule):
+    """Notes the dtypes that a step sees; has a parameter, a frozen one and a statistic."""
+
+    seen: list[dict[str, Any]]
+
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.linspace(-1.0, 1.0, 8)[:, None])
+        self.frozen = nnx.Param(jnp.full(8, 1 + 2.0**-20))
+        self.mean = nnx.BatchStat(jnp.zeros(8))
+
+    def training_step(self, batch: Any) -> dict[str, jax.Array]:
+        self.mean[...] = batch["x"].mean(0)  # the step's own dtype: it is held in that of the variable
+        out = batch["x"] @ self.kernel[...] + 0 * self.frozen[...].sum()
+        loss = jnp.mean(out)
+        # Of eight rows 256, 1 and 1: bfloat16 holds neither 257 nor 256 + 1 + 1, float16 not the mean.
+        low = jnp.where(self.global_step == 0, 32, 0.125).astype(loss.dtype)
+        self.log("low", jnp.sum(jnp.broadcast_to(low, out.shape)), on_epoch=True, reduce_fx="sum")
+        self.log("high", 257.0 + self.global_step, on_epoch=True)
+        found = {**batch, "kernel": self.kernel[...], "frozen": self.frozen[...], "loss": loss}
+        self.seen.append({name: x.dtype for name, x in found.items()})
+        return {"loss": loss, "out": out}
+
+    def configure_optimizers(self) -> jl.Optimizer:
+        return jl.Optimizer(optax.adam(1e-3), wrt=nnx.PathContains("kernel"))
+
+
+def mixed_batch() -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    return {"x": x, "label": np.arange(8, dtype=np.int32), "mask": np.ones(8, bool)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [*((s, "bf16-mixed") for s in STRATEGIES), ("single", "16-mixed"), ("pmap", "16-mixed")]
+)
+def test_a_mixed_step_computes_low_and_everything_that_is_kept_is_float32(strategy: str, precision: str) -> None:
+    rows, outputs, module = Rows(), [], Noting()
+    Noting.seen = []
+    watch = hooks(on_train_batch_end=lambda t, m, out, *_: outputs.append((out["loss"].dtype, out["out"].dtype)))
+    arguments = {"strategy": splitting(strategy), "precision": precision, "log_every_n_steps": 1}
+    trainer = fit(module, [mixed_batch()] * 3, None, rows, watch, **arguments)
+    low = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}[precision]
+    computed = dict.fromkeys(("x", "kernel", "frozen", "loss"), low)
+    assert module.seen
+    for dtypes in module.seen:
+        assert dtypes == {**computed, "label": jnp.int32, "mask": jnp.bool_}
+    state = trainer.state
+    for part in (state.params, state.frozen, state.opt_state, state.model_state, nnx.state(module)):
+        kept = {x.dtype for x in jax.tree.leaves(part) if jnp.issubdtype(x.dtype, jnp.floating)}
+        assert kept == {jnp.dtype(jnp.float32)}
+    assert outputs == [(jnp.float32, low)] * 3
+    assert rows.of("high_step") == [257.0, 258.0, 259.0]
+    assert (rows.of("high_epoch"), rows.of("low_epoch")) == ([258.0], [258.0])
+    np.testing.assert_array_equal(module.frozen[...], np.full(8, 1 + 2.0**-20, np.float32))  # not rounded
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_halves_the_scale_and_changes_nothing_else(strategy: str) -> None:
+    # A gradient of 4 overflows float16 at scales 2^15 and 2^14: 2^13 is the first that holds it.
+    found: list[tuple[float, ...]] = []
+
+    class One(jl.TrainModule):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.zeros(8))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            return jnp.sum(jnp.mean(self.w * batch["x"], 0))
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.125, momentum=0.5)
+
+    def note(trainer: jl.Trainer, module: Any, *_: Any) -> None:
+        state = trainer.state
+        found.append((float(state.loss_scale[0]), float(state.opt_state[0].trace["w"][0]), float(module.w[...][7])))
+
+    data = [{"x": np.full((8, 8), 4, np.float32)}] * 4
+    trainer = fit(
+        One(), data, None, hooks(on_train_batch_end=note), strategy=splitting(strategy), precision="16-mixed", **BARE
+    )
+    assert found == [(2.0**14, 0, 0), (2.0**13, 0, 0), (2.0**13, 4, -0.5), (2.0**13, 6, -1.25)]
+    assert trainer.global_step == 4

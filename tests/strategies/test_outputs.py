@@ -1,0 +1,140 @@
+"""What leaves a step under strategies that split it: outputs and predictions are rows, counts or means of all rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.line import (
+    START,
+    Line,
+    Outputs,
+    Step,
+    make_batches,
+    outputs_of,
+    returning,
+)
+from kit.trainers import REPLICAS, make_trainer
+
+from jaxlit.errors import ModuleError
+
+
+@pytest.mark.parametrize(("strategy", "verb"), [("shard_map", "fit"), ("pmap", "validate"), ("simulate:8", "fit")])
+def test_an_output_is_averaged_although_a_later_batch_has_as_many_rows_a_replica(strategy: str, verb: str) -> None:
+    # 10 values; the second batch has 80 rows and so 10 a replica, the third has 10 in all.
+    scale = lambda module, batch: {"ten": jnp.arange(10.0) * batch["x"].mean(), "row": batch["x"].sum(1)}  # noqa: E731
+    batches = make_batches(208, 80, 10)
+    for found, batch in zip(outputs_of(verb, returning(scale), batches, strategy), batches, strict=True):
+        np.testing.assert_allclose(found["ten"], np.arange(10.0) * batch["x"].mean(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found["row"], batch["x"].sum(1), rtol=1e-6, atol=1e-6)
+
+
+def count_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"correct": (batch["x"][:, 0] > 0).sum()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows", "verb"),
+    [("ddp", 16, "fit"), ("simulate:8", 16, "fit"), ("shard_map", 23, "validate"), ("pmap", 23, "predict")],
+)
+def test_a_count_is_that_of_the_whole_batch(strategy: str, rows: int, verb: str) -> None:
+    batches = make_batches(rows)
+    (found,) = outputs_of(verb, returning(count_positive), batches, strategy)
+    assert found["correct"] == (batches[0]["x"][:, 0] > 0).sum() > 2
+
+
+def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"largest": batch["x"][:, 0].argmax()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows", "verb"),
+    [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
+)
+def test_an_int_that_is_another_on_each_replica_is_refused_by_its_name(strategy: str, rows: int, verb: str) -> None:
+    with pytest.raises(ModuleError, match=r"largest, int32\[\].*another on each replica"):
+        outputs_of(verb, returning(most_positive), make_batches(rows), strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "verb"), [("ddp", "fit"), *((name, "validate") for name in REPLICAS), ("pmap", "fit")]
+)
+def test_ints_that_are_rows_or_the_same_everywhere_leave_every_strategy(strategy: str, verb: str) -> None:
+    step = lambda module, batch: {"above": (batch["x"][:, 0] > 0).astype(jnp.int32), "same": jnp.int32(7)}  # noqa: E731
+    batches = make_batches(16, 23, 16)
+    for found, batch in zip(outputs_of(verb, returning(step), batches, strategy), batches, strict=True):
+        np.testing.assert_array_equal(found["above"], batch["x"][:, 0] > 0)
+        assert found["same"] == 7
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_predictions_are_rows_in_order_also_if_the_first_batch_does_not_divide(strategy: str) -> None:
+    step = lambda module, batch: {"sum": batch["x"] @ module.w, "id": jnp.rint(batch["y"]).astype(jnp.int32)}  # noqa: E731
+    batches = make_batches(7, 16, 5)
+    for found, batch in zip(outputs_of("predict", returning(step), batches, strategy), batches, strict=True):
+        np.testing.assert_allclose(found["sum"], batch["x"] @ START, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(found["id"], np.rint(batch["y"]))
+
+
+PREDICTIONS: dict[str, Step] = {
+    "transposed": lambda module, batch: {"transposed": batch["x"].T},
+    "spread": lambda module, batch: {"rows": batch["x"], "spread": batch["x"].std()},
+}
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("shard_map", "transposed"), ("pmap", "spread")])
+def test_predictions_that_are_no_rows_are_refused_by_their_name(strategy: str, name: str) -> None:
+    with pytest.raises(ModuleError, match=f"predict_step returned {name}, float32"):
+        outputs_of("predict", returning(PREDICTIONS[name]), make_batches(32), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp"])
+def test_transposed_predictions_leave_a_strategy_whose_step_sees_the_whole_batch(strategy: str) -> None:
+    batches = make_batches(32)
+    (found,) = outputs_of("predict", returning(PREDICTIONS["transposed"]), batches, strategy)
+    np.testing.assert_array_equal(found["transposed"], batches[0]["x"].T)
+
+
+def two_loaders() -> list[list[dict[str, np.ndarray]]]:
+    first, second = make_batches(8, 16)
+    return [[first], [{**second, "z": 2 * second["x"]}]]
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+def test_loaders_with_other_outputs_are_refused_by_name_and_told_the_remedy(strategy: str) -> None:
+    with pytest.raises(ModuleError, match="validation_step returned .*'z'.* take dataloader_idx as an argument"):
+        make_trainer(strategy=strategy).validate(returning(lambda module, batch: dict(batch)), two_loaders())
+
+
+@pytest.mark.parametrize("strategy", ["single", "pmap"])
+def test_a_step_that_takes_dataloader_idx_may_return_other_outputs_for_each_loader(strategy: str) -> None:
+    class Both(Line):
+        def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
+            self.log("which", 10.0 + dataloader_idx + 0 * self.loss(batch))
+            return {"z": batch["z"]} if dataloader_idx else {"x": batch["x"], "mean": batch["x"].mean()}
+
+    keep, loaders = Outputs(), two_loaders()
+    found = make_trainer(keep, strategy=strategy).validate(Both(), loaders)
+    assert found == [{"which/dataloader_idx_0": 10.0}, {"which/dataloader_idx_1": 11.0}]
+    first, second = keep.outputs
+    assert (set(first), set(second)) == ({"x", "mean"}, {"z"})
+    np.testing.assert_array_equal(first["x"], loaders[0][0]["x"])
+    np.testing.assert_allclose(first["mean"], loaders[0][0]["x"].mean(), rtol=1e-5)
+    np.testing.assert_array_equal(second["z"], loaders[1][0]["z"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pmap"])
+def test_an_output_as_long_as_a_replica_has_rows_by_chance_stays_whole(strategy: str) -> None:
+    module = returning(lambda m, batch: m.w * 2.0)
+    (found,) = make_trainer(strategy=strategy).predict(module, make_batches(16))
+    np.testing.assert_array_equal(found, START * 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step"),
+    [("shard_map", lambda m, batch: batch["x"].T), ("pmap", lambda m, batch: jnp.ones(2) * batch["x"].std())],
+)
+def test_a_prediction_that_is_as_long_as_a_replica_has_rows_by_chance_is_refused(strategy: str, step: Step) -> None:
+    with pytest.raises(ModuleError, match=r"predict_step returned .*no row for each row"):
+        make_trainer(strategy=strategy).predict(returning(step), make_batches(16))
