@@ -3,7 +3,10 @@
 from typing import Any
 
 import jaxlit as jl
+from jaxlit.checkpoints import files as files  # of a checkpoint
 from jaxlit.engine.engine import Engine
+from jaxlit.leaf_names import is_key as is_key
+from jaxlit.leaf_names import leaf_name as leaf_name
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
