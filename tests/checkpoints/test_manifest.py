@@ -248,14 +248,16 @@ def test_an_error_that_passes_is_waited_for_and_no_other(
 def test_a_folder_that_refuses_to_be_put_onto_the_disk_is_taken_for_one_and_a_file_is_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    code = [0]
+
     def refuse(handle: int) -> None:
-        raise OSError(code, "not here")
+        raise OSError(code[0], "not here")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    for code in (errno.EINVAL, errno.ENOTSUP):
+    for code[0] in (errno.EINVAL, errno.ENOTSUP):
         manifest.fsync(folder)
         with pytest.raises(OSError, match="not here"):
             manifest.fsync(folder / "state.json")
-    code = errno.EIO
+    code[0] = errno.EIO
     with pytest.raises(OSError, match="not here"):
         manifest.fsync(folder)

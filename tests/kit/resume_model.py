@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import jaxlit as jl
+from kit.inside import engine_of
 
 EPOCHS, BATCHES, ACCUMULATE, EVERY = 4, 29, 3, 7
 STEPS = 40  # ten an epoch: 29 batches in windows of three, the last of two
@@ -226,11 +227,10 @@ def shown(trainer: jl.Trainer) -> dict[str, str]:
 
 def final(trainer: jl.Trainer) -> dict[str, Any]:
     """Return all that a training ends with: each device's part of each array as hash, and what is on the host."""
-    engine = trainer._session.engine
-    assert engine is not None
+    state = engine_of(trainer).state
     arrays = {
         name: [hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest() for shard in x.addressable_shards]
-        for (name, _, _), x in zip(engine.state.specs, engine.state.leaves, strict=True)
+        for (name, _, _), x in zip(state.specs, state.leaves, strict=True)
     }
     files = (jl.callbacks.ModelCheckpoint, jl.callbacks.CSVLogger)  # which tell of files
     kept = [c.state_dict() for c in trainer.callbacks if not isinstance(c, files)]

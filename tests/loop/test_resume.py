@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resume_model import SavesAt, assert_same, final, fit, journal, make_trainer
+from kit.resume_model import SavesAt, assert_same, final, fit, journal, make_trainer
 
 import jaxlit as jl
 
@@ -86,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", ["single", pytest.param("pmap", marks=pytest.mark.full)])
 def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: Path) -> None:
     lines, end, _ = trained(strategy)
     plain = fit(make_trainer(strategy, tmp_path / "plain", logger=False))
@@ -96,7 +96,11 @@ def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("strategy", "place"),
-    [(strategy, place) for strategy, places in ALL.items() for place in places],
+    [
+        pytest.param(strategy, place, marks=[pytest.mark.full] * (k > 1 and strategy != "single"))
+        for strategy, places in ALL.items()
+        for k, place in enumerate(places)
+    ],
     ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{x[1]}",
 )
 def test_resume_from_a_checkpoint_of_any_hook_is_exact(

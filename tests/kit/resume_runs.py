@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from resume_model import InEveryHook, Journal, RaisesAt, Stopped, final, fit, loaders, make_trainer
-
 import jaxlit as jl
+from kit.resume_model import InEveryHook, Journal, RaisesAt, Stopped, final, fit, loaders, make_trainer
 
 
 def cut_and_resume(
@@ -82,8 +81,7 @@ def start_child(
         kill: The hook and the step at which it dies.
     """
     told = json.dumps([str(root), number, strategy, epochs, every, kill])
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
         [sys.executable, __file__, told], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

@@ -1,5 +1,6 @@
-"""Every kind of loader goes on behind the last batch that a step has used, in the order that it would have had."""
+"""Resumed data: every kind of loader goes on behind the last batch that a step has used; and after SIGKILL."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from resume_model import BATCH_SIZE, loaders, rows
-from resume_runs import cut_and_resume
+from kit.resume_model import BATCH_SIZE, fit, loaders, make_trainer, rows
+from kit.resume_runs import cut_and_resume, ended, problems_of, start_child, write_final
 
 import jaxlit as jl
 
@@ -88,13 +89,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     ("kind", "prefetch"),
     [
         ("list", 0),
-        ("re-iterable", 2),
-        ("loader with a state", 0),
         ("loader with a state", 2),
-        ("ArrayLoader", 2),
-        ("MapDataset", 2),
         ("IterDataset", 0),
-        ("DataLoader", 2),
+        *[
+            pytest.param(kind, prefetch, marks=pytest.mark.full)
+            for kind, prefetch in [
+                ("re-iterable", 2),
+                ("loader with a state", 0),
+                ("ArrayLoader", 2),
+                ("MapDataset", 2),
+                ("DataLoader", 2),
+            ]
+        ],
     ],
 )
 def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch: int, tmp_path: Path) -> None:
@@ -103,3 +109,35 @@ def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch:
     stops = [("on_safe_point", 7), ("on_safe_point", 4)]
     found = cut_and_resume(tmp_path, data, stops=stops, prefetch=prefetch, val_check_interval=5)
     assert found == {"lost": 0}
+
+
+# Killed twice, and started again each time ------------------------------------------------------------
+
+EPOCHS, EVERY = 2, 2  # 20 optimizer steps
+# Where the first and the second process die: the hook, and the step from which on. In `on_train_batch_start` a
+# checkpoint may just be being written, and at the first kill of `pmap` none is there.
+KILLS = {
+    "single": (("on_train_batch_start", 4), ("on_validation_batch_end", 12)),
+    "ddp": (("on_train_batch_end", 7), ("on_safe_point", 10)),
+    "fsdp": (("on_validation_batch_end", 5), ("on_train_epoch_end", 10)),
+    "pmap": (("on_log", 1), ("on_train_batch_start", 19)),
+}
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(x, marks=[pytest.mark.full] * (x != "fsdp")) for x in KILLS])
+def test_killed_training_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for number, kill in enumerate(KILLS[strategy]):
+        code, output = ended(start_child(killed, number, strategy, epochs=EPOCHS, every=EVERY, kill=kill))
+        assert code == -signal.SIGKILL, output
+    last = start_child(killed, 2, strategy, epochs=EPOCHS, every=EVERY)
+    try:
+        # In this process, and without checkpoints.
+        reference = fit(make_trainer(strategy, whole, name="journal0", max_epochs=EPOCHS))
+        write_final(reference, whole)
+    finally:
+        code, output = ended(last)
+    assert code == 0, output
+    found = problems_of(killed, whole, 3)
+    assert found.pop("lost") > 0  # something was done again, so the kills came where they should
+    assert not found
