@@ -4,6 +4,7 @@ from typing import Any
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files  # of a checkpoint
+from jaxlit.distributed.exchange import _client
 from jaxlit.engine.engine import Engine
 from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
@@ -39,3 +40,8 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
     assert len(found) == 1, list(engine._programs)
     program: Any = getattr(found[0], "split", found[0])
     return program.lower(engine.state.leaves, engine.strategy.shard_batch(batch))
+
+
+def key_value_store() -> Any:
+    """Return what jax's processes tell each other things by."""
+    return _client()

@@ -18,14 +18,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.inside import key_value_store
 from kit.processes import Ended, launch, say
+from kit.trainers import BARE
 from scale import Scale
 
 import jaxlit as jl
-from jaxlit.distributed.exchange import _client, agree, fetch
+from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.distributed.start import own_rows
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = BARE  # two processes would write the same files
 STRATEGIES = ("ddp", "fsdp", "zero1", "shard_map")
 ROWS = 103  # over two processes 52 and 51
 
@@ -322,7 +324,7 @@ def refuse_and_leave(loader: Any) -> None:
 
 def leave() -> None:
     """End at once: jax itself would wait minutes for a process that hangs in a collective."""
-    client = _client()
+    client = key_value_store()
     client.key_value_set(f"left/{jax.process_index()}", "")
     if jax.process_index() == 0:  # without it jax ends the other, which may still want to say something
         with contextlib.suppress(jax.errors.JaxRuntimeError):

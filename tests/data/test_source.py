@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
+from kit.inside import position_of
+from kit.journal import hooks
+from kit.modules import module
+from kit.trainers import fit as kit_fit
 
 import jaxlit as jl
 from jaxlit.data.feeder import Feeder
@@ -24,30 +25,20 @@ from jaxlit.errors import DataError
 
 ROWS, BATCH = 20, 4
 Ids = list[list[int]]
-
-
-class Mean(jl.TrainModule):
-    """Has one weight that no loss moves."""
-
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones(()))
-
-    def training_step(self, batch: Any) -> jax.Array:
-        return self.w[...] * jnp.mean(batch["id"])
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("sum", jnp.sum(batch["id"]))
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.0)
+# Has one weight, which tells what was trained on.
+Follow = type(
+    module(
+        lambda self, batch: -self.w[0] * jnp.mean(batch["id"]),
+        validation=lambda self, batch: self.log("rows", jnp.float32(batch["id"].shape[0]), reduce_fx="sum"),
+    )
+)
 
 
 class Seen(jl.Callback):
     """Keeps the ids of every batch, by epoch of training and by validation."""
 
     def __init__(self) -> None:
-        self.train: list[Ids] = []
-        self.val: list[Ids] = []
+        self.train, self.val = list[Ids](), list[Ids]()
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.train.append([])
@@ -62,18 +53,17 @@ class Seen(jl.Callback):
         self.val[-1].append(ids(batch))
 
 
-def fit(loader: Any, val: Any = None, **arguments: Any) -> tuple[jl.Trainer, Seen]:
+def fit(loader: Any, val: Any = None, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, Seen]:
     seen = Seen()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    trainer = jl.Trainer(strategy="single", callbacks=[seen], **({"max_epochs": 3} | quiet | arguments))
-    trainer.fit(Mean(), loader, val)
-    return trainer, seen
+    given = {"max_epochs": 3, "num_sanity_val_steps": 0} | arguments
+    return kit_fit(Follow(), loader, val, seen, *callbacks, **given), seen
 
 
 @functools.cache
 def uninterrupted(kind: str) -> list[Ids]:
-    """Return three epochs of a training that nothing stops."""
-    return fit(LOADERS[kind]())[1].train
+    """Return three epochs that nothing stops."""
+    source = make_source(kind)
+    return [[ids(batch) for batch, _ in source.epoch(epoch)] for epoch in range(3)]
 
 
 def ids(batch: Any) -> list[int]:
@@ -103,9 +93,11 @@ def is_no_fifth(record: Any) -> bool:
     return bool(record["id"] % 5)
 
 
-def data_loader(count: int = ROWS, batch_size: int = BATCH, seed: int = 3, drop: bool = False) -> grain.DataLoader:
+def data_loader(
+    count: int = ROWS, batch_size: int = BATCH, seed: int = 3, drop: bool = False, first: int = 0
+) -> grain.DataLoader:
     return grain.DataLoader(
-        data_source=records(count),
+        data_source=[{"id": np.int32(first + i)} for i in range(count)],
         sampler=grain.samplers.IndexSampler(num_records=count, shuffle=True, num_epochs=1, seed=seed),
         operations=[grain.transforms.Batch(batch_size=batch_size, drop_remainder=drop)],
         worker_count=0,
@@ -170,7 +162,6 @@ ENDLESS: dict[str, Callable[[], Any]] = {
     "repeat().to_iter_dataset()": lambda: shuffled().repeat().to_iter_dataset().map(double).batch(3),
     "cycle": lambda: itertools.cycle(batches()),
 }
-OWN_STATE = ("state_dict", "living state_dict")
 
 
 def feeder(prefetch: int) -> Feeder:
@@ -209,9 +200,9 @@ def make_source(kind: str) -> Source:
 # Going on --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("used", ["none", "one", "all"])
+@pytest.mark.parametrize(
+    ("used", "epoch", "prefetch"), [("none", 0, 0), ("one", 0, 3), ("one", 1, 0), ("all", 0, 0), ("all", 1, 3)]
+)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_equal_loader_goes_on_behind_the_last_batch_that_was_used(
     kind: str, used: str, epoch: int, prefetch: int
@@ -224,8 +215,6 @@ def test_an_equal_loader_goes_on_behind_the_last_batch_that_was_used(
         take(stopped, e, prefetch=prefetch)
     before, state = take(stopped, epoch, count, prefetch=prefetch)
     assert before == expected[epoch][:count]
-    if used == "none" and epoch and kind in OWN_STATE:
-        return  # which knows no epochs: there is no batch whose state could tell
     fresh = make_source(kind)
     fresh.load_state_dict(state)
     after = [take(fresh, e, prefetch=prefetch)[0] for e in range(epoch, epoch + 2)]
@@ -246,43 +235,39 @@ def test_an_endless_loader_goes_on_across_its_epochs(kind: str, used: int, prefe
     assert take(fresh, 2, limit=4, prefetch=prefetch)[0] == stream[8:12]
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("steps", [1, 4, 9])
-@pytest.mark.parametrize("kind", ["ArrayLoader", "MapDataset", "DataLoader", "list", "iterable", "state_dict"])
+@pytest.mark.parametrize(
+    ("kind", "steps", "prefetch"),
+    [("ArrayLoader", 1, 3), ("MapDataset", 4, 0), ("DataLoader", 9, 3), ("iterable", 9, 0), ("state_dict", 4, 3)],
+)
 def test_the_trainers_position_is_that_of_the_last_step(kind: str, steps: int, prefetch: Any) -> None:
     whole = uninterrupted(kind)
     trainer, seen = fit(LOADERS[kind](), max_epochs=-1, max_steps=steps, prefetch=prefetch)
     epoch, count = (steps - 1) // 5, (steps - 1) % 5 + 1
     assert [*itertools.chain(*seen.train)] == [*itertools.chain(*whole)][:steps]
     fresh = make_source(kind)
-    fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(epoch, trainer._session.position.data))))
+    fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(epoch, position_of(trainer).data))))
     rest = [[batch["id"] for batch in take(fresh, e)[0]] for e in range(epoch, 3)]
     assert rest == [whole[epoch][count:], *whole[epoch + 1 :]]
 
 
-@pytest.mark.parametrize("kind", ["ArrayLoader", "MapDataset", "DataLoader", "list", "iterable"])
+@pytest.mark.parametrize("kind", ["ArrayLoader", "MapDataset", "list"])
 def test_between_two_epochs_the_trainers_position_is_the_beginning_of_the_next(kind: str) -> None:
     trainer, _ = fit(LOADERS[kind](), max_epochs=1)
-    position, fresh = trainer._session.position, make_source(kind)
+    position, fresh = position_of(trainer), make_source(kind)
     assert position.epoch == 1
     fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(position.epoch, position.data))))
     assert [[batch["id"] for batch in take(fresh, e)[0]] for e in (1, 2)] == uninterrupted(kind)[1:]
 
 
 def test_an_epoch_that_a_hook_cut_short_is_over() -> None:
-    class Skip(Seen):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> Any:
-            return -1 if batch_idx == 2 else None
-
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = jl.Trainer(strategy="single", callbacks=[Skip()], max_epochs=1, prefetch=3, **quiet)
-    trainer.fit(Mean(), batches())
-    assert (trainer._session.position.epoch, trainer._session.position.data) == (1, None)
+    skip = hooks(on_train_batch_start=lambda t, m, batch, idx: -1 if idx == 2 else None)
+    trainer, _ = fit(batches(), None, skip, max_epochs=1, prefetch=3)
+    assert (position_of(trainer).epoch, position_of(trainer).data) == (1, None)
 
 
 def test_validation_does_not_move_the_position_of_training() -> None:
     trainer, _ = fit(batches(), batches()[:3], max_epochs=-1, max_steps=2, val_check_interval=1)
-    assert trainer._session.position.data == 2
+    assert position_of(trainer).data == 2
 
 
 def test_a_dataset_behind_worker_processes_reshuffles_and_goes_on() -> None:
@@ -304,29 +289,18 @@ def arrays(count: int = 18, batch_size: int = BATCH, first: int = 0, **arguments
     return jl.ArrayLoader({"id": np.arange(first, first + count)}, batch_size, **({"shuffle": True} | arguments))
 
 
-def mapped(
-    count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False
-) -> grain.MapDataset:
+def mapped(count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False) -> Any:
     rows = [{"id": np.int32(first + i)} for i in range(count)]
     return grain.MapDataset.source(rows).seed(seed).shuffle().batch(batch_size, drop_remainder=drop)
 
 
-def streamed(
-    count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False
-) -> grain.IterDataset:
-    rows = [{"id": np.int32(first + i)} for i in range(count)]
-    dataset = grain.MapDataset.source(rows).seed(seed).shuffle().to_iter_dataset()
-    return dataset.map(double).batch(batch_size, drop_remainder=drop)
+def streamed(count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False) -> Any:
+    rows = grain.MapDataset.source([{"id": np.int32(first + i)} for i in range(count)])
+    return rows.seed(seed).shuffle().to_iter_dataset().map(double).batch(batch_size, drop_remainder=drop)
 
 
-def loaded(
-    count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False
-) -> grain.DataLoader:
-    return grain.DataLoader(
-        data_source=[{"id": np.int32(first + i)} for i in range(count)],
-        sampler=grain.samplers.IndexSampler(num_records=count, shuffle=True, num_epochs=1, seed=seed),
-        operations=[grain.transforms.Batch(batch_size=batch_size, drop_remainder=drop)],
-    )
+def loaded(count: int = 18, batch_size: int = BATCH, first: int = 0, seed: int = 0, drop: bool = False) -> Any:
+    return data_loader(count, batch_size, seed, drop, first)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -403,26 +377,26 @@ SHUFFLES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SHUFFLES if "mixed" not in kind])
+def orders_of(loader: Any, count: int = 3) -> list[list[int]]:
+    source = source_of(loader, "loader")
+    return [[i for batch, _ in source.epoch(epoch) for i in ids(batch)] for epoch in range(count)]
+
+
+@pytest.mark.parametrize("kind", SHUFFLES)
 def test_three_epochs_give_each_row_once_in_three_orders_that_a_second_run_repeats(kind: str) -> None:
-    _, seen = fit(SHUFFLES[kind]())
-    orders = [[*itertools.chain(*epoch)] for epoch in seen.train]
-    assert [sorted(order) for order in orders] == [[*range(ROWS)]] * 3
-    assert len({*map(tuple, orders)}) == 3
-    assert fit(SHUFFLES[kind]())[1].train == seen.train
-
-
-@pytest.mark.parametrize("kind", SHUFFLES)
-def test_one_loader_fit_twice_gives_the_same_epochs_again(kind: str) -> None:
     loader = SHUFFLES[kind]()
-    assert fit(loader)[1].train == fit(loader)[1].train
+    orders = orders_of(loader)
+    if "mixed" not in kind:
+        assert [sorted(order) for order in orders] == [[*range(ROWS)]] * 3
+        assert len({*map(tuple, orders)}) == 3
+    assert orders_of(loader) == orders_of(SHUFFLES[kind]()) == orders  # one loader in two runs, and an equal one
 
 
-@pytest.mark.parametrize("kind", SHUFFLES)
-def test_validation_keeps_one_order(kind: str) -> None:
-    _, seen = fit(batches(), SHUFFLES[kind]())
-    assert seen.val[0] == seen.val[1] == seen.val[2]
-    assert len([*itertools.chain(*seen.val[0])]) == ROWS
+@pytest.mark.parametrize("kind", ["MapDataset", "IterDataset with batch", "DataLoader", "ArrayLoader"])
+def test_a_trainer_opens_each_epoch_by_its_number_and_validation_keeps_one_order(kind: str) -> None:
+    _, seen = fit(SHUFFLES[kind](), SHUFFLES[kind]())
+    assert [[*itertools.chain(*epoch)] for epoch in seen.train] == orders_of(SHUFFLES[kind]())
+    assert [[*itertools.chain(*epoch)] for epoch in seen.val] == orders_of(SHUFFLES[kind](), 1) * 3
 
 
 def epochs_of(loader: Any, count: int) -> list[Any]:
@@ -510,3 +484,116 @@ def test_a_position_is_not_changed_by_what_is_drawn_after_it() -> None:
     for kind in LOADERS:
         positions = [(at, copy.deepcopy(at)) for _, at in make_source(kind).epoch(0)]
         assert [at for at, _ in positions] == [kept for _, kept in positions], kind
+
+
+# Loaders as users write them --------------------------------------------------------------------------
+
+
+class Indexed:
+    """The protocol of Keras' Sequence: it raises what it likes beyond its length."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, k: int) -> Any:
+        if k >= 3:
+            raise FileNotFoundError(k)
+        return batches()[k]
+
+
+class Promised:
+    """Ends nowhere, and tells how many batches make an epoch."""
+
+    def __init__(self) -> None:
+        self.stream = itertools.cycle(batches())
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.stream
+
+
+class OwnIterator:
+    """Is its own iterator, which begins again, with another batch, when it is iterated again."""
+
+    opened = 0
+
+    def __iter__(self) -> "OwnIterator":
+        self.opened, self.k = self.opened + 1, -1
+        return self
+
+    def __next__(self) -> Any:
+        self.k += 1
+        if self.k == 5:
+            raise StopIteration
+        return batches()[(self.k + self.opened - 1) % 5]
+
+
+class Stream(OwnIterator):
+    """Is its own iterator, and goes on where it is."""
+
+    k, opened = -1, 1
+
+    def __iter__(self) -> "Stream":
+        return self
+
+
+def numbers(epochs: list[Ids]) -> list[list[int]]:
+    return [[batch[0] // BATCH for batch in epoch] for epoch in epochs]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_each_batch_is_given_once_whatever_the_loaders_habits(prefetch: int) -> None:
+    train = lambda loader, **given: numbers(fit(loader, prefetch=prefetch, **({"max_epochs": 2} | given))[1].train)  # noqa: E731
+    assert train(Indexed()) == [[0, 1, 2]] * 2
+    assert train(Promised()) == [[0, 1, 2], [3, 4, 0]]
+    assert train(Stream(), max_epochs=1) == [[0, 1, 2, 3, 4]]
+    assert train(Stream(), limit_train_batches=2) == [[0, 1], [2, 3]]
+    assert train(OwnIterator()) == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]]
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_one_iterator_may_train_and_validate_and_the_sanity_check_takes_nothing_from_a_generator(sanity: int) -> None:
+    loader = OwnIterator()
+    trainer, seen = fit(loader, loader, max_epochs=2, num_sanity_val_steps=sanity)
+    assert [sorted(x) for x in numbers(seen.train)] == [[0, 1, 2, 3, 4]] * 2
+    assert trainer.callback_metrics["rows"] == ROWS
+    trainer, _ = fit(batches(), (batch for batch in batches()), max_epochs=1, num_sanity_val_steps=sanity)
+    assert trainer.callback_metrics["rows"] == ROWS
+
+
+def test_a_loader_that_validation_shares_knows_where_training_stands() -> None:
+    loader = SHUFFLES["ArrayLoader"]()
+    trainer, _ = fit(loader, loader, val_check_interval=2, max_epochs=-1, max_steps=5 + 2)
+    source = source_of(SHUFFLES["ArrayLoader"](), "loader")
+    source.load_state_dict(source.state_dict(1, position_of(trainer).data))
+    order = np.random.default_rng((0, 1)).permutation(ROWS)
+    assert ids(next(source.epoch(1))[0]) == order[8:12].tolist()
+
+
+def test_where_a_generator_stands_is_counted_across_epochs() -> None:
+    make = lambda: (batch for batch in itertools.cycle(batches()))  # noqa: E731
+    trainer, seen = fit(make(), limit_train_batches=3, max_steps=4, max_epochs=-1)
+    assert numbers(seen.train) == [[0, 1, 2], [3]]
+    source = source_of(make(), "loader", may_go_on=True)
+    source.load_state_dict(source.state_dict(1, position_of(trainer).data))
+    assert ids(next(source.epoch(1))[0])[0] // BATCH == 4
+
+
+def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, watch = list[int](), Watchdog.watch
+    monkeypatch.setattr(Watchdog, "watch", lambda self, *args: (waits.append(1), watch(self, *args))[1])
+    begun: list[int] = []  # waits that had begun when a batch was drawn
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in batches():
+                begun.append(len(waits))
+                yield batch
+
+        def __len__(self) -> int:
+            return 5
+
+    assert numbers(fit(Loader(), overfit_batches=4, data_timeout=60, max_epochs=2)[1].train) == [[0, 1, 2, 3]] * 2
+    assert len({*begun}) == len(begun) >= 4

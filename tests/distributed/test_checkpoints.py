@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from distributed.test_processes import Again, Net, rows
 from flax import nnx
+from kit.inside import position_of
 from kit.processes import launch, say
-from test_distributed import Again, Net, rows
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
@@ -29,7 +30,7 @@ class SaveAt(jl.Callback):
         self.batches, self.path = batches, path
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer._session.position.total_batch_idx == self.batches:
+        if position_of(trainer).total_batch_idx == self.batches:
             trainer.save_checkpoint(self.path)
 
 

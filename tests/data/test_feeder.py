@@ -18,6 +18,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.processes import CHEAP, ROOT
+from kit.trainers import BARE
 
 import jaxlit as jl
 from jaxlit.data.feeder import Feeder
@@ -25,8 +27,7 @@ from jaxlit.data.kinds import source_of
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.strategies.single import SingleDevice
 
-ROOT = Path(__file__).parents[1]
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+QUIET = BARE | {"num_sanity_val_steps": 0}  # thousands of batches, and who draws them
 PREFETCH = "jaxlit-prefetch"
 
 
@@ -170,8 +171,11 @@ def test_one_slow_draw_is_not_enough_for_a_thread() -> None:
     assert {*loader.threads} == {threading.main_thread()}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3, "auto"])
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 10, 11, 20])
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("count", "prefetch"),
+    [(1, 0), (1, 3), (1, "auto"), (2, 1), (2, "auto"), (8, 3), (8, "auto"), (9, "auto"), (11, 1), (20, "auto")],
+)
 def test_every_batch_is_used_once_and_in_order(count: int, prefetch: Any) -> None:
     used: list[int] = []
 
@@ -367,8 +371,7 @@ def start(script: str, tmp_path: Path) -> subprocess.Popen[str]:
     path = tmp_path / "script.py"
     path.write_text(CHILD + script)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
-        environment.pop(name, None)
+    environment |= CHEAP
     return subprocess.Popen(
         [sys.executable, str(path)],
         stdout=subprocess.PIPE,
@@ -396,7 +399,10 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("where", HANGS)
+MOST = [pytest.param(where, marks=[pytest.mark.full] * (where != "in a thread")) for where in HANGS]
+
+
+@pytest.mark.parametrize("where", MOST)
 def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(where: str, tmp_path: Path) -> None:
     script, argument, batch = HANGS[where]
     code, _, errors = finish(start(script, tmp_path))
@@ -405,6 +411,7 @@ def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(where: str, 
     assert "in waits_for_a_disk" in errors[first:]
 
 
+@pytest.mark.full
 def test_a_slow_loader_that_gives_each_batch_in_time_is_let_be(tmp_path: Path) -> None:
     # Each batch takes less than the timeout, all together more; so does a hook, which is no wait for data.
     script = """
@@ -470,6 +477,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", ["dataset", "loader"])
 def test_worker_processes_of_grain_feed_a_plain_script(make: str, tmp_path: Path) -> None:
     script = f"""
@@ -483,6 +491,7 @@ def test_worker_processes_of_grain_feed_a_plain_script(make: str, tmp_path: Path
     assert (code, out) == (0, "True 1 False\nFalse\n"), errors
 
 
+@pytest.mark.full
 def test_a_killed_worker_raises_out_of_fit_with_a_hint_and_the_place(tmp_path: Path) -> None:
     script = """
     seen = Seen()
@@ -497,71 +506,6 @@ def test_a_killed_worker_raises_out_of_fit_with_a_hint_and_the_place(tmp_path: P
 """
     code, out, errors = finish(start(WORKERS + script, tmp_path))
     assert (code, out) == (0, "True\nTrue\nTrue\n"), errors
-
-
-# ArrayLoader -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_memory_mapped_files_give_plain_arrays_with_the_right_rows(shuffle: bool, tmp_path: Path) -> None:
-    x = np.random.default_rng(0).normal(size=(11, 3)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
-    np.save(tmp_path / "row.npy", np.arange(11, dtype=np.int32))
-    arrays = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("x", "row")}
-    batches = list(jl.ArrayLoader(arrays, 4, shuffle=shuffle))
-    assert {type(leaf) for batch in batches for leaf in batch.values()} == {np.ndarray}
-    rows = np.concatenate([batch["row"] for batch in batches])
-    assert sorted(rows.tolist()) == list(range(11))
-    assert (rows.tolist() == list(range(11))) is not shuffle
-    np.testing.assert_array_equal(np.concatenate([batch["x"] for batch in batches]), x[rows])
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_mapped_file_of_many_gigabytes_is_never_read_whole(shuffle: bool, tmp_path: Path) -> None:
-    path, count = tmp_path / "large.npy", 1 << 18
-    large = np.lib.format.open_memmap(path, "w+", np.float32, (count, 1 << 15))  # 32 GiB of holes
-    assert path.stat().st_size > 32 << 30 > 100 * 512 * path.stat().st_blocks
-    loader = jl.ArrayLoader({"x": large}, 8, shuffle=shuffle, seed=1)
-    order = np.random.default_rng((1, 0)).permutation(count) if shuffle else np.arange(count)
-    large[order[:24], 5] = np.arange(24)
-    before = resident_bytes()
-    found = [batch["x"][:, 5].tolist() for batch in itertools.islice(loader, 3)]
-    loader.state_dict()  # whose fingerprint looks at rows
-    assert resident_bytes() - before < 1 << 30
-    assert found == [[*range(0, 8)], [*range(8, 16)], [*range(16, 24)]]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_jax_arrays_are_taken_and_given_as_numpy(shuffle: bool) -> None:
-    arrays = (jnp.arange(10), {"x": jnp.arange(20.0).reshape(10, 2)})
-    batches = list(jl.ArrayLoader(arrays, 4, shuffle=shuffle))
-    assert {type(leaf) for batch in batches for leaf in jax.tree.leaves(batch)} == {np.ndarray}
-    for rows, rest in batches:
-        np.testing.assert_array_equal(rest["x"], np.arange(20.0).reshape(10, 2)[rows])
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_batch_k_of_epoch_e_is_numpys_permutation_of_seed_and_e(epoch: int) -> None:
-    loader = jl.ArrayLoader(np.arange(50), 8, shuffle=True, seed=3)
-    loader.set_epoch(epoch)
-    order = np.random.default_rng((3, epoch)).permutation(50)
-    assert [batch.tolist() for batch in loader] == [order[i : i + 8].tolist() for i in range(0, 50, 8)]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_batches_are_memory_of_their_own(make: Callable[[Any], Any], shuffle: bool) -> None:
-    arrays = make(np.arange(12.0, dtype=np.float32))
-    batches = list(jl.ArrayLoader(arrays, 4, shuffle=shuffle))
-    for one, other in itertools.combinations([np.asarray(arrays), *batches], 2):
-        assert not np.shares_memory(one, other)
-    for batch in batches:
-        batch[:] = -1.0
-    assert np.asarray(arrays).tolist() == list(range(12))
 
 
 def test_a_feeder_gives_what_comes_before_an_error_first() -> None:

@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from kit import modules as kit_modules
+from kit import trainers as kit_trainers
+from kit.by_hand import mean
+from kit.journal import hooks
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, JaxlitError
@@ -22,14 +25,16 @@ LOADERS = {
 }
 
 
-class Mean(jl.TrainModule):
-    """Learns the mean of its data: a step moves the weight half way to the mean of its rows."""
+def make_batches(*values: float) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.full((8, 1), value, np.float32)} for value in values]
 
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.zeros(1))
 
-    def training_step(self, batch: Any) -> jax.Array:
-        return jnp.mean((self.w[...] - batch["x"]) ** 2)
+def by_hand(*means: float) -> float:
+    return mean([[x] for x in means])
+
+
+class Mean(kit_modules.Mean):
+    """Logs and predicts its batches as they came."""
 
     def validation_step(self, batch: Any) -> None:
         self.log("val", jnp.mean(batch["x"]))
@@ -38,31 +43,11 @@ class Mean(jl.TrainModule):
         self.log("test", jnp.mean(batch["x"]))
 
     def predict_step(self, batch: Any) -> jax.Array:
-        return batch["x"]
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.25)
-
-
-def make_batches(*numbers: float) -> list[dict[str, np.ndarray]]:
-    return [{"x": np.full((4, 1), number, np.float32)} for number in numbers]
-
-
-def by_hand(*means: float) -> float:
-    w = 0.0
-    for mean in means:
-        w -= 0.5 * (w - mean)
-    return w
+        return batch["x"] + 0
 
 
 def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": "single"}
-    return jl.Trainer(callbacks=list(callbacks), **({"max_epochs": 1, "num_sanity_val_steps": 0} | quiet | arguments))
-
-
-def make_callback(**hooks: Any) -> jl.Callback:
-    """Return a callback with these functions of (trainer, module, ...) as its hooks."""
-    return type("Made", (jl.Callback,), {k: staticmethod(v) for k, v in hooks.items()})()
+    return kit_trainers.make_trainer(*callbacks, **({"num_sanity_val_steps": 0} | arguments))
 
 
 class Data(jl.DataModule):
@@ -119,7 +104,7 @@ def test_a_run_prepares_sets_up_asks_for_its_loaders_once_and_tears_down(verb: s
     if verb == "fit":
         assert float(module.w[...][0]) == pytest.approx(by_hand(1, 2, 3), rel=1e-6)
     elif verb == "predict":
-        assert [x.tolist() for x in found] == [[[31.0]] * 4, [[32.0]] * 4]
+        assert [x.tolist() for x in found] == [[[31.0]] * 8, [[32.0]] * 8]
     else:
         several = [{"test/dataloader_idx_0": 21.0}, {"test/dataloader_idx_1": 23.0}]
         assert found == ([{"val": 11.5}] if verb == "validate" else several)
@@ -135,7 +120,7 @@ def test_the_data_module_comes_before_the_callbacks_and_they_before_the_module(v
     names = ("prepare_data", "setup", "teardown")
     data = type("Ordered", (Data,), {name: noting("data", name) for name in names})()
     module = type("Hooked", (Mean,), {name: noting("module", name) for name in names})()
-    watch = make_callback(**{name: noting("callback", name) for name in names[1:]})
+    watch = hooks(**{name: noting("callback", name) for name in names[1:]})
     run(make_trainer(watch), verb, module, datamodule=data)
     prepared = [("data", "prepare_data"), ("module", "prepare_data")]
     assert called == prepared + [(who, what) for what in names[1:] for who in ("data", "callback", "module")]
@@ -182,7 +167,7 @@ def test_after_an_error_the_data_module_hears_of_it_and_tears_down(verb: str) ->
     stage = {"fit": "train", "validate": "validation"}.get(verb, verb)
     data = Data()
     with pytest.raises(RuntimeError) as raised:
-        run(make_trainer(make_callback(**{f"on_{stage}_batch_end": fail})), verb, Mean(), data)
+        run(make_trainer(hooks(**{f"on_{stage}_batch_end": fail})), verb, Mean(), data)
     assert raised.value is error
     assert data.called[-2:] == [("on_exception", error), ("teardown", verb)]
 
@@ -195,7 +180,7 @@ def test_after_an_error_of_its_own_the_data_module_and_the_callbacks_tear_down(h
         raise error
 
     data = type("Fails", (Data,), {hook: fail})()
-    watch = make_callback(
+    watch = hooks(
         on_exception=lambda trainer, module, exception: called.append(exception),
         teardown=lambda trainer, module, stage: called.append(stage),
     )
@@ -230,7 +215,7 @@ def test_without_a_val_dataloader_nothing_is_validated() -> None:
             return make_batches(1)
 
     seen: list[Any] = []
-    watch = make_callback(on_validation_start=lambda *_: seen.append("validation"))
+    watch = hooks(on_validation_start=lambda *_: seen.append("validation"))
     trainer = make_trainer(watch, num_sanity_val_steps=2)
     trainer.fit(Mean(), Trains())
     assert seen == [] and trainer.num_val_batches == []
@@ -313,11 +298,11 @@ def test_on_before_batch_transfer_changes_every_batch_and_knows_its_loader(owner
         seen.append((float(batch["x"][0, 0]), dataloader_idx))
         return {"x": batch["x"] * 2}
 
-    hooks = {"on_before_batch_transfer": double}
-    data = type("Doubles", (Data,), hooks if owner == "data" else {})()
-    module = type("Doubles", (Mean,), hooks if owner == "module" else {})()
+    members = {"on_before_batch_transfer": double}
+    data = type("Doubles", (Data,), members if owner == "data" else {})()
+    module = type("Doubles", (Mean,), members if owner == "module" else {})()
     shown: list[float] = []
-    watch = make_callback(on_train_batch_end=lambda trainer, module, outputs, batch, i: shown.append(batch["x"][0, 0]))
+    watch = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: shown.append(batch["x"][0, 0]))
     trainer = make_trainer(watch, strategy=strategy)
     trainer.fit(module, data)
     assert float(module.w[...][0]) == pytest.approx(by_hand(2, 4, 6), rel=1e-6)
@@ -444,7 +429,7 @@ def test_the_loaders_of_a_data_module_are_made_again_every_n_epochs(every: int, 
             return make_batches(self.called.count("train_dataloader"))
 
     data, module, made = Counts(), Mean(), []
-    watch = make_callback(on_train_epoch_start=lambda *_: made.append(data.called.count("train_dataloader")))
+    watch = hooks(on_train_epoch_start=lambda *_: made.append(data.called.count("train_dataloader")))
     make_trainer(watch, max_epochs=4, reload_dataloaders_every_n_epochs=every).fit(module, data)
     numbers = [sum(epoch <= e for epoch in at) for e in range(4)]
     assert made == numbers
@@ -486,3 +471,62 @@ def test_a_reloaded_loader_is_checked_like_the_first(late: Any) -> None:
 def test_reloading_loaders_that_were_given_is_refused() -> None:
     with pytest.raises(ArgumentError, match="reload_dataloaders_every_n_epochs=1"):
         make_trainer(reload_dataloaders_every_n_epochs=1).fit(Mean(), make_batches(1), make_batches(1))
+
+
+class Reloads(jl.DataModule):
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = iter(loaders)
+
+    def train_dataloader(self) -> Any:
+        return next(self.loaders)
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (
+            [{"x": np.zeros((8, 1), np.float32), "more": np.zeros(8)}],
+            r"structure of the batch changed: new batch\['more'\]",
+        ),
+        ([], "gave no batch. Check that it is not empty"),
+    ],
+)
+def test_batches_of_a_reloaded_loader_are_compared_with_those_before(second: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        make_trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(Mean(), Reloads(make_batches(1, 2), second))
+
+
+@pytest.mark.parametrize("argument", ["train", "val"])
+def test_a_lazy_module_is_not_built_before_its_loaders_were_looked_at(argument: str) -> None:
+    built: list[bool] = []
+
+    class Watched(Mean):
+        def __init__(self) -> None:
+            built.append(True)
+            super().__init__()
+
+    bad = [{"x": np.zeros((0, 4), np.float32)}]
+    loaders = (bad, make_batches(1)) if argument == "train" else (make_batches(1), bad)
+    with pytest.raises(DataError, match=rf"{argument}_dataloaders.*0 rows"):
+        make_trainer().fit(jl.lazy(Watched), *loaders)
+    assert built == []
+
+
+def test_the_old_iteration_of_a_reloaded_loader_is_closed_before_the_next_is_opened() -> None:
+    """What a loader holds open, a thread or a file, is let go of in time."""
+    said: list[str] = []
+
+    def loader(k: int) -> Any:
+        class Held:
+            def __iter__(self) -> Any:
+                said.append(f"open {k}")
+                try:
+                    yield from make_batches(1, 2, 3)
+                finally:
+                    said.append(f"closed {k}")
+
+        return Held()
+
+    data = Reloads(*map(loader, range(2)))
+    make_trainer(max_epochs=2, limit_train_batches=2, reload_dataloaders_every_n_epochs=1).fit(Mean(), data)
+    assert said == ["open 0", "closed 0", "open 1", "closed 1"]
