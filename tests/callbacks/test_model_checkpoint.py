@@ -313,6 +313,26 @@ def test_a_checkpoint_that_does_not_verify_replaces_nothing(
     assert Path(callback.best_model_path, "MANIFEST.json").exists()
 
 
+def test_a_step_whose_checkpoint_failed_has_another_try_where_training_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, write = [OSError(28, "No space left")], files.manifest.write
+
+    def full_once(path: Path, data: bytes) -> None:
+        if left and path.name == "state.json":
+            raise left.pop()
+        write(path, data)
+
+    def again(trainer: Any, module: Any) -> None:
+        trainer.checkpoint_callback.finish(trainer)
+        trainer.checkpoint_callback.on_safe_point(trainer, module, False, True)
+
+    monkeypatch.setattr(files.manifest, "write", full_once)
+    callback = ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
+    fit(Mean(), numbered(1), None, hooks(on_train_end=again), callback, default_root_dir="run")
+    assert "No space left" in caplog.text and names() == [name(1)]
+
+
 def test_by_default_the_newest_is_kept_behind_each_epoch() -> None:
     trainer = fit(Mean(), numbered(2), default_root_dir="run", max_epochs=2)
     assert isinstance(trainer.checkpoint_callback, ModelCheckpoint) and names() == [name(4)]
@@ -448,9 +468,7 @@ def test_what_was_seen_and_where_a_trigger_fired_come_back() -> None:
     given = {"check_val_every_n_epoch": None, "val_check_interval": 2, "default_root_dir": "run"}
     scores, make = (
         [NAN, 7.0, NAN, 6.0, NAN, 5.0],
-        lambda: ModelCheckpoint(
-            monitor="score", save_top_k=9, every_n_train_steps=1
-        ),
+        lambda: ModelCheckpoint(monitor="score", save_top_k=9, every_n_train_steps=1),
     )
     fit(Mean(), numbered(6), numbered(1), Scores(scores), make(), max_steps=4, **given)
     callback = make()

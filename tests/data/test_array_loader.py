@@ -148,6 +148,7 @@ def test_it_continues_exactly_where_its_state_was_taken_and_gives_whole_epochs_t
     other.load_state_dict(state)
     other.set_epoch(2)  # what the Trainer does
     assert ids_of(other) == expected
+    assert ids_of(other) == epoch_of(array_loader(shuffle=shuffle), 2)  # iterated again, it is whole
     assert epoch_of(other, 3) == epoch_of(array_loader(shuffle=shuffle), 3)
 
 

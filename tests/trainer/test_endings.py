@@ -226,7 +226,7 @@ def test_a_signal_is_followed_by_a_checkpoint_of_its_place(
 @pytest.mark.parametrize("act", [fail, interrupt])
 def test_what_is_not_among_the_best_is_written_where_training_ends_early(act: Any, signals: None) -> None:
     """`save_last=False` is about checkpoints along the way; the place of an error or a Ctrl-C is always kept."""
-    callback, errors = ModelCheckpoint(monitor="val", save_top_k=1, save_last=False), list[BaseException]()
+    callback, errors = ModelCheckpoint(monitor="val", mode="max", save_last=False), list[BaseException]()
     try:
         train("parts", meddler("on_train_batch_end", 8, act), callback)
     except RuntimeError as error:
