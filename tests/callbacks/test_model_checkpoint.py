@@ -190,7 +190,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told_of(
 def test_an_old_checkpoint_that_a_crash_has_kept_is_deleted_after_the_resume(epochs: int) -> None:
     with faults("counted") as seen:
         train(ModelCheckpoint(every_n_epochs=1), epochs=2, default_root_dir="counted")
-    at = [i for i, (what, path) in enumerate(seen.operations, 1) if what == "os.rename" and "/step_" in path][0]
+    at = next(i for i, (what, path) in enumerate(seen.operations, 1) if what == "os.rename" and "/step_" in path)
     with pytest.raises(Crash, match=f"os.rename .*{name(1)}"), faults("run", at=at):
         train(ModelCheckpoint(every_n_epochs=1), epochs=2)
     assert names() == [name(1), name(2)]
