@@ -93,7 +93,7 @@ def own_batches() -> Again:
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Two processes with four devices each have trained, saved and gone on."""
     folder = tmp_path_factory.mktemp("of_two")
-    ended = launch(stop_and_go_on, folder / "run", timeout=200.0)
+    ended = launch(stop_and_go_on, folder / "run")
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
     return folder / "of_two", [x.said for x in ended]
 
@@ -127,7 +127,7 @@ def test_two_processes_pass_over_a_damaged_checkpoint_together(of_two: tuple[Pat
             (twin / path.relative_to(newest)).write_bytes(path.read_bytes())
     state = twin / "state.json"
     state.write_bytes(state.read_bytes().replace(b"8", b"9", 1))
-    ended = launch(meet_a_damaged_checkpoint, of_two[0].parent / "damaged", timeout=120.0)
+    ended = launch(meet_a_damaged_checkpoint, of_two[0].parent / "damaged")
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
     step = json.loads((newest / "state.json").read_text())["global_step"]
     assert [x.said["step"] for x in ended] == [step, step]
@@ -140,7 +140,7 @@ def test_two_processes_go_on_where_one_stopped_except_with_a_loader_that_only_it
         weights = train(strategy, SaveAt(10, tmp_path / "of_one" / strategy / "window"))
         expected[strategy] = [float(np.abs(x, dtype=np.float64).sum()) for x in weights]
     train("ddp", SaveAt(3, tmp_path / "of_one" / "own"), loader=own_batches())
-    ended = launch(go_on_from_one, tmp_path / "run", timeout=200.0)
+    ended = launch(go_on_from_one, tmp_path / "run")
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
     for x in ended:
         for strategy in STRATEGIES:
@@ -149,7 +149,7 @@ def test_two_processes_go_on_where_one_stopped_except_with_a_loader_that_only_it
 
 
 def test_a_checkpoint_that_one_process_cannot_begin_fails_in_both(tmp_path: Path) -> None:
-    ended = launch(write_into_a_file, tmp_path / "run", timeout=120.0)
+    ended = launch(write_into_a_file, tmp_path / "run")
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
     assert all("No checkpoint can be written" in x.said["refused"] for x in ended)
 

@@ -273,9 +273,9 @@ def refuse_and_prepare() -> None:
         def prepare_data(self) -> None:
             if self.fails:
                 raise OSError("the disk is full")
-            calls = Path("calls").read_text() if Path("calls").exists() else ""
             time.sleep(0.5)  # long enough for the other to find nothing, if it did not wait
-            Path("calls").write_text(f"{calls}{process}")
+            with Path("calls").open("a") as file:
+                file.write(str(process))
 
         def setup(self, stage: str) -> None:
             self.found = Path("calls").read_text()
@@ -562,20 +562,20 @@ def test_strategies_that_cannot_span_processes_are_refused_everywhere(case: str,
 
 
 def test_a_refusal_ends_every_process_with_its_message(tmp_path: Path) -> None:
-    for process in launch(read_the_same_rows, tmp_path / "run", timeout=40.0):
+    for process in launch(read_the_same_rows, tmp_path / "run"):
         assert process.code == 1
         assert "DataError: Trainer.fit(train_dataloaders=...): every process reads the same rows" in process.errors
 
 
 def test_another_number_of_rows_in_mid_epoch_is_refused_where_it_happens(tmp_path: Path) -> None:
-    _, process = launch(differ_in_the_middle, tmp_path / "run", timeout=40.0, grace=0.0)
+    _, process = launch(differ_in_the_middle, tmp_path / "run", grace=0.0)
     assert process.code == 1
     assert process.said["refusal"].startswith("DataError: Trainer.fit(train_dataloaders=...)")
     assert "4 rows in process 1, those before had 8" in process.said["refusal"]
 
 
 def test_epochs_of_different_lengths_that_nobody_knew_are_refused_everywhere(tmp_path: Path) -> None:
-    processes = launch(end_at_different_batches, tmp_path / "run", timeout=40.0)
+    processes = launch(end_at_different_batches, tmp_path / "run")
     for error in heard(processes, "refusal"):
         assert error.startswith("ProcessError") and "number of batches" in error
 
@@ -646,6 +646,6 @@ def test_initialize_after_the_first_use_of_jax_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_coordinator_that_is_not_there_is_named_in_time(tmp_path: Path) -> None:
-    (process,) = launch(join_nobody, tmp_path / "run", count=1, join=False, timeout=30)
+    (process,) = launch(join_nobody, tmp_path / "run", count=1, join=False)
     assert process.code not in (0, None)
     assert f"127.0.0.1:{UNUSED_PORT}" in process.output + process.errors
