@@ -1,18 +1,14 @@
 """Eight simulated devices, and tests that leave nothing behind."""
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.processes import CHEAP
 
 os.environ |= CHEAP  # here, since no test file may use jax before
 
-from jaxlit import Trainer
-from jaxlit.callbacks import ModelCheckpoint
 from jaxlit.testing import fake_devices
 
 fake_devices(8)
@@ -37,19 +33,3 @@ def hermetic_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test in an empty folder of its own."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def without_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write checkpoints only where a test asks for them: a few hundred tests are about something else."""
-    original = Trainer.__init__
-
-    @functools.wraps(original)
-    def init(self: Trainer, **given: Any) -> None:
-        callbacks = given.get("callbacks")
-        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
-            given.setdefault("enable_checkpointing", False)
-        original(self, **given)
-
-    monkeypatch.setattr(Trainer, "__init__", init)

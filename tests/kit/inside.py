@@ -6,10 +6,14 @@ import jax
 from flax import nnx
 
 import jaxlit as jl
+from jaxlit.checkpoints import files as files  # of a checkpoint
 from jaxlit.core.module import optimizer_of
 from jaxlit.core.precision import Precision
+from jaxlit.distributed.exchange import _client
 from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
+from jaxlit.leaf_names import is_key as is_key
+from jaxlit.leaf_names import leaf_name as leaf_name
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
@@ -60,3 +64,8 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
     init = lambda *parts: init_state(optimizer.tx, None if accumulate else 0, Precision(), *parts)  # noqa: E731
     state = jax.eval_shape(init, *parts)
     return state, strategy.state_sharding(state)
+
+
+def key_value_store() -> Any:
+    """Return what jax's processes tell each other things by."""
+    return _client()

@@ -56,7 +56,7 @@ def launch(
     count: int = 2,
     devices: int = 4,
     join: bool = True,
-    timeout: float = 120.0,
+    timeout: float = 600.0,  # on a busy machine; only what hangs takes as long
     grace: float = 10.0,
 ) -> list[Ended]:
     """Run a module's function in several processes, and stop those that do not end.

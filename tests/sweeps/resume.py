@@ -35,8 +35,8 @@ KILLS = (
 
 def run(root: Path, strategy: str, step: int) -> str:
     """Kill and resume once; returns what was seen, which begins with "ok" if all is as it must be."""
-    from resume_model import EPOCHS, STEPS
-    from resume_runs import ended, problems_of, start_child
+    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_runs import ended, problems_of, start_child
 
     every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
     hook = "on_train_epoch_end" if step == STEPS else hook  # behind the last step there is no validation
@@ -57,8 +57,8 @@ def run(root: Path, strategy: str, step: int) -> str:
 
 def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
     """Run all, a few at once; returns how many runs were not as they must be."""
-    from resume_model import EPOCHS, STEPS
-    from resume_runs import ended, start_child
+    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_runs import ended, start_child
 
     failed = 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:

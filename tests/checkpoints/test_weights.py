@@ -1,0 +1,352 @@
+"""A module from a checkpoint alone: its constructor's arguments, and every kind of Variable."""
+
+import base64
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import state_of as arrays_of
+from kit.checkpoints import edit, put
+from kit.modules import Linear, Mean
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.weights import match, report
+from jaxlit.errors import CheckpointError
+
+
+class Table(nnx.Variable):
+    """A kind of Variable of a user's own."""
+
+
+class Rich(Linear):
+    """Layers in a list, tied weights, statistics, keys and a user's own Variable."""
+
+    def __init__(self, width: int = 4, rates: list[float] | None = None, *, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(3, width, rngs=rngs), nnx.Linear(width, 3, rngs=rngs)])
+        self.tied = self.layers[0].kernel
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.table = Table(jnp.zeros((), jnp.int32))
+        self.half = nnx.Param(jnp.ones(3, jnp.bfloat16))
+        self.key = nnx.Variable(jax.random.key(7, impl="rbg"))
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.drop(self.norm(x @ self.tied[...]))[:, :1] + self.half[...].sum().astype(x.dtype)
+
+    def training_step(self, batch: Any) -> Any:
+        self.table[...] = self.table[...] + 1
+        return self.loss(batch)
+
+
+def train(trained: Any, root: Any = "run", epochs: int = 2, **arguments: Any) -> jl.Trainer:
+    return fit(trained, random(2), default_root_dir=root, max_epochs=epochs, **arguments)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    found, expected = arrays_of(found), arrays_of(expected)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype, name
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trained module, its run's folder, and its arrays before."""
+    folder, made = tmp_path_factory.mktemp("trained"), Rich(6, [0.1, 0.2], rngs=nnx.Rngs(3))
+    before = arrays_of(made)
+    train(made, folder / "run")
+    return made, folder / "run", before
+
+
+def test_every_variable_comes_back_with_the_arguments_of_the_constructor(trained: Any) -> None:
+    made, run, before = trained
+    loaded = Rich.load_from_checkpoint(run)
+    assert_same(loaded, made)
+    assert loaded.hparams == made.hparams and loaded.hparams["width"] == 6 and loaded.hparams["rates"] == [0.1, 0.2]
+    assert loaded.tied is loaded.layers[0].kernel and int(loaded.table[...]) == 4
+    assert jax.random.key_impl(loaded.key.get_value()) == jax.random.key_impl(made.key.get_value())
+    (name,) = [key for key in before if "0" in key and "layers" in key and "kernel" in key]
+    assert np.any(before[name] != arrays_of(loaded)[name])
+
+
+def test_what_was_loaded_draws_the_same_keys_and_takes_the_same_steps(trained: Any) -> None:
+    _, run, _ = trained
+    first, second = Rich.load_from_checkpoint(run), Rich.load_from_checkpoint(run)
+    whole = Rich(6, [0.1, 0.2], rngs=nnx.Rngs(3))
+    train(first, "on", 1)
+    train(second, "there", 1)
+    assert_same(first, second)
+    train(whole, "whole", 2)
+    train(whole, "again", 1)
+    assert_same(first, whole)
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_00000004"])
+def test_a_run_its_folder_and_a_checkpoint_can_be_named(inside: str, trained: Any) -> None:
+    made, run, _ = trained
+    assert_same(Rich.load_from_checkpoint(run / inside), made)
+    assert_same(Rich.load_from_checkpoint(str(run / inside)), made)
+
+
+def test_an_override_wins_and_the_weights_must_still_fit(trained: Any) -> None:
+    made, run, _ = trained
+    assert Rich.load_from_checkpoint(run, rates=[0.7]).hparams["rates"] == [0.7]
+    words = r"does not fit Rich:(?s:.*)module\.layers\[0\]\.kernel +float32\[3, 6\] +float32\[3, 5\]"
+    with pytest.raises(CheckpointError, match=words):
+        Rich.load_from_checkpoint(run, width=5)
+    found = Rich.load_from_checkpoint(run, width=5, strict=False)
+    np.testing.assert_array_equal(np.asarray(found.half[...]), np.asarray(made.half[...]))
+    assert found.layers[0].kernel.shape == (3, 5)
+    # What does not fit is drawn from the caller's own keys.
+    found = Rich.load_from_checkpoint(run, width=5, strict=False, rngs=nnx.Rngs(9))
+    expected = Rich(5, rngs=nnx.Rngs(9)).layers[0].kernel
+    np.testing.assert_array_equal(np.asarray(found.layers[0].kernel[...]), np.asarray(expected[...]))
+
+
+class Misspelt(Rich):
+    def __init__(self, widht: int = 4, rates: Any = None, *, rngs: nnx.Rngs) -> None:
+        super().__init__(widht, rngs=rngs)
+
+
+class Wrapped(Rich):
+    """A module with an argument that is no JSON value."""
+
+    def __init__(self, activation: Any, width: int, rates: Any, *, rngs: nnx.Rngs) -> None:
+        super().__init__(width, rngs=rngs)
+        self.activation = activation
+
+
+@pytest.mark.parametrize(
+    ("cls", "path", "given", "words"),
+    [
+        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is no checkpoint and no folder that holds one"),
+        (Misspelt, None, {}, r"hyperparameter 'width', which Misspelt does not have\. Did you mean 'widht'"),
+        (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'.*only arguments that are JSON"),
+        (Rich, None, {"widht": 3}, r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(cls: Any, path: Any, given: Any, words: str, trained: Any) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        cls.load_from_checkpoint(path or trained[1], **given)
+
+
+def test_an_argument_that_is_no_json_value_is_taken_from_the_caller(trained: Any) -> None:
+    made, run, _ = trained
+    assert_same(Wrapped.load_from_checkpoint(run, activation=nnx.relu), made)
+    train(Wrapped(nnx.relu, 6, [0.1, 0.2], rngs=nnx.Rngs(3)))
+    with pytest.raises(CheckpointError, match=r"missing 1 required positional argument: 'activation'"):
+        Wrapped.load_from_checkpoint("run")
+
+
+class Keyed(Mean):
+    """A module that is given a secret, and words that only look like one."""
+
+    def __init__(self, api_key: str | None = None, tokenizer: str = "bpe") -> None:
+        super().__init__()
+
+
+def test_a_secret_is_not_kept_and_asked_for_and_a_tokenizer_is_none() -> None:
+    fit(Keyed("hunter2-very-secret"), random(1), default_root_dir="run")
+    for path in Path("run").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    with pytest.raises(CheckpointError, match=r"does not keep 'api_key'.*load_from_checkpoint\(path, api_key=\.\.\.\)"):
+        Keyed.load_from_checkpoint("run")
+    found = Keyed.load_from_checkpoint("run", api_key="new").hparams
+    assert found["api_key"] == "new" and found["tokenizer"] == "bpe"
+    fit(Keyed(), random(1), default_root_dir="without")  # one that was not given is not asked for
+    assert Keyed.load_from_checkpoint("without").hparams["api_key"] is None
+
+
+def test_hyperparameters_with_numbers_as_keys_do_not_stop_training() -> None:
+    class Named(Mean):
+        def __init__(self, classes: dict[int, str], size: int = 1) -> None:
+            super().__init__()
+
+    fit(Named({0: "cat", 1: "dog"}, 1), random(1), default_root_dir="run")
+    assert Named.load_from_checkpoint("run", classes={}).hparams["size"] == 1
+
+
+def test_a_constructor_that_takes_any_number_of_arguments_is_called_with_all_of_them() -> None:
+    class Sizes(Mean):
+        def __init__(self, first: int, *sizes: int, last: int = 0) -> None:
+            super().__init__()
+            self.made = (first, sizes, last)
+
+    fit(Sizes(1, 2, 3, last=4), random(1), default_root_dir="run")
+    assert Sizes.load_from_checkpoint("run").made == (1, (2, 3), 4)
+
+
+def test_keys_with_dots_are_not_those_of_a_dict_inside_a_dict() -> None:
+    class Dicts(Mean):
+        def __init__(self, outer: float, inner: float) -> None:
+            super().__init__()
+            below = nnx.Dict({"b": nnx.Param(jnp.full(2, inner))})
+            self.d = nnx.Dict({"a.b": nnx.Param(jnp.full(2, outer)), "a": below})
+
+    fit(Dicts(1.0, 0.0), random(1), default_root_dir="run")
+    loaded, resumed = Dicts.load_from_checkpoint("run", outer=5.0, inner=7.0), Dicts(5.0, 7.0)
+    fit(resumed, random(1), default_root_dir="run", max_epochs=2, resume="auto")
+    for found in (loaded, resumed):
+        assert np.array_equal(found.d["a.b"][...], [1, 1]) and np.array_equal(found.d["a"]["b"][...], [0, 0])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pmap"])
+def test_what_several_devices_wrote_can_be_loaded_on_one(strategy: str) -> None:
+    made = Rich(rngs=nnx.Rngs(0))
+    train(made, epochs=1, strategy=strategy)
+    loaded = Rich.load_from_checkpoint("run")
+    assert_same(loaded, made)
+    assert all(len(x.devices()) == 1 for x in jax.tree.leaves(nnx.state(loaded)))
+
+
+def test_a_lazy_module_takes_the_weights_of_a_checkpoint() -> None:
+    trainer = train(jl.lazy(Rich, 4))
+    expected = trainer.test(Rich.load_from_checkpoint("run"), random(2))
+    other = jl.Trainer(strategy="single", default_root_dir="test")
+    assert other.test(jl.lazy(Rich, 4), random(2), ckpt_path="run") == expected
+    # The weights of the Trainer's own are not those of the checkpoint, which is older.
+    trainer.save_checkpoint("early")
+    trainer.max_epochs = 4
+    trainer.fit(jl.lazy(Rich, 4), random(2), ckpt_path="last")
+    assert trainer.test(ckpt_path="early", dataloaders=random(2)) == expected
+    assert trainer.test(dataloaders=random(2)) != expected
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_training_in_bfloat16_can_be_loaded_and_validated(precision: str) -> None:
+    batches = random(2)
+    made = fit(Linear(), batches, default_root_dir="run", precision="bf16-true").module
+    loaded = Linear.load_from_checkpoint("run")
+    assert loaded.kernel.dtype == jnp.float32
+    assert np.array_equal(np.asarray(loaded.kernel[...]), np.asarray(made.kernel[...]).astype(np.float32))
+    trainer = jl.Trainer(strategy="single", default_root_dir="other", precision=precision)
+    (found,) = trainer.validate(Linear(), batches, ckpt_path="run")
+    expected = np.mean([float(loaded.loss(batch)) for batch in batches])
+    assert found["val"] == pytest.approx(expected, rel=1e-5 if precision == "32-true" else 2**-6)  # 8 bits
+
+
+# Data, never code -------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("open('pwned', 'w')",))
+
+
+class Scaled(Mean):
+    def __init__(self, size: int = 1, scale: Any = 1.0) -> None:
+        super().__init__()
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("scaled") / "run"
+    fit(Scaled(), random(1), default_root_dir=root)
+    return root / "checkpoints" / "step_00000001"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"_target_": "hostile_code.run", "_args_": []},
+        {"__class__": "hostile_code.A"},
+        {"class_path": "hostile_code.A", "init_args": {}},
+        "hostile_code.run",
+        "!!python/object/apply:hostile_code.run []",
+        base64.b64encode(pickle.dumps(Evil())).decode(),
+    ],
+    ids=range(6),
+)
+def test_a_hyperparameter_is_a_value_and_never_code(
+    value: Any, scaled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\nclass A:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    edit(folder, put("module", value={"class": "hostile_code.A", "hparams": {"scale": value}}))
+    found = Scaled.load_from_checkpoint(folder)
+    assert type(found) is Scaled and found.hparams["scale"] == value
+    assert "hostile_code" not in sys.modules and not Path("pwned").exists()
+
+
+@pytest.mark.parametrize("name", ["_target_", "_instantiator", "__class__", "lr", "rngs", "cls", "sizes"])
+def test_a_hyperparameter_that_the_class_does_not_have_is_refused_by_name(name: str, scaled: Path) -> None:
+    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    edit(folder, put("module", "hparams", value={"size": 1, name: "hostile_code.run"}))
+    with pytest.raises(CheckpointError, match=f"hyperparameter '{name}', which Scaled does not have"):
+        Scaled.load_from_checkpoint(folder)
+
+
+def test_a_hyperparameter_that_would_stand_for_the_module_itself_is_refused(scaled: Path) -> None:
+    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    edit(folder, put("module", "hparams", value={"self": 1}))
+    with pytest.raises(CheckpointError, match="Scaled cannot be built from .*'self'"):
+        Scaled.load_from_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a[1].__setitem__(1, [2**40]), r"module\.w +float32\[1099511627776\] +float32\[1\]"),
+        (lambda a: a[1].__setitem__(1, [3, 1]), r"module\.w +float32\[3, 1\] +float32\[1\]"),
+        (lambda a: a.pop(1), r"module\.w +nothing +float32\[1\]"),
+    ],
+)
+def test_specs_that_lie_are_refused(change: Callable[[Any], Any], words: str, scaled: Path) -> None:
+    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    edit(folder, lambda state: change(state["arrays"]))
+    with pytest.raises(CheckpointError, match=f"does not fit Scaled:(?s:.*){words}"):
+        Scaled.load_from_checkpoint(folder)
+
+
+# The table --------------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_paired_by_name_shape_and_dtype_and_the_rest_is_told() -> None:
+    saved = [("a", (2,), "float32"), ("b", (3,), "float32"), ("c", (), "int32"), ("d", (1,), "float32"), ("x", (), "x")]
+    wanted = [
+        ("d", (1,), "bfloat16"),
+        ("a", (2,), "float32"),
+        ("b", (2,), "float32"),
+        ("e", (), "int32"),
+        ("x", (), ""),
+    ]
+    skip = lambda name: name == "x"  # noqa: E731
+    pairs, rows = match(saved, wanted, skip=skip, cast=False)
+    assert pairs == {0: 1}
+    others = [("b", "float32[3]", "float32[2]"), ("e", "nothing", "int32[]"), ("c", "int32[]", "nothing")]
+    assert rows == [("d", "float32[1]", "bfloat16[1]"), *others]
+    assert match(saved, wanted, skip=skip, cast=True) == ({3: 0, 0: 1}, others)
+    assert match([("a", (), "int32")], [("a", (), "float32")], skip=skip, cast=True)[0] == {}
+    assert match([("a", (), "float8_e5m2")], [("a", (), "float32")], skip=skip, cast=True)[0] == {}
+
+
+def test_a_long_table_is_cut_and_names_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    found, rows = Checkpoint(Path("run/x"), {}), [(f"module.{k}", "nothing", "int32[]") for k in range(14)]
+    report(found, [], "Mine", strict=True)
+    with pytest.raises(CheckpointError, match=r"^run/x does not fit Mine:") as raised:
+        report(found, rows, "Mine", strict=True)
+    lines = str(raised.value).splitlines()
+    assert lines[1].split("  ")[-2:] == [" in the checkpoint", "in the model"]
+    assert [line.split() for line in lines[2:14]] == [[name, "nothing", "int32[]"] for name, _, _ in rows[:12]]
+    assert lines[14] == "  and 2 more" and lines[15].endswith("Pass strict=False to take what fits.")
+    with pytest.raises(
+        CheckpointError, match="Pass reset_optimizer=True to begin with a new optimizer, or strict=False"
+    ):
+        report(found, [("opt_state[0].mu", "nothing", "int32[]")], "Mine", strict=True)
+    report(found, rows[:1], "Mine", strict=False)
+    assert "run/x was loaded in part" in caplog.text and "module.0" in caplog.text

@@ -1,0 +1,214 @@
+"""A checkpoint on other devices, under other strategies, and what does not fit it."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import params_of
+from kit.inside import is_key, leaf_name, leaves_of
+from kit.journal import at_batch
+from kit.modules import Linear, Net
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.errors import CheckpointError
+
+
+def net(cls: type[Net] = Net, tx: Any = None, **arguments: Any) -> Net:
+    """Return layers with batch statistics and dropout's keys, trained by adam or another optimizer."""
+    made = type("Net", (cls,), {"configure_optimizers": lambda self: tx or optax.adam(1e-2, eps=1e-3)})
+    return made(rate=0.1, rngs=nnx.Rngs(0), **arguments)
+
+
+class More(Net):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.more = nnx.Linear(1, 1, rngs=arguments["rngs"])
+
+
+def numbers(trainer: jl.Trainer) -> dict[str, np.ndarray]:
+    plain = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x)  # noqa: E731
+    return {
+        f"{part}.{leaf_name(path)}": plain(x)
+        for part in ("params", "frozen", "model_state", "opt_state")
+        for path, x in jax.tree_util.tree_leaves_with_path(getattr(trainer.state, part))
+    }
+
+
+class Look(jl.Callback):
+    """Keep the state as it is right after a restore, and how it lies on the devices."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.numbers, self.step, self.steps = numbers(trainer), trainer.global_step, list[int]()
+        self.shardings = [x.sharding for x in jax.tree.leaves((trainer.state.params, trainer.state.opt_state))]
+        self.bookkeeping = len(leaves_of(trainer))
+
+
+def look(path: Any, module: Any = None, **arguments: Any) -> Look:
+    """Restore, and train no more."""
+    seen = Look()
+    trainer = fit(module or net(), random(3), None, seen, **({"max_steps": 2, "ckpt_path": path} | arguments))
+    assert arguments.get("max_steps") == 0 or trainer.global_step == 2
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+def saved(folder: Path, strategy: str = "single", devices: int | None = None) -> tuple[Path, dict[str, np.ndarray]]:
+    """Train two optimizer steps and save, once for each strategy; returns the path and the numbers."""
+    path = folder / f"{strategy.replace(':', '_')}-{devices}"
+    if not path.exists():
+        given = {} if devices is None else {"devices": devices}
+        trainer = fit(
+            net(), random(3), strategy=strategy, max_steps=2, default_root_dir=folder / f"{path}-run", **given
+        )
+        trainer.save_checkpoint(path)
+        np.savez(f"{path}.npz", **numbers(trainer))
+    return path, dict(np.load(f"{path}.npz"))
+
+
+# Other devices and strategies -------------------------------------------------------------------------
+
+PAIRS = [
+    (("ddp", 8), ("fsdp", 8)),
+    (("fsdp", 8), ("pmap", 8)),
+    (("pmap", 8), ("shard_map", 8)),
+    (("shard_map", 8), ("single", 1)),
+    (("single", 1), ("fsdp", 8)),
+    (("fsdp", 8), ("fsdp", 4)),
+    (("ddp", 8), ("simulate:8", None)),
+]
+MORE = [
+    *[(was, now) for was in (("ddp", 8), ("pmap", 8)) for now in (("ddp", 4), ("pmap", 4)) if was[0] == now[0]],
+    *[(("fsdp", 8), ("ddp", 8)), (("shard_map", 8), ("fsdp", 8)), (("pmap", 8), ("simulate:8", None))],
+    *[(("zero1", 8), ("simulate:8", None)), (("simulate:8", None), ("fsdp", 8)), (("shard_map", 2), ("pmap", 8))],
+]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [*PAIRS, *[pytest.param(*pair, marks=pytest.mark.full) for pair in MORE]],
+    ids=lambda x: f"{x[0]}-{x[1]}",
+)
+def test_every_number_is_the_same_under_another_strategy(was: Any, now: Any, folder: Path) -> None:
+    path, expected = saved(folder, *was)
+    assert len(expected) > 12 and any(np.any(x) for k, x in expected.items() if k.startswith("opt_state"))
+    given = {"strategy": now[0]} | ({} if now[1] is None else {"devices": now[1]})
+    seen = look(path, **given)
+    assert seen.step == 2 and seen.numbers.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(seen.numbers[name], x, err_msg=name)
+    # As a training lies that has begun under the new strategy.
+    assert seen.shardings == look(None, max_steps=0, **given).shardings
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("pmap", "fsdp"),
+        ("single", "shard_map"),
+        *[pytest.param(*x, marks=pytest.mark.full) for x in [("fsdp", "pmap"), ("simulate:8", "pmap")]],
+    ],
+)
+def test_a_half_full_window_goes_on_under_another_strategy(was: str, now: str) -> None:
+    """Its next optimizer step is the one that the strategy that was left would have taken."""
+    cut = at_batch(4, lambda t, m: t.save_checkpoint("cut"))  # the second batch of three of the second window
+    given: Any = {"accumulate_grad_batches": 3}
+    left = fit(Linear(), random(6), None, cut, strategy=was, **given)
+    taken = fit(Linear(), random(6), strategy=now, ckpt_path="cut", **given)
+    assert left.global_step == taken.global_step == 2
+    for name, x in params_of(left.module).items():
+        np.testing.assert_allclose(params_of(taken.module)[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+# What does not fit ------------------------------------------------------------------------------------
+
+
+def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
+    """Return the table of a refusal, by the first column."""
+    with pytest.raises(CheckpointError, match=match) as error:
+        look(path, **arguments)
+    lines = [line for line in str(error.value).splitlines() if line.startswith("  ")][1:]
+    cells = [[cell.strip() for cell in line.strip().split("  ") if cell] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_another_width_is_refused_with_the_leaves_that_differ_and_leaves_the_caller_its_module(folder: Path) -> None:
+    other = net(width=32)
+    before = np.asarray(other.inner.kernel[...])
+    found = refused(saved(folder)[0], "does not fit Net", module=other)
+    assert found["module.inner.kernel"] == ["float32[3, 16]", "float32[3, 32]"]
+    assert found["module.outer.kernel"] == ["float32[16, 1]", "float32[32, 1]"]
+    assert "module.outer.bias" not in found
+    np.testing.assert_array_equal(np.asarray(other.inner.kernel[...]), before)
+    assert fit(other, random(1)).global_step == 1  # and it can be trained
+
+
+def test_a_layer_more_or_less_is_refused_by_name(folder: Path) -> None:
+    found = refused(saved(folder)[0], "does not fit", module=net(More))
+    assert found["module.more.bias"] == ["nothing", "float32[1]"]
+    fit(net(More), random(1)).save_checkpoint("more")
+    found = refused("more", "does not fit Net")
+    assert found["module.more.kernel"] == ["float32[1, 1]", "nothing"]
+
+
+@pytest.mark.parametrize(
+    ("tx", "now"),
+    [
+        (optax.adabelief(1e-2), "ScaleByBeliefState"),
+        (optax.sgd(1e-2), "EmptyState"),
+        (optax.adamw(optax.constant_schedule(1e-2)), "ScaleByScheduleState"),
+    ],
+)
+def test_another_optimizer_is_refused_also_where_its_arrays_would_fit(tx: Any, now: str, folder: Path) -> None:
+    row = refused(saved(folder)[0], "reset_optimizer=True", module=net(tx=tx))["the optimizer"]
+    assert "ScaleByAdamState" in row[0] and now in row[1]
+
+
+def test_another_precision_is_refused_by_dtype(folder: Path) -> None:
+    found = refused(saved(folder)[0], "does not fit Net", precision="bf16-true")
+    assert found["module.inner.kernel"] == ["float32[3, 16]", "bfloat16[3, 16]"]
+
+
+def test_a_reset_optimizer_keeps_the_weights_and_begins_anew(folder: Path) -> None:
+    path, expected = saved(folder)
+    for tx in (None, optax.sgd(1e-2, momentum=0.9)):
+        seen = look(path, net(tx=tx), reset_optimizer=True).numbers
+        for name, x in expected.items():
+            if not name.startswith("opt_state"):
+                np.testing.assert_array_equal(seen[name], x, err_msg=name)
+        assert all(not np.any(x) for name, x in seen.items() if name.startswith("opt_state"))
+
+
+def test_without_strict_what_fits_is_taken_and_the_rest_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path, expected), fresh = saved(folder), net(More)
+    seen = look(path, net(More), strict=False, reset_optimizer=True).numbers
+    for name, x in expected.items():
+        if not name.startswith("opt_state"):
+            np.testing.assert_array_equal(seen[name], x, err_msg=name)
+    np.testing.assert_array_equal(seen["params.more.kernel"], np.asarray(fresh.more.kernel[...]))
+    (record,) = [r.getMessage() for r in caplog.records if "strict=False" in r.getMessage()]
+    told = [line.split()[0] for line in record.splitlines() if line.startswith("  module")]
+    assert told == ["module.more.bias", "module.more.kernel"]
+
+
+def test_a_layer_of_another_size_with_a_new_optimizer_begins_with_an_empty_window() -> None:
+    """The checkpoint is of an epoch's end; what fits of it trains on as if it had begun so."""
+    given: Any = {"accumulate_grad_batches": 2}
+    first = fit(Linear(3), random(3), default_root_dir="first", **given)
+    path = first.checkpoint_callback.last_model_path
+    resumed, fresh = Linear(4), Linear(4)
+    fit(resumed, random(3, features=4), max_epochs=2, ckpt_path=path, strict=False, reset_optimizer=True, **given)
+    fresh.bias[...] = jnp.asarray(first.module.bias[...])  # type: ignore[union-attr]
+    fit(fresh, random(3, features=4), **given)
+    for name, x in params_of(fresh).items():
+        assert params_of(resumed)[name].tobytes() == x.tobytes(), name

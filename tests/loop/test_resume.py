@@ -1,0 +1,181 @@
+"""A checkpoint of any hook brings everything back: training goes on as if it had never stopped, bit by bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.resume_model import SavesAt, assert_same, final, fit, journal, make_trainer
+
+import jaxlit as jl
+
+# The n-th call of a hook. An epoch has 29 batches, 10 optimizer steps, 4 validations of 3 and 2 batches.
+FEW = [
+    ("on_train_batch_end", 61),  # the first batch of a window, behind a row that is not read yet
+    ("on_train_batch_end", 114),
+    ("on_validation_batch_end", 33),  # the first batch of the second loader
+    ("on_safe_point", 57),  # between two epochs
+]
+USUAL = [
+    *FEW,
+    ("on_fit_start", 0),
+    ("on_train_batch_start", 64),
+    ("on_validation_start", 2),
+    ("on_validation_epoch_end", 5),
+    ("on_train_epoch_end", 0),
+    ("on_train_end", 0),
+]
+PLACES = [
+    *USUAL,
+    ("on_train_start", 0),
+    ("on_train_epoch_start", 2),
+    ("on_train_batch_start", 0),
+    *[("on_train_batch_end", n) for n in (6, 28, 115)],
+    ("on_validation_epoch_start", 6),
+    ("on_validation_batch_start", 3),
+    ("on_validation_batch_end", 4),
+    ("on_validation_end", 15),
+    ("on_train_epoch_end", 3),
+    *[("on_safe_point", n) for n in (6, 115)],
+    ("on_fit_end", 0),
+]
+ALL = {"single": PLACES, "ddp": FEW[:3], "fsdp": FEW, "pmap": FEW[:3]}
+LAST = [("on_safe_point", 115), ("on_train_end", 0), ("on_fit_end", 0)]  # where no training is left to do
+
+
+def behind(reference: list[Any], place: tuple[str, int], mark: int) -> list[Any]:
+    """Return what a resume must do: what a training without a stop did behind a place in its journal.
+
+    The hook in which the checkpoint was taken has run, and is not called again.
+    """
+    hook, epoch, step = reference[mark - 1][:3]
+    assert hook == place[0]
+    begins = [["on_fit_start", epoch, step]]
+    if place in LAST:
+        return [*begins, reference[-1]]
+    return [*begins, ["on_train_start", epoch, step], *without(reference[mark:], "on_fit_start", "on_train_start")]
+
+
+def without(lines: list[Any], *hooks: str) -> list[Any]:
+    return [line for line in lines if line[0] not in hooks]
+
+
+class Snapshots(SavesAt):
+    """Notes also what there is in the state where checkpoints are taken."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.states: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def at(self, trainer: jl.Trainer, hook: str, arguments: tuple[Any, ...]) -> None:
+        before = len(self.marks)
+        super().at(trainer, hook, arguments)
+        if len(self.marks) > before:
+            self.states[list(self.marks)[-1]] = final(trainer)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the journal and the end of a training without a stop, and its saver, made once for each strategy."""
+    done: dict[str, Any] = {}
+
+    def get(strategy: str) -> Any:
+        if strategy not in done:
+            folder = tmp_path_factory.mktemp(strategy)
+            saver = Snapshots(folder / "kept", ALL[strategy])
+            trainer = fit(make_trainer(strategy, folder / "run", [saver], logger=False))
+            assert set(saver.marks) == set(ALL[strategy])
+            done[strategy] = (journal(trainer), final(trainer), saver)
+        return done[strategy]
+
+    return get
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("pmap", marks=pytest.mark.full)])
+def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: Path) -> None:
+    lines, end, _ = trained(strategy)
+    plain = fit(make_trainer(strategy, tmp_path / "plain", logger=False))
+    assert_same(journal(plain), lines)
+    assert final(plain) == end
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place"),
+    [
+        pytest.param(
+            strategy, place, marks=[pytest.mark.full] * (k >= {"single": len(USUAL), "ddp": 0}.get(strategy, 2))
+        )
+        for strategy, places in ALL.items()
+        for k, place in enumerate(places)
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{x[1]}",
+)
+def test_resume_from_a_checkpoint_of_any_hook_is_exact(
+    strategy: str, place: tuple[str, int], trained: Any, tmp_path: Path
+) -> None:
+    lines, end, saver = trained(strategy)
+    resumed = fit(make_trainer(strategy, tmp_path / "run", logger=False), ckpt_path=saver.path(place))
+    wanted = behind(lines, place, saver.marks[place])
+    # Where safe points come is the test below.
+    assert_same(without(journal(resumed), "on_safe_point"), without(wanted, "on_safe_point"))
+    assert final(resumed) == end
+
+
+@pytest.mark.parametrize("place", [("on_train_batch_end", 114), ("on_validation_batch_end", 33), ("on_safe_point", 6)])
+def test_resume_calls_the_safe_point_that_is_still_due_and_no_other(
+    place: tuple[str, int], trained: Any, tmp_path: Path
+) -> None:
+    lines, _, saver = trained("single")
+    resumed = fit(make_trainer("single", tmp_path / "run", logger=False), ckpt_path=saver.path(place))
+    found, wanted = journal(resumed), behind(lines, place, saver.marks[place])
+    assert_same(*([x for x in lines if x[0] == "on_safe_point"] for lines in (found, wanted)))
+
+
+@pytest.mark.smoke
+def test_resuming_twice_from_one_checkpoint_gives_the_same(trained: Any, tmp_path: Path) -> None:
+    _, end, saver = trained("fsdp")
+    place = ("on_train_batch_end", 114)
+    files = {path: path.read_bytes() for path in saver.path(place).rglob("*") if path.is_file()}
+    for name in ("first", "second"):
+        resumed = fit(make_trainer("fsdp", tmp_path / name, logger=False), ckpt_path=saver.path(place))
+        assert final(resumed) == end
+    assert files == {path: path.read_bytes() for path in saver.path(place).rglob("*") if path.is_file()}
+
+
+# Part by part ----------------------------------------------------------------------------------------
+
+PARTS = {
+    "parameters": "module.first.kernel",
+    "adam's moments": ".mu",
+    "the moving average of updates": ".ema",
+    "the schedule's count": "count",
+    "the learning rate that a callback has lowered": "learning_rate",
+    "batch statistics": "module.norm.mean",
+    "the count of dropout's keys": "module.drop.rngs.count",
+    "dropout's keys": "module.drop.rngs.key",
+    "the accumulation window": "window.grads",
+    "the window's rows": "window.rows",
+    "the window's metrics": "window.metrics",
+    "the metrics of the epoch": "sums",
+    "counters": "counters",
+}
+
+
+@pytest.fixture(scope="module")
+def restored(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the arrays of a training's middle, those of a resume before its first step, and those of a start."""
+    found = []
+    _, _, saver = trained("fsdp")
+    for arguments in ({"ckpt_path": saver.path(FEW[0])}, {"seed": 1}):
+        looks = Snapshots(tmp_path_factory.mktemp("looks"), [("on_train_start", 0)])
+        trainer = make_trainer("fsdp", tmp_path_factory.mktemp("run"), [looks], logger=False, max_epochs=3)
+        fit(trainer, **arguments)
+        found.append(looks.states["on_train_start", 0]["arrays"])
+    return saver.states[FEW[0]]["arrays"], *found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_resume_brings_back(part: str, restored: Any) -> None:
+    saved, resumed, fresh = ({k: v for k, v in arrays.items() if PARTS[part] in k} for arrays in restored)
+    assert saved
+    assert saved == resumed
+    assert all(saved[name] != fresh[name] for name in fresh), "this cannot tell a state that was lost"

@@ -1,0 +1,143 @@
+"""Resumed data: every kind of loader goes on behind the last batch that a step has used; and after SIGKILL."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+from kit.resume_model import BATCH_SIZE, fit, loaders, make_trainer, rows
+from kit.resume_runs import cut_and_resume, ended, problems_of, start_child, write_final
+
+import jaxlit as jl
+
+COUNT, BATCHES = 101, 13  # rows and batches of an epoch, of which the last is a tail of five rows
+DATA = rows(COUNT)
+
+
+class Again:
+    """Begins anew each time it is iterated, and tells nothing of where it is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, COUNT, BATCH_SIZE):
+            yield {name: x[start : start + BATCH_SIZE] for name, x in DATA.items()}
+
+
+class KeepsState:
+    """Shuffles anew in each epoch, which it counts itself; it goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.epoch, self.next = 0, 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.next == BATCHES:
+            self.epoch, self.next = self.epoch + 1, 0
+        order = np.random.default_rng(self.epoch).permutation(COUNT)
+        while self.next < BATCHES:
+            chosen = order[self.next * BATCH_SIZE : (self.next + 1) * BATCH_SIZE]
+            self.next += 1
+            yield {name: x[chosen] for name, x in DATA.items()}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.epoch, self.next = state_dict["epoch"], state_dict["next"]
+
+
+class Records:
+    """Rows for a grain DataLoader."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        return {name: x[index] for name, x in DATA.items()}
+
+    def __repr__(self) -> str:
+        return "Records()"
+
+
+def map_dataset() -> Any:
+    records = [{name: x[i] for name, x in DATA.items()} for i in range(COUNT)]
+    return grain.MapDataset.source(records).seed(5).shuffle().batch(BATCH_SIZE)
+
+
+def data_loader() -> Any:
+    sampler = grain.samplers.IndexSampler(COUNT, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=5)
+    batch = grain.transforms.Batch(BATCH_SIZE, drop_remainder=False)
+    return grain.DataLoader(data_source=Records(), sampler=sampler, operations=[batch], worker_count=0)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "list": lambda: list(Again()),
+    "re-iterable": Again,
+    "loader with a state": KeepsState,
+    "ArrayLoader": lambda: jl.ArrayLoader(DATA, BATCH_SIZE, shuffle=True),
+    "MapDataset": map_dataset,
+    "IterDataset": lambda: map_dataset().to_iter_dataset(),
+    "DataLoader": data_loader,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefetch"),
+    [
+        ("list", 0),
+        ("loader with a state", 2),
+        ("IterDataset", 0),
+        *[
+            pytest.param(kind, prefetch, marks=pytest.mark.full)
+            for kind, prefetch in [
+                ("re-iterable", 2),
+                ("loader with a state", 0),
+                ("ArrayLoader", 2),
+                ("MapDataset", 2),
+                ("DataLoader", 2),
+            ]
+        ],
+    ],
+)
+def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch: int, tmp_path: Path) -> None:
+    data = lambda: (KINDS[kind](), loaders()[1])  # noqa: E731
+    # In the middle of an epoch and of a window; and where the second epoch would begin.
+    stops = [("on_safe_point", 7), ("on_safe_point", 4)]
+    found = cut_and_resume(tmp_path, data, stops=stops, prefetch=prefetch, val_check_interval=5)
+    assert found == {"lost": 0}
+
+
+# Killed twice, and started again each time ------------------------------------------------------------
+
+EPOCHS, EVERY = 2, 2  # 20 optimizer steps
+# Where the first and the second process die: the hook, and the step from which on. In `on_train_batch_start` a
+# checkpoint may just be being written, and at the first kill of `pmap` none is there.
+KILLS = {
+    "single": (("on_train_batch_start", 4), ("on_validation_batch_end", 12)),
+    "ddp": (("on_train_batch_end", 7), ("on_safe_point", 10)),
+    "fsdp": (("on_validation_batch_end", 5), ("on_train_epoch_end", 10)),
+    "pmap": (("on_log", 1), ("on_train_batch_start", 19)),
+}
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(x, marks=[pytest.mark.full] * (x != "fsdp")) for x in KILLS])
+def test_killed_training_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for number, kill in enumerate(KILLS[strategy]):
+        code, output = ended(start_child(killed, number, strategy, epochs=EPOCHS, every=EVERY, kill=kill))
+        assert code == -signal.SIGKILL, output
+    last = start_child(killed, 2, strategy, epochs=EPOCHS, every=EVERY)
+    try:
+        # In this process, and without checkpoints.
+        reference = fit(make_trainer(strategy, whole, name="journal0", max_epochs=EPOCHS))
+        write_final(reference, whole)
+    finally:
+        code, output = ended(last)
+    assert code == 0, output
+    found = problems_of(killed, whole, 3)
+    assert found.pop("lost") > 0  # something was done again, so the kills came where they should
+    assert not found

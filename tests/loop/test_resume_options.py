@@ -1,0 +1,356 @@
+"""Training goes on exactly whatever the Trainer is told, and however it has ended."""
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit import journal as kit_journal
+from kit.batches import Stream, numbered
+from kit.modules import Mean
+from kit.resume_model import (
+    BATCH_SIZE,
+    EPOCHS,
+    Journal,
+    RaisesAt,
+    SavesAt,
+    Stopped,
+    assert_same,
+    final,
+    fit,
+    journal,
+    loaders,
+    make_trainer,
+    rows,
+)
+from kit.resume_runs import cut_and_resume
+from kit.trainers import fit as kit_fit
+
+import jaxlit as jl
+from jaxlit.errors import CheckpointError
+
+
+def training(lines: list[Any]) -> list[Any]:
+    return [line for line in lines if line[0] not in ("on_fit_start", "on_train_start", "on_safe_point")]
+
+
+def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> None:
+    """Check that a resume is what an uninterrupted training did behind so many batches."""
+    resumed, whole = training(resumed), training(whole)
+    assert resumed
+    first = next(line for line in resumed if line[0] == "on_train_batch_end")
+    assert first[4] == batches + 1
+    assert_same(resumed, whole[-len(resumed) :])
+
+
+# Arguments of the Trainer ----------------------------------------------------------------------------
+
+
+class SkipsTheRest(jl.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 17 else None  # in the middle of a window
+
+
+class Plain(jl.DataModule):
+    """Its hooks make another loader in each epoch, from a count that only its state keeps."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def train_dataloader(self) -> Any:
+        return jl.ArrayLoader(rows(101, self.opened % 2), BATCH_SIZE, shuffle=True, seed=7)
+
+    def val_dataloader(self) -> Any:
+        return loaders()[1]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {name: x * np.float32(1 + self.opened) for name, x in batch.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"opened": self.opened}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.opened = state_dict["opened"]
+
+
+class CountsInData(jl.Callback):
+    """Changes the DataModule at the end of each epoch."""
+
+    def __init__(self, data: Plain) -> None:
+        self.data = data
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.data.opened += 1
+
+
+# Each of what may be told, two at a time.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no accumulation, few rows": {"accumulate_grad_batches": 1, "log_every_n_steps": 3},
+    "validation at the end of epochs, bf16-mixed": {
+        "val_check_interval": 1.0,
+        "precision": "bf16-mixed",
+        "stops": [("on_validation_batch_end", 6)],
+    },
+    "validation every second epoch, limit_train_batches": {
+        "check_val_every_n_epoch": 2,
+        "val_check_interval": 1.0,
+        "limit_train_batches": 10,
+        "max_epochs": 3,
+        "stops": [("on_safe_point", 12)],
+    },
+    "validation across epochs, skipped rest of the epoch": {
+        "check_val_every_n_epoch": None,
+        "val_check_interval": 11,
+        "more": lambda: [SkipsTheRest()],
+        "stops": [("on_safe_point", 16), ("on_safe_point", 1)],
+    },
+    "overfit_batches": {
+        "overfit_batches": 5,
+        "max_epochs": 6,
+        "val_check_interval": 1.0,
+        "stops": [("on_safe_point", 16)],
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
+    assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
+
+
+def test_data_module_goes_on_with_its_state_and_its_reloaded_loaders(tmp_path: Path) -> None:
+    def run(name: str, seed: int, stop: Sequence[jl.Callback], **arguments: Any) -> jl.Trainer:
+        data = Plain()
+        trainer = make_trainer(
+            "single",
+            tmp_path / name,
+            [CountsInData(data), *stop],
+            f"journal{seed}",
+            reload_dataloaders_every_n_epochs=1,
+            val_check_interval=5,
+            max_epochs=3,
+            **arguments,
+        )
+        return fit(trainer, (data, None), seed=seed)
+
+    whole = run("whole", 0, [])
+    saves: dict[str, Any] = {"enable_checkpointing": True, "resume": "auto"}
+    with pytest.raises(Stopped):
+        run("cut", 0, [RaisesAt("on_safe_point", 19)], **saves)  # in the second epoch of 13 batches
+    last = run("cut", 1, [], **saves)
+    assert_is_the_end_of(journal(last), journal(whole), 20)
+    assert final(last) == final(whole)
+
+
+def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
+    def data() -> Any:
+        train, val = loaders()
+        train.arrays["y"][5] = 1e4  # whose gradient is no number of 16 bits when it is scaled
+        return jl.ArrayLoader(train.arrays, BATCH_SIZE, shuffle=True, seed=3), val
+
+    told: dict[str, Any] = {"precision": "16-mixed", "max_epochs": 2}
+    whole = fit(make_trainer("single", tmp_path / "scale", **told), data())
+    _, steps = np.asarray(whole.state.loss_scale)
+    assert 0 < steps < whole.global_step  # it was lowered on the way, and there were steps since
+    assert cut_and_resume(tmp_path, data, **told) == {"lost": 0}
+
+
+# Endings ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
+    """A training of two epochs without a stop."""
+    return fit(make_trainer("single", tmp_path_factory.mktemp("whole") / "run", max_epochs=2))
+
+
+def csv(trainer: jl.Trainer) -> bytes:
+    return (trainer.run_dir / "metrics.csv").read_bytes()
+
+
+class Interrupts(RaisesAt):
+    """Sends what Ctrl-C sends."""
+
+    def at(self, *arguments: Any) -> None:
+        try:
+            super().at(*arguments)
+        except Stopped:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
+    fit(make_trainer("single", tmp_path / "run", max_steps=13, enable_checkpointing=True))
+    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
+    assert_is_the_end_of(journal(last), journal(whole), 29 + 9)
+    assert final(last) == final(whole)
+    assert csv(last) == csv(whole)
+
+
+@pytest.mark.parametrize(
+    ("hook", "number", "batches"),
+    [("on_validation_batch_start", 22, 29 + 7)],
+)
+def test_training_cut_by_ctrl_c_goes_on(
+    hook: str, number: int, batches: int, whole: jl.Trainer, tmp_path: Path
+) -> None:
+    stop = Interrupts(hook, number)
+    cut = fit(make_trainer("single", tmp_path / "run", [stop], max_epochs=2, enable_checkpointing=True))
+    assert cut.interrupted
+    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
+    assert_is_the_end_of(journal(last), journal(whole), batches)
+    assert final(last) == final(whole)
+    assert csv(last) == csv(whole)
+
+
+def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
+    class Stops(RaisesAt):
+        def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
+            try:
+                super().at(trainer, *arguments)
+            except Stopped:
+                trainer.stop("enough")
+
+    def run(name: str, stop: Sequence[jl.Callback] = (), seed: int = 0, **arguments: Any) -> jl.Trainer:
+        # Without validation: a stop makes one more, which is in no training without it.
+        trainer = jl.Trainer(
+            strategy="single",
+            max_epochs=2,
+            accumulate_grad_batches=3,
+            log_every_n_steps=1,
+            default_root_dir=tmp_path / name,
+            callbacks=[Journal(tmp_path / name / f"journal{seed}"), *stop],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **arguments,
+        )
+        return fit(trainer, (loaders()[0], None), seed=seed)
+
+    whole = run("whole")
+    cut = run("cut", [Stops("on_train_batch_end", 30)], enable_checkpointing=True)
+    state = json.loads((Path(cut.checkpoint_callback.last_model_path) / "state.json").read_text())
+    assert state["position"]["filled"] == 31 - 29  # the window's last batch was
+    last = run("cut", seed=1, resume="auto")
+    assert_is_the_end_of(journal(last), journal(whole), 31)
+    assert final(last) == final(whole)
+    assert csv(last) == csv(whole)
+
+
+def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
+    place = ("on_train_batch_end", 10)  # without accumulation each step has a row, read one step late
+    saver = SavesAt(tmp_path / "kept", [place])
+    told: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 1, "logger": False}
+    whole = fit(make_trainer("single", tmp_path / "whole", [saver], **told))
+    last = fit(make_trainer("single", tmp_path / "last", **told), ckpt_path=saver.path(place))
+    rows_of = lambda lines: [line[3] for line in lines if line[0] == "on_log"]  # noqa: E731
+    assert rows_of(journal(last)) == rows_of(journal(whole)[saver.marks[place] :])
+
+
+def test_training_begun_anew_has_each_row_once(whole: jl.Trainer, tmp_path: Path) -> None:
+    # Ended before its first checkpoint, as by a kill.
+    saves = jl.callbacks.ModelCheckpoint(save_on_exception=False)
+    with pytest.raises(Stopped):
+        stop = RaisesAt("on_safe_point", 20)
+        fit(make_trainer("single", tmp_path / "run", [saves, stop], max_epochs=2, enable_checkpointing=True))
+    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"))
+    assert_same(journal(last), journal(whole))
+    assert csv(last) == csv(whole)
+
+
+# What is over ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, SavesAt]:
+    """A training of two epochs with its checkpoints, also of its last hooks."""
+    folder = tmp_path_factory.mktemp("finished")
+    saver = SavesAt(folder / "kept", [("on_train_end", 0), ("on_fit_end", 0)])
+    trainer = fit(make_trainer("single", folder / "run", [saver], max_epochs=2, enable_checkpointing=True))
+    trainer.save_checkpoint(folder / "kept" / "after")
+    return trainer, saver
+
+
+def checkpoints(finished: tuple[jl.Trainer, SavesAt]) -> dict[str, Path]:
+    trainer, saver = finished
+    assert trainer.checkpoint_callback is not None
+    found = {"its own": Path(trainer.checkpoint_callback.last_model_path), "after fit": saver.folder / "after"}
+    return found | {place[0]: saver.path(place) for place in saver.places}
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
+    """A training of more epochs without a stop."""
+    return fit(make_trainer("single", tmp_path_factory.mktemp("long") / "run", max_epochs=EPOCHS))
+
+
+def test_finished_training_resumed_does_nothing(finished: Any, whole: jl.Trainer, tmp_path: Path) -> None:
+    for name, path in checkpoints(finished).items():
+        again = make_trainer("single", tmp_path / name, max_epochs=2)
+        fit(again, ckpt_path=path)
+        assert [line[0] for line in journal(again)] == ["on_fit_start", "on_fit_end"]
+        assert final(again) == final(whole)
+
+
+def test_finished_training_resumed_changes_no_file(finished: Any, whole: jl.Trainer) -> None:
+    trainer, _ = finished
+    look = lambda: {  # noqa: E731
+        path: path.read_bytes()
+        for path in trainer.run_dir.rglob("*")
+        if path.is_file() and path.name not in ("again", ".lock")
+    }
+    before = look()
+    again = make_trainer(
+        "single", trainer.run_dir, name="again", max_epochs=2, resume="auto", enable_checkpointing=True
+    )
+    fit(again, seed=1)
+    assert look() == before
+    assert final(again) == final(whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["its own", *[pytest.param(x, marks=pytest.mark.full) for x in ("on_train_end", "on_fit_end", "after fit")]]
+)
+def test_raising_max_epochs_continues(name: str, finished: Any, long: jl.Trainer, tmp_path: Path) -> None:
+    more = make_trainer("single", tmp_path / "more", max_epochs=EPOCHS)
+    fit(more, ckpt_path=checkpoints(finished)[name])
+    assert_is_the_end_of(journal(more), journal(long), 2 * 29)
+    assert final(more) == final(long)
+
+
+# Other arguments, and other data ----------------------------------------------------------------------
+
+
+def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, list[int]]:
+    """Train `Mean`; returns the Trainer, and the numbers of its batches."""
+    watch = kit_journal.Journal()
+    trainer = kit_fit(Mean(), train, None, watch, *callbacks, **({"max_epochs": 2} | arguments))
+    return trainer, watch.batches["train"]
+
+
+SAVE = kit_journal.at_batch(4, lambda t, m: t.save_checkpoint("at") if t.current_epoch == 0 else None)
+
+
+def test_an_epoch_that_is_longer_than_it_may_be_now_ends_and_training_goes_on() -> None:
+    mean_fit(numbered(8), SAVE)
+    trainer, batches = mean_fit(numbered(8), limit_train_batches=3, ckpt_path="at")
+    assert batches == [1, 2, 3] and (trainer.global_step, trainer.current_epoch) == (5 + 3, 2)
+
+
+@pytest.mark.parametrize("count", [4, 5])  # less than what was seen, and just that
+def test_a_loader_that_has_become_shorter_ends_the_epoch_and_training_goes_on(count: int) -> None:
+    mean_fit(Stream(numbered(8)), SAVE)
+    trainer, batches = mean_fit(Stream(numbered(count)), ckpt_path="at")
+    assert batches == [*range(1, count + 1)] and (trainer.global_step, trainer.current_epoch) == (5 + count, 2)
+
+
+def test_another_accumulation_is_refused_in_the_middle_of_a_window_and_taken_behind_one() -> None:
+    trainer, _ = mean_fit(numbered(8), SAVE, accumulate_grad_batches=3)
+    trainer.save_checkpoint("end")
+    for accumulate in (1, 2):
+        words = f"2 of 3 batches.*accumulate_grad_batches={accumulate}. Resume with 3"
+        with pytest.raises(CheckpointError, match=words):
+            mean_fit(numbered(8), accumulate_grad_batches=accumulate, ckpt_path="at")
+    trainer, _ = mean_fit(numbered(8), accumulate_grad_batches=2, max_epochs=3, ckpt_path="end")
+    assert trainer.global_step == 3 + 3 + 4

@@ -1,0 +1,189 @@
+"""`nan_policy="rollback"` goes back to the last checkpoint and leaves the batches since then out."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kit.batches import Stream, numbered
+from kit.checkpoints import names, state_of
+from kit.journal import Rows, at_batch, hooks
+from kit.modules import Mean, module
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import ArgumentError, NonFiniteError
+
+BAD = float("nan")
+RATE = optax.polynomial_schedule(0.25, 0.01, 1, 20)  # the rate tells the optimizer's step
+
+
+def batches(values: list[float]) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.full((8, 1), value, np.float32)} for value in values]
+
+
+def by_hand(windows: list[list[float]]) -> float:
+    w = np.float32(0)
+    for step, window in enumerate(windows):
+        w = w - np.float32(RATE(step)) * 2 * (w - np.float32(np.mean(window)))
+    return float(w)
+
+
+def train(values: list[float], *callbacks: Any, made: Any = None, **arguments: Any) -> tuple[jl.Trainer, Any]:
+    callbacks = callbacks or (ModelCheckpoint(every_n_train_steps=2),)
+    given = {"default_root_dir": "run", "nan_policy": "rollback", "log_every_n_steps": 1} | arguments
+    made = made or module(tx=optax.sgd(RATE))
+    return fit(made, batches(values), None, *callbacks, **given), made
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bad"), [("single", 2), ("single", 3), ("fsdp", 3), ("pmap", 2)]
+)  # right behind the checkpoint, or a step later
+def test_training_goes_back_and_on_without_the_bad_batch(bad: int, strategy: str) -> None:
+    steps: list[int] = []
+    note = hooks(on_train_batch_end=lambda t, *_: steps.append(t.global_step))
+    values = [BAD if k == bad else k + 1.0 for k in range(8)]
+    trainer, made = train(values, note, ModelCheckpoint(every_n_train_steps=2), strategy=strategy)
+    # Behind the fall-back the count goes on from 2: what the last run of 3, 4, ... belongs to was learnt from.
+    back = max(k for k in range(1, len(steps)) if steps[k] <= steps[k - 1])
+    assert steps[back] == 3 and len(steps) == len(values)
+    left = values[:2] + values[back:]
+    assert not np.isnan(left).any()
+    assert (trainer.global_step, trainer.current_epoch) == (len(left), 1)
+    assert float(made.w[...][0]) == pytest.approx(by_hand([[x] for x in left]), abs=1e-6)
+
+
+def probe(batch_idx: int) -> jl.Callback:
+    """Return a callback whose save is the first to look whether every step was finite, and what the module is then."""
+
+    def end(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int) -> None:
+        if idx == batch_idx:
+            trainer.save_checkpoint("probe")
+            watch.seen = float(module.w[...][0])  # type: ignore[attr-defined]
+
+    watch = hooks(on_train_batch_end=end)
+    return watch
+
+
+def test_half_a_window_goes_with_the_bad_one_and_the_module_is_that_of_the_checkpoint() -> None:
+    watch, values = probe(6), [1.0, 2.0, 3.0, 4.0, BAD, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    trainer, made = train(
+        values, watch, ModelCheckpoint(every_n_train_steps=2), accumulate_grad_batches=2, log_every_n_steps=50
+    )
+    before = [[1.0, 2.0], [3.0, 4.0]]
+    assert watch.seen == pytest.approx(by_hand(before), abs=1e-6)  # type: ignore[attr-defined]
+    assert trainer.global_step == 4
+    assert float(made.w[...][0]) == pytest.approx(by_hand([*before, [8.0, 9.0], [10.0, 11.0]]), abs=1e-6)
+
+
+def epoch_mean(self: Any, batch: Any) -> Any:
+    self.log("seen", jnp.mean(batch["x"]), on_step=False, on_epoch=True)
+    return jnp.mean(self.error(batch) ** 2)
+
+
+def test_the_metrics_of_the_epoch_are_those_of_the_steps_that_count() -> None:
+    rows, given = Rows(), {"log_every_n_steps": 50, "made": module(epoch_mean)}
+    train([1.0, 2.0, BAD, 4.0, 5.0, 6.0], rows, probe(2), ModelCheckpoint(every_n_train_steps=2), **given)
+    assert rows.of("seen") == [pytest.approx(3.6, rel=1e-6)]  # of all but the bad one
+
+
+def test_the_metrics_of_an_epoch_that_began_behind_the_checkpoint_begin_anew() -> None:
+    rows = Rows()
+    loader = Stream(batches([1.0, 2.0, 3.0]), batches([BAD, 5.0, 6.0, 8.0]))
+    given: Any = {"nan_policy": "rollback", "max_epochs": 2, "log_every_n_steps": 50, "default_root_dir": "run"}
+    saver = ModelCheckpoint(every_n_train_steps=2)
+    trainer = fit(module(epoch_mean), loader, None, rows, saver, **given)
+    assert rows.of("seen") == [2.0, pytest.approx((5 + 6 + 8) / 3, rel=1e-6)]
+    assert trainer.global_step == 2 + 3  # the third step of the first epoch has gone as well
+
+
+def test_the_fall_back_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    train([1.0, 2.0, BAD, 4.0, 5.0, 6.0])
+    (message,) = [r.getMessage() for r in caplog.records if "Back to step" in r.getMessage()]
+    assert "optimizer step 2 (epoch 0)" in message and "Back to step 2 of" in message and "left out" in message
+    assert "step_00000002" in message
+
+
+def test_a_bad_batch_at_the_end_of_an_epoch_is_left_out_too() -> None:
+    trainer, made = train([1.0, 2.0, 3.0, BAD])
+    assert trainer.global_step == 2
+    assert float(made.w[...][0]) == pytest.approx(by_hand([[1.0], [2.0]]), abs=1e-6)
+
+
+def test_what_diverges_again_and_again_is_an_error() -> None:
+    with pytest.raises(NonFiniteError, match="went back to .*step_00000002 3 times.*Lower the learning rate"):
+        train([1.0, 2.0, *[BAD] * 40])
+
+
+def test_a_checkpoint_behind_each_fall_back_counts_anew() -> None:
+    values = [1.0, 2.0] + [BAD, BAD, BAD, BAD, 1.0, 2.0, 3.0, 4.0] * 5
+    trainer, made = train(values)
+    assert 2 < trainer.global_step < 2 + 4 * 5 + 1 and 1.0 <= float(made.w[...][0]) <= 4.0
+
+
+# Which checkpoint -------------------------------------------------------------------------------------
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to() -> None:
+    with pytest.raises(NonFiniteError, match="no checkpoint yet to go back to.*every_n_train_steps"):
+        train([1.0, BAD, 3.0, 4.0])
+    assert list(Path("run/checkpoints").glob("step_*")) == []
+    with pytest.raises(NonFiniteError, match="no checkpoint yet"):
+        fit(Mean(), batches([BAD]), nan_policy="rollback", fast_dev_run=True)
+
+
+def test_it_is_refused_without_checkpoints() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"nan_policy='rollback', enable_checkpointing=False.*nothing to go back to"
+    ):
+        train([1.0], jl.Callback(), enable_checkpointing=False)
+
+
+def test_it_takes_no_checkpoint_of_an_earlier_fit() -> None:
+    trainer = make_trainer(nan_policy="rollback", default_root_dir="run")
+    trainer.fit(Mean(), numbered(3))
+    assert names() == ["step_00000003"]
+    with pytest.raises(NonFiniteError, match="no checkpoint yet"):
+        trainer.fit(Mean(), batches([1.0, 2.0, BAD, 4.0]))
+
+
+def test_it_takes_no_checkpoint_of_a_later_step_that_an_earlier_training_left() -> None:
+    given: Any = {"default_root_dir": "run", "nan_policy": "rollback"}
+    fit(Mean(), numbered(6), None, at_batch(1, lambda t, m: t.save_checkpoint("run/early")), **given)
+    assert names() == ["step_00000006"]
+    with pytest.raises(NonFiniteError, match="no checkpoint yet"):
+        fit(Mean(), batches([1.0, 2.0, 3.0, BAD, 5.0, 6.0]), ckpt_path="run/early", **given)
+
+
+def test_it_takes_the_checkpoint_that_training_was_resumed_from_and_not_the_newest_in_the_folder() -> None:
+    saver = lambda: ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)  # noqa: E731
+    train([1.0] * 32, saver(), max_steps=8)
+    assert names() == [f"step_0000000{k}" for k in (2, 4, 6, 8)]
+    resumed: Any = {"ckpt_path": "run/checkpoints/step_00000002"}
+    with pytest.raises(NonFiniteError, match="went back to .*step_00000002 3 times"):
+        train([1.0, 1.0] + [BAD] * 30, saver(), **resumed)
+
+
+def test_inside_a_save_no_state_comes_under_the_name_of_another_step_and_the_step_has_its_own_later() -> None:
+    values = [float(k) for k in range(20)]
+    values[7] = BAD  # the eighth step is bad, and its checkpoint due
+    trainer, _ = train(values, ModelCheckpoint(every_n_train_steps=4, save_top_k=-1), log_every_n_steps=50)
+    assert trainer.global_step == 20 - 4
+    found = {name: state_of(f"run/checkpoints/{name}")["global_step"] for name in names()}
+    assert found == {f"step_{k:08d}": k for k in (4, 8, 12, 16)}
+
+
+def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
+    class Every2(jl.Callback):
+        runs_last = True
+
+        def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+            if trainer.global_step % 2 == 0 and not epoch_over:
+                trainer.saver.begin(f"own/at_{trainer.global_step}")  # not waited for: rollback does
+
+    trainer, made = train([1, 2, 3, BAD, 5, 6], Every2(), enable_checkpointing=False)
+    assert trainer.global_step == 4
+    assert float(made.w[...][0]) == pytest.approx(by_hand([[1], [2], [5], [6]]), rel=1e-6)

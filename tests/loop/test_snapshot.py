@@ -1,0 +1,202 @@
+"""What callbacks, modules and DataModules put into a checkpoint, and find again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.checkpoints import state_of
+from kit.journal import hooks
+from kit.modules import Mean, module
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.callbacks import EarlyStopping
+from jaxlit.errors import CheckpointError
+
+
+class Counter(jl.Callback):
+    """Count batches over all runs, and note what is called at a resume."""
+
+    def __init__(self, kept: Any = None) -> None:
+        self.count, self.kept, self.calls = 0, kept, list[str]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count} if self.kept is None else {"kept": self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        self.count, self.found = state_dict.get("count", 0), state_dict.get("kept")
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.calls.append(f"on_load_checkpoint {trainer.global_step}")
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.calls.append(f"on_fit_start {self.count}")
+
+
+def train(*callbacks: Any, epochs: int = 1, module: Any = None, data: Any = None, **arguments: Any) -> jl.Trainer:
+    given = {"default_root_dir": "run", "max_epochs": epochs} | arguments
+    batches = numbered(3) if data is None else data
+    return fit(module or Mean(), batches, None, *callbacks, **given)
+
+
+def state() -> dict[str, Any]:
+    (path,) = Path("run/checkpoints").glob("step_*")
+    return state_of(path)
+
+
+def test_the_state_of_a_callback_comes_back_before_training() -> None:
+    train(Counter())
+    again = Counter()
+    train(again, epochs=2, resume="auto")
+    assert again.calls == ["load_state_dict", "on_load_checkpoint 3", "on_fit_start 3"] and again.count == 6
+    train(fresh := Counter(), default_root_dir="other")
+    assert fresh.calls == ["on_fit_start 0"]
+
+
+def test_two_callbacks_of_a_class_get_each_its_own_state() -> None:
+    first, second = Counter(), Counter()
+    second.count = 10
+    train(first, second)
+    assert [key for key in state()["callbacks"] if "Counter" in key] == ["Counter", "Counter:1"]
+    first, second = Counter(), Counter()
+    train(first, second, epochs=2, resume="auto")
+    assert (first.count, second.count) == (6, 16)
+
+
+def test_two_early_stoppings_in_another_order_keep_each_its_own_state() -> None:
+    pair = lambda: (EarlyStopping("val", patience=50), EarlyStopping("loss", patience=50))  # noqa: E731
+    validation, training = pair()
+    run = lambda *c, **given: fit(Mean(), numbered(3), numbered(1), *c, default_root_dir="run", **given)  # noqa: E731
+    run(validation, training)
+    assert validation.best_score != training.best_score
+    resumed, swapped = pair()
+    run(swapped, resumed, resume="auto")
+    assert (resumed.best_score, swapped.best_score) == (validation.best_score, training.best_score)
+
+
+@pytest.mark.parametrize(
+    ("kept", "match"),
+    [
+        (np.zeros(3), "the state_dict of.*Counter.*kept.*ndarray.*init_arrays"),
+        (jnp.zeros(()), "state_dict of.*Counter.*kept.*Array"),
+        ({1: "a"}, "Counter.*kept.*key 1"),
+        ([Path("a")], r"Counter.*kept.*0.*PosixPath"),
+        ({"a", "b"}, "Counter.*kept.*set"),
+        (b"bytes", "Counter.*kept.*bytes"),
+        (lambda: None, "Counter.*kept.*function"),
+    ],
+)
+def test_a_state_that_is_no_json_is_refused_by_name_before_the_first_step(kept: Any, match: str) -> None:
+    counter = Counter(kept)
+    with pytest.raises(CheckpointError, match=match):
+        train(counter)
+    assert counter.count == 0
+
+
+def test_a_json_state_comes_back_as_it_was() -> None:
+    kept = [float("nan"), float("inf"), [1, [2.5, None, True]], {"é": "\ud7ff", "": {}}, np.float32(0.1), 2**70, (1, 2)]
+    train(Counter(kept))
+    train(again := Counter(kept), resume="auto")
+    expected = [*kept[:4], kept[4].item(), 2**70, [1, 2]]
+    assert json.dumps(again.found) == json.dumps(expected)
+
+
+def test_callbacks_that_are_gone_are_told_and_new_ones_begin_empty(caplog: pytest.LogCaptureFixture) -> None:
+    class Other(Counter):
+        pass
+
+    train(Counter())
+    other = Other()
+    train(other, epochs=2, resume="auto", logger=False)  # files are no business of training's
+    (message,) = [r.getMessage() for r in caplog.records if "not among the callbacks" in r.getMessage()]
+    assert "keeps the state of Counter, which" in message
+    assert other.calls == ["on_load_checkpoint 3", "on_fit_start 0"] and other.count == 3
+
+
+def test_hooks_of_callbacks_and_modules_put_values_in_and_find_them() -> None:
+    found: list[Any] = []
+    own = hooks(
+        on_save_checkpoint=lambda t, m, c: c.update(own={"step": c["global_step"], "val": t.callback_metrics["loss"]}),
+        on_load_checkpoint=lambda t, m, c: found.append(("callback", c["own"]["step"], c["words"])),
+    )
+    mine = module(
+        on_save_checkpoint=lambda self, c: c.update(words=["a", "b"]),
+        on_load_checkpoint=lambda self, c: found.append(("module", c["own"]["step"], c["words"])),
+    )
+    train(own, module=mine)
+    w = 1.25  # before the third batch
+    assert state()["own"] == {"step": 3, "val": (3 - w) ** 2} and state()["words"] == ["a", "b"] and not found
+    train(own, module=mine, epochs=2, resume="auto")
+    assert found == [("callback", 3, ["a", "b"]), ("module", 3, ["a", "b"])]
+
+
+def test_what_a_hook_puts_in_that_is_no_json_is_refused_when_it_does() -> None:
+    counter = Counter()
+    with pytest.raises(CheckpointError, match="mine.*object"):
+        train(counter, module=module(on_save_checkpoint=lambda self, c: c.update(mine=object())))
+    assert counter.count == 3  # after the first epoch
+
+
+def test_a_datamodule_keeps_its_state() -> None:
+    class Data(jl.DataModule):
+        def __init__(self, words: int = 0) -> None:
+            self.words = words
+
+        def train_dataloader(self) -> Any:
+            return numbered(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"words": self.words}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.words = state_dict["words"]
+
+    train(data=Data(7))
+    again = Data()
+    train(data=again, epochs=2, resume="auto")
+    assert again.words == 7
+
+
+def test_an_error_in_load_state_dict_names_the_callback_and_keeps_what_it_raised() -> None:
+    class Strict(Counter):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise KeyError("an older version")
+
+    train(Strict())
+    with pytest.raises(CheckpointError, match=r"Strict\.load_state_dict cannot take .*another version") as raised:
+        train(Strict(), epochs=2, resume="auto")
+    assert repr(raised.value.__cause__) == "KeyError('an older version')"
+    assert state()["global_step"] == 3
+
+
+def test_a_checkpoint_of_a_sanity_check_holds_no_validation() -> None:
+    save = hooks(
+        on_validation_epoch_end=lambda t, m: t.save_checkpoint("sanity") if t.sanity_checking else None,
+    )
+    fit(Mean(), numbered(2), numbered(3), save, default_root_dir="whole")
+    assert state_of("sanity")["evaluation"] is None
+    ends: list[int] = []
+    watch = hooks(on_validation_end=lambda t, m: ends.append(t.global_step))
+    fit(Mean(), numbered(2), numbered(3), watch, ckpt_path="sanity", max_epochs=2, default_root_dir="run")
+    assert ends == [2, 4]
+
+
+def test_a_training_that_stopped_early_does_nothing_when_resumed_and_goes_on_with_more_patience() -> None:
+    constant = module(validation=lambda self, batch: self.log("val", jnp.float32(1.0)))
+
+    def ended(patience: int) -> tuple[int, int]:
+        stop = EarlyStopping("val", patience=patience)
+        given: Any = {"max_epochs": 20, "resume": "auto", "default_root_dir": "run"}
+        trainer = fit(constant, numbered(3), numbered(1), stop, **given)
+        return trainer.current_epoch, trainer.global_step
+
+    # The first value improves, and each of the others is one check.
+    assert [ended(k) for k in (2, 2, 4, 4)] == [(3, 9), (3, 9), (5, 15), (5, 15)]

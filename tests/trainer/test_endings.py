@@ -1,0 +1,413 @@
+"""However a training ends, everything is torn down, and it goes on from its last checkpoint as if nothing had happened.
+
+Real signals in real processes are in test_signals.py.
+"""
+
+import csv
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered, random
+from kit.by_hand import mean
+from kit.checkpoints import bytes_of, names
+from kit.journal import HOOKS, hooks
+from kit.modules import Mean, module
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import NonFiniteError
+from jaxlit.testing import faults
+
+# A checkpoint of the place ----------------------------------------------------------------------------
+
+EPOCHS, SIZE = 2, 5
+X = random(1, rows=20)[0]["x"]
+
+
+class Noisy(jl.TrainModule):
+    """A line whose steps depend on the order of the data, on keys, on the optimizer's past and on the epoch."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(3))
+        self.drop = nnx.Dropout(0.3, rngs=nnx.Rngs(0))
+
+    def training_step(self, batch: Any) -> Any:
+        loss = jnp.mean((self.drop(batch["x"]) @ self.w[...] - 1.0) ** 2)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean((batch["x"] @ self.w[...] - 1.0) ** 2))
+
+    def configure_optimizers(self) -> Any:
+        return optax.chain(optax.adam(optax.cosine_decay_schedule(0.1, 10)), optax.ema(0.9))
+
+
+def meddler(hook: str, at: int, act: Callable[[], Any]) -> jl.Callback:
+    """Return a callback that does something at one call of one hook."""
+    count = [0]
+
+    def called(*_: Any) -> None:
+        count[0] += 1
+        if count[0] == at:
+            act()
+
+    return hooks(**{hook: called})
+
+
+def fail() -> None:
+    raise RuntimeError("mine")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def train(folder: str, *callbacks: Any, loader: Any = None, **arguments: Any) -> jl.Trainer:
+    given: Any = {"default_root_dir": folder, "max_epochs": EPOCHS, "log_every_n_steps": 1}
+    given |= {"accumulate_grad_batches": 2, "val_check_interval": 2} | arguments
+    loader = loader or jl.ArrayLoader({"x": X}, 4, shuffle=True)
+    return fit(Noisy(), loader, jl.ArrayLoader({"x": X[:9]}, 3), *callbacks, **given)
+
+
+def rows(folder: Any) -> list[dict[str, str]]:
+    """The logged rows; the order of the columns is that in which the metrics came first."""
+    with Path(folder, "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+End = tuple[list[bytes], list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> End:
+    """What a training ends with that nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return bytes_of(train(str(folder))), rows(folder)
+
+
+def assert_goes_on(whole: End, folder: str = "parts", **arguments: Any) -> None:
+    trainer = train(folder, resume="auto", **arguments)
+    assert not trainer.interrupted and trainer.global_step == EPOCHS * math.ceil(SIZE / 2)
+    assert bytes_of(trainer) == whole[0] and rows(folder) == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("hook", "at"),
+    [
+        ("on_train_epoch_start", 2),
+        ("on_train_batch_start", 4),
+        ("on_train_batch_end", 1),
+        ("on_train_batch_end", 5),
+        ("on_validation_start", 3),
+        ("on_validation_batch_start", 8),
+        ("on_validation_batch_end", 8),
+        ("on_validation_epoch_end", 3),
+        ("on_validation_end", 3),
+        ("on_train_epoch_end", 1),
+        ("on_train_epoch_end", 2),
+    ],
+)
+def test_an_error_in_a_hook_loses_nothing(hook: str, at: int, whole: End) -> None:
+    with pytest.raises(RuntimeError, match="mine"):
+        train("parts", meddler(hook, at, fail))
+    assert_goes_on(whole)
+
+
+class Broken:
+    """Batches of which one cannot be read, once; or is NaN."""
+
+    def __init__(self, at: int = -1, nan: int = -1) -> None:
+        self.at, self.nan, self.drawn = at, nan, 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for k in range(SIZE):
+            if self.drawn == self.at:
+                raise OSError("the file is gone")
+            x = X[4 * k : 4 * k + 4]
+            yield {"x": np.full_like(x, np.nan) if self.drawn == self.nan else x}
+            self.drawn += 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_in_the_loader_loses_no_step(prefetch: int) -> None:
+    end = bytes_of(train("whole", loader=Broken(), prefetch=prefetch)), rows("whole")
+    with pytest.raises(OSError, match="the file is gone"):
+        train("parts", loader=Broken(3), prefetch=prefetch)
+    assert names("parts/checkpoints") == ["step_00000001"]  # three batches, of which two make a step
+    assert_goes_on(end, loader=Broken(), prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loader", "error", "left"),
+    [
+        # An untrained model is worth nothing; without `save_on_exception` only epochs' ends are there.
+        ([meddler("on_train_batch_start", 1, fail)], None, RuntimeError, []),
+        ([meddler("on_train_batch_end", 7, fail), ModelCheckpoint(save_on_exception=False)], None, RuntimeError, [3]),
+        ([], Broken(nan=6), NonFiniteError, [3]),
+    ],
+    ids=["the first batch", "save_on_exception", "not finite"],
+)
+def test_what_is_not_worth_a_checkpoint_writes_none(callbacks: Any, loader: Any, error: Any, left: list[int]) -> None:
+    with pytest.raises(error):
+        train("run", *callbacks, loader=loader)
+    assert names() == [f"step_{k:08d}" for k in left]
+
+
+def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    def lose(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.checkpoint_callback.finish(trainer)  # that of the epoch before
+            fault.__enter__()
+            fail()
+
+    fault = faults("run/checkpoints", at=1, kind="full")
+    try:
+        with pytest.raises(RuntimeError, match="mine"):
+            train("run", hooks(on_train_batch_end=lose))
+    finally:
+        fault.__exit__(None, None, None)
+    assert "No checkpoint of the error's place was written" in caplog.text and names() == ["step_00000003"]
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Handle signals as a program does that has set up nothing."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "number"),
+    [
+        ("on_train_epoch_start", 2, signal.SIGINT),
+        ("on_train_batch_end", 2, signal.SIGTERM),  # behind which a validation is due
+        ("on_train_batch_end", 3, signal.SIGINT),
+        ("on_train_batch_end", 5, signal.SIGTERM),
+        ("on_validation_batch_end", 1 + 2, signal.SIGINT),  # the sanity check has two
+        ("on_validation_batch_end", 8, signal.SIGTERM),
+        ("on_validation_end", 3, signal.SIGINT),
+        ("on_train_epoch_end", 1, signal.SIGTERM),
+        ("on_train_start", 1, signal.SIGINT),  # before any step
+    ],
+)
+def test_a_signal_is_followed_by_a_checkpoint_of_its_place(
+    hook: str, at: int, number: int, signals: None, whole: End
+) -> None:
+    callback, act = ModelCheckpoint(), meddler(hook, at, lambda: signal.raise_signal(number))
+    if number == signal.SIGTERM:
+        with pytest.raises(SystemExit) as ended:
+            train("parts", act, callback)
+        assert ended.value.code == 143
+    else:
+        trainer = train("parts", act, callback)
+        assert trainer.interrupted and trainer.global_step < 6
+    assert Path(callback.last_model_path, "MANIFEST.json").exists() == (hook != "on_train_start")
+    assert_goes_on(whole)
+
+
+@pytest.mark.parametrize("act", [fail, interrupt])
+def test_what_is_not_among_the_best_is_written_where_training_ends_early(act: Any, signals: None) -> None:
+    """`save_last=False` is about checkpoints along the way; the place of an error or a Ctrl-C is always kept."""
+    callback, errors = ModelCheckpoint(monitor="val", mode="max", save_last=False), list[BaseException]()
+    try:
+        train("parts", meddler("on_train_batch_end", 8, act), callback)
+    except RuntimeError as error:
+        errors.append(error)
+    assert len(errors) == (act is fail) and callback.last_model_path.endswith("step_00000004")
+    assert Path(callback.last_model_path, "MANIFEST.json").exists()
+
+
+def test_a_second_signal_leaves_whole_checkpoints_only(signals: None, whole: End) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train("parts", meddler("on_train_batch_end", 8, lambda: [interrupt(), interrupt()]))
+    assert names("parts/checkpoints") == ["step_00000003"]
+    assert_goes_on(whole)
+
+
+def test_interrupted_again_and_again_training_ends_the_same(signals: None, whole: End) -> None:
+    train("parts", meddler("on_train_batch_end", 1, interrupt))
+    for _ in range(3):
+        assert train("parts", meddler("on_train_batch_end", 1, interrupt), resume="auto").interrupted
+    assert_goes_on(whole)
+
+
+def test_more_epochs_go_on_where_fewer_ended_and_a_finished_training_changes_nothing(whole: End) -> None:
+    train("parts", max_epochs=1)
+    assert_goes_on(whole)
+    before = Path("parts/metrics.csv").read_bytes()
+    assert_goes_on(whole)
+    assert Path("parts/metrics.csv").read_bytes() == before
+
+
+# Everything is torn down ------------------------------------------------------------------------------
+
+
+class Listener(jl.Callback):
+    """A logger that counts how often it was finished, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.rows, self.exceptions, self.finished = list[int](), list[BaseException](), 0
+
+    def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
+        self.rows.append(step)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        assert not self.finished
+        self.exceptions.append(exception)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.finished += 1
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raises(*_: Any) -> Any:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("hook", "kind"),
+    [
+        ("setup", KeyboardInterrupt),
+        ("on_train_batch_end", SystemExit),
+        ("on_validation_epoch_end", KeyboardInterrupt),
+        ("on_fit_end", RuntimeError),
+        ("teardown", SystemExit),
+        ("teardown", RuntimeError),
+    ],
+)
+def test_whatever_is_raised_in_a_hook_finishes_every_logger_once_and_comes_out_as_it_is(hook: str, kind: Any) -> None:
+    before, after, error = Listener(), Listener(), kind("the first")
+    with pytest.raises(kind) as raised:
+        fit(Mean(), numbered(2), numbered(1), before, hooks(**{hook: raising(error)}), after)
+    assert raised.value is error and not getattr(error, "__notes__", [])
+    told = [] if hook == "teardown" else [error]  # nothing was running any more
+    assert [(x.finished, x.exceptions) for x in (before, after)] == [(1, told)] * 2
+
+
+OF_FIT = [h for h in HOOKS if not any(w in h for w in ("test", "predict", "exception", "checkpoint", "trace"))]
+OTHERS = ["prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers", "training_step"]
+OTHERS += ["validation_step", "on_before_batch_transfer"]
+
+
+@pytest.mark.parametrize("hook", [*OF_FIT, *OTHERS])
+def test_an_error_in_any_hook_or_step_of_the_module_finishes_every_logger(hook: str) -> None:
+    error, listener = RuntimeError("the first"), Listener()
+    fails = type("Fails", (Mean,), {hook: raising(error)})()
+    given = {"train_dataloader": (None, numbered(1)), "val_dataloader": (numbered(3),)}
+    options: Any = {"num_sanity_val_steps": int("sanity" in hook), "log_every_n_steps": 1, "default_root_dir": "run"}
+    trainer = make_trainer(listener, **options)
+    with pytest.raises(RuntimeError, match="the first") as raised:
+        trainer.fit(fails, *given.get(hook, (numbered(3), numbered(1))))
+    assert raised.value is error
+    assert listener.finished == 1 and listener.exceptions == ([] if hook == "teardown" else [error])
+    # Every row that the loggers were given before is in the file.
+    assert len(rows("run") if Path("run/metrics.csv").exists() else []) == len(listener.rows)
+
+
+@pytest.mark.parametrize(
+    ("verb", "when"),
+    [("validate", "setup"), ("validate", "batch_end"), ("test", "start"), ("test", "batch_start"), ("predict", "end")],
+)
+def test_an_error_in_an_evaluation_finishes_every_logger(verb: str, when: str) -> None:
+    error, listener = RuntimeError("the first"), Listener()
+    stage = "validation" if verb == "validate" else verb
+    hook = "setup" if when == "setup" else f"on_{stage}_{when}"
+    trainer = make_trainer(listener, hooks(**{hook: raising(error)}))
+    with pytest.raises(RuntimeError) as raised:
+        getattr(trainer, verb)(Mean(), numbered(1))
+    assert raised.value is error and (listener.finished, listener.exceptions) == (1, [error])
+
+
+def test_later_errors_are_notes_on_the_first_in_the_order_in_which_they_came() -> None:
+    first, listener = RuntimeError("the first"), Listener()
+    one = {"on_train_start": first, "on_exception": KeyError("a"), "teardown": OSError("b")}
+    other = {"on_exception": SystemExit(3), "teardown": KeyboardInterrupt("c")}
+    bad = [hooks(**{hook: raising(error) for hook, error in x.items()}) for x in (one, other)]
+    with pytest.raises(RuntimeError) as raised:
+        fit(Mean(), numbered(1), None, *bad, listener)
+    assert raised.value is first and listener.exceptions == [first] and listener.finished == 1
+    assert [note.split(" ")[0] for note in first.__notes__] == ["Made.on_exception"] * 2 + ["Made.teardown"] * 2
+    for note, part in zip(first.__notes__, ("KeyError('a')", "SystemExit(3)", "OSError('b')", "'c'"), strict=True):
+        assert part in note
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("in one"), SystemExit(5), ValueError("in one")])
+def test_what_one_teardown_raises_keeps_no_other_from_its_own_and_comes_out(error: BaseException) -> None:
+    called: list[str] = []
+    tears = module(teardown=lambda self, stage: called.append("module"))
+    later = hooks(teardown=lambda *_: called.append("later"))
+    trainer = make_trainer(hooks(teardown=raising(error)), later)
+    with pytest.raises(type(error)) as raised:
+        trainer.fit(tears, numbered(1))
+    assert raised.value is error and called == ["later", "module"] and trainer.global_step == 1
+
+
+def test_after_any_error_the_trainer_runs_again_as_if_it_had_not_happened() -> None:
+    places = ["setup", "on_validation_start", "on_train_start", "teardown"]  # the second in the sanity check
+    due: list[str] = []
+
+    def fail_in(hook: str) -> Callable[..., None]:
+        return lambda *_: raising(RuntimeError(due.pop()))() if due == [hook] else None
+
+    trainer = make_trainer(hooks(**{hook: fail_in(hook) for hook in places}))
+    for hook in places:
+        due.append(hook)
+        with pytest.raises(RuntimeError, match=hook):
+            trainer.fit(Mean(), numbered(2), numbered(1))
+        assert trainer.sanity_checking is False
+    made = Mean()
+    trainer.fit(made, numbered(2), numbered(1))
+    assert (trainer.current_epoch, trainer.global_step) == (1, 2)
+    assert float(made.w[...][0]) == mean([[1.0], [2.0]])
+
+
+def test_an_error_in_configure_callbacks_comes_before_setup_and_leaves_the_trainer_usable() -> None:
+    listener = Listener()
+    trainer = make_trainer(listener)
+    with pytest.raises(RuntimeError, match="no callbacks"):
+        trainer.fit(module(configure_callbacks=raising(RuntimeError("no callbacks"))), numbered(1))
+    assert listener.finished == 0  # as setup never came
+    trainer.fit(Mean(), numbered(1))
+    assert listener.finished == 1 and trainer.global_step == 1
+
+
+# Handlers ---------------------------------------------------------------------------------------------
+
+
+def test_handlers_are_the_programs_own_again_after_a_fit_that_raised(signals: None) -> None:
+    inside: list[Any] = []
+    look = hooks(on_train_batch_end=lambda *_: [inside.append(signal.getsignal(signal.SIGINT)), fail()])
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(Mean(), numbered(1), None, look)
+    assert inside[0] is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_fit_in_another_thread_has_no_handlers_and_trains(signals: None) -> None:
+    before, inside = [signal.getsignal(n) for n in (2, 15)], list[Any]()
+    look = hooks(on_train_start=lambda *_: inside.append([signal.getsignal(n) for n in (2, 15)]))
+    trainer = make_trainer(look)
+    thread = threading.Thread(target=trainer.fit, args=(Mean(), numbered(2)))
+    thread.start()
+    thread.join(120)
+    assert inside == [before] and trainer.global_step == 2
