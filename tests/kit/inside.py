@@ -3,7 +3,11 @@
 from typing import Any
 
 import jaxlit as jl
+from jaxlit.core.log import Metric as Metric
+from jaxlit.core.replica import Replica as Replica
 from jaxlit.engine.engine import Engine
+from jaxlit.leaf_names import leaf_name as leaf_name
+from jaxlit.strategies import registry
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
@@ -36,3 +40,6 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
     assert len(found) == 1, list(engine._programs)
     program: Any = getattr(found[0], "split", found[0])
     return program.lower(engine.state.leaves, engine.strategy.shard_batch(batch))
+
+
+registered_strategies = registry._registry
