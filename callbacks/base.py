@@ -84,7 +84,8 @@ class Callback:
 
     `batch` is the host batch as the loader gave it; `outputs` holds device arrays: reading one waits
     for the step. The `module` in a hook is the object given to `fit`; touching it brings its arrays up
-    to date. Writing to its Variables is allowed in every hook but the batch hooks and `on_log`.
+    to date. Writing to its Variables is allowed in every hook but the batch hooks, `on_log` and
+    `on_trace`.
 
     Example:
         >>> import jaxlit as jl

@@ -111,7 +111,7 @@ def read(path: Path) -> Checkpoint:
     """Verify a checkpoint and return it; in several processes all must come here.
 
     Raises:
-        CheckpointError: It is damaged, incomplete, or of a newer format.
+        CheckpointError: It is damaged, incomplete, or of another format.
     """
     path, state = Path(os.path.abspath(path)), {}
     problem: CheckpointError | None = None

@@ -31,6 +31,10 @@ class Validating(IntEnum):
     DONE = 6
 
 
+# Tables: making an enum's member costs several calls, and every step comes by here. Behind a batch comes the next one.
+_BEHIND = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
+_BEHIND_IN_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
+
 # What of the fields is in state.json: those that are apart are written by `jaxlit.loop.snapshot`.
 _APART = {"apart": True}
 
@@ -50,16 +54,18 @@ class Position:
     first_step: int = 0  # those taken before this epoch
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
-    phase: int = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
+    phase: Phase = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
     # Where the training loader's iteration stands behind the last batch that was used.
     data: Any = field(default=None, metadata=_APART)
+
+    def __post_init__(self) -> None:
+        self.phase = Phase(self.phase)  # a checkpoint holds its number
 
     def reaches(self, phase: Phase) -> bool:
         """Tell whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
-        # Behind the safe point comes the next batch.
-        self.phase = int(Phase.BATCH_START) if phase == Phase.SAFE_POINT else phase + 1
+        self.phase = _BEHIND[phase]
         return True
 
     def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
@@ -74,34 +80,55 @@ class Position:
         self.global_step, self.filled = self.global_step + stepping, 0 if stepping else self.filled + 1
         self.phase, self.over, self.data = Phase.ROW, last, data
 
-    def skip_rest(self, data: Any) -> None:
-        """Leave out what is left of the epoch, from the batch at hand on."""
+    def end_batches(self, data: Any) -> None:
+        """Stand behind the last batch of the epoch, of which the loader may have more."""
         self.over, self.data = True, data
+
+    def drop_window(self) -> None:
+        """Stand before the first batch of an accumulation window."""
+        self.filled = 0
 
     def advance_epoch(self, data: Any) -> None:
         """Stand before the next epoch, whose loader goes on from `data`."""
         self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
-        self.phase, self.data = Phase.EPOCH_START, data
+        self.phase, self.data, self.first_step = Phase.EPOCH_START, data, self.global_step
+
+    def go_back(self, was: "Position") -> bool:
+        """Count optimizer steps from an earlier position on; the batches since then stay used.
+
+        Returns:
+            Whether that position was in this epoch: then its metrics go on.
+        """
+        self.global_step, self.filled = was.global_step, 0
+        if self.phase == Phase.ROW:
+            self.reaches(Phase.ROW)  # the step at hand is undone, and has no row
+        within = was.epoch == self.epoch and not was.over
+        if not within:
+            self.first_step = was.global_step
+        return within
 
 
 @dataclass
 class Evaluation:
-    """Where the validation of a fit stands; `phase` moves as that of a `Position`."""
+    """Where a validation, in a fit or alone, or a test stands; `phase` moves as that of a `Position`."""
 
     loader: int = 0  # the loader at hand
     batch_idx: int = 0  # its batches done
     found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
-    phase: int = field(default=Validating.START, metadata={"one_of": Validating})  # what comes next
+    phase: Validating = field(default=Validating.START, metadata={"one_of": Validating})  # what comes next
     data: Any = field(default=None, metadata=_APART)  # where the loader's iteration stands
     sums: list[Any] | None = field(default=None, metadata=_APART)  # its metrics so far, see Engine.eval_step
     table: Any = field(default=None, metadata=_APART)  # the columns of the sums
+
+    def __post_init__(self) -> None:
+        self.phase = Validating(self.phase)
 
     def reaches(self, phase: Validating) -> bool:
         """Tell whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
-        self.phase = phase + 1
+        self.phase = _BEHIND_IN_EVALUATION[phase]
         return True
 
     def advance(self, sums: list[Any], data: Any) -> None:

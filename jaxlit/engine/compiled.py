@@ -111,7 +111,7 @@ class CompiledStep:
                 "step(state, batch) got a state that an earlier step has overwritten. Go on with the one that it "
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
-        _, batch = self._intake(batch)
+        _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks
         leaves, logs = self._engine.run_step(state.leaves, self._engine.strategy.shard_batch(batch))
         self._wait(logs)
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
@@ -182,6 +182,7 @@ def compile_step(
     engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", precision=Precision(precision), own=own)
     processes = found.num_processes
     engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
+    # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)
 

@@ -42,6 +42,7 @@ def init_state(
     if window_replicas != 0:
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(
+            # float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
             jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params),
             jnp.zeros(lead, jnp.float32),
             jnp.zeros((*lead, 2, 0), jnp.float32),
@@ -77,6 +78,7 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, name: str) ->
                 f"{name}: {leaf_name(path)} is {x.dtype}, and only floating parameters can be trained. "
                 "Make it an nnx.Variable, or leave it out of jl.Optimizer(wrt=...)."
             )
+    # By shapes: the error comes now, before the state is made in shards, where it would be one of compiling.
     try:
         jax.eval_shape(tx.init, params)
     except Exception as error:

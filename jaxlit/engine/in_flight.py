@@ -11,14 +11,16 @@ class Bound:
     """
 
     def __init__(self, limit: int) -> None:
+        # A wait is for the token of the period before: up to two periods of steps are under way at once.
         self._period = max(1, limit // 2)
         self._count, self._token, self._each = 0, None, limit == 1
 
     def __call__(self, token: jax.Array) -> None:
-        """Note a step by one of its results, and wait for the one a period ago."""
+        """Count a step by one of its results, and wait for the one a period ago."""
         self._count += 1
         if self._count == self._period:
             self._count = 0
+            # With the newest step of a period still running the device never idles; a limit of one leaves no choice.
             if self._each:
                 token.block_until_ready()
             elif self._token is not None:
@@ -26,7 +28,8 @@ class Bound:
             self._token = token
 
     def drain(self, token: jax.Array) -> None:
-        """Note a step, and once a period wait for it."""
+        """Count a step, and once a period wait for it."""
+        # For results that the next step overwrites: an older token could not be waited for any more.
         self._count += 1
         if self._count == self._period:
             self._count = 0

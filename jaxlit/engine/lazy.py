@@ -86,7 +86,7 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
             f"with jax.set_mesh(mesh): module = {model.cls.__name__}(...)."
         ) from error
     blank = _abstract_state(params, rest)
-    shardings = strategy.state_sharding(blank)
+    shardings = strategy.state_sharding(blank)  # known before an array is: none is ever whole on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
     return model.with_hparams(nnx.merge(graphs[0], *arrays))
 

@@ -26,7 +26,7 @@ def array_keepers(callbacks: Sequence[Callback]) -> dict[str, Callback]:
                 f"other. Define {missing} too."
             )
         for name in own:
-            fitting(callback, name)
+            fitting(callback, name)  # refused now: inside the traced step the error would be jax's
         if own:
             found[key] = callback
     return found

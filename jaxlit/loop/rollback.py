@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import read
-from jaxlit.checkpoints.position import Phase
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Run
@@ -47,13 +46,10 @@ def roll_back(run: Run, what: str) -> None:
     load_engine(engine, found)
     was = load_position(found.state)
     _logger.warning("%s Back to step %d of %s; the batches since then are left out.", what, was.global_step, found.path)
-    position.global_step, position.filled = was.global_step, 0
-    if position.phase == Phase.ROW:  # the step has no row any more
-        position.reaches(Phase.ROW)
+    within = position.go_back(was)
     engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
     engine.clear_window()
-    if was.epoch != position.epoch or was.over:
-        position.first_step = was.global_step
+    if not within:
         engine.clear_sums()
     run.hooks.log.take_window()
     run.pending, run.seen_bad_step = None, -1

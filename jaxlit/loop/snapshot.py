@@ -79,17 +79,17 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 def load_position(state: Mapping[str, Any]) -> Position:
     """Return where training stood."""
-    return Position(**_section(state, "position"))
+    return Position(**state["position"])
 
 
 def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None", state: Mapping[str, Any]) -> list:
     """Give the callbacks and the DataModule their states; returns the callbacks of those that nobody took."""
-    saved, known = dict(_section(state, "callbacks")), keyed(callbacks)
+    saved, known = dict(state["callbacks"]), keyed(callbacks)
     for key, callback in known.items():
         if key in saved:
             _load(callback, saved[key], key)
     if datamodule is not None:
-        _load(datamodule, _section(state, "datamodule"), type(datamodule).__name__)
+        _load(datamodule, state["datamodule"], type(datamodule).__name__)
     # An empty state is none: whoever is not here now loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
 
@@ -118,7 +118,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     Raises:
         DataError: It is another loader than the one that was saved, or cannot go on here.
     """
-    saved = _section(state, "loaders")[stage]
+    saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
     was = len(saved["states"])
@@ -145,8 +145,8 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
         run.results.show_steps(table)
-    run.results.load_state_dict(_section(state, "results"))
-    run.hooks.log.load_state_dict(_section(state, "log"))
+    run.results.load_state_dict(state["results"])
+    run.hooks.log.load_state_dict(state["log"])
     if (pending := state["pending"]) is not None:
         run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
@@ -193,12 +193,6 @@ def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
         found["sums"] = [_pack(fetch(table)), int(fetch(count))]
         found["metrics"] = [asdict(metric) for metric in now.table.metrics]
     return found
-
-
-def _section(state: Mapping[str, Any], name: str) -> Any:
-    if name not in state:
-        raise CheckpointError(f"The checkpoint's state.json has no {name!r}.")
-    return state[name]
 
 
 def _pack(x: np.ndarray) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Tracing:
         self._checked, state, owners = True, engine.state.unflatten(), {}
         for callback, _ in self._every:
             owner = f"{type(callback).__name__}.{TRACED}"
+            # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             try:
                 found = jax.eval_shape(callback.trace_step, state.params, state.params, state.params, state.opt_state)
             except Exception as error:
@@ -78,6 +79,7 @@ class Tracing:
     def step(self, engine: Engine, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Take the optimizer step `next`: scalars that are seen go to its row, and all of it to `on_trace`."""
         at = self.next
+        # One program for each set of callbacks that come due together: few, as intervals repeat.
         due = [callback for callback, every in self._every if (at + 1) % every == 0]
         logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)
         for callback, values in zip(due, seen, strict=True):
@@ -89,6 +91,7 @@ class Tracing:
 
     def deliver(self, until: int | None = None) -> None:
         """Hand over what was seen, up to a step or all of it; waits for the device."""
+        # Taken off the list before a hook runs: a checkpoint that the hook writes must not hand them over again.
         seen = [x for x in self.seen if until is None or x[1] <= until]
         self.seen = self.seen[len(seen) :]
         for callback, step, values in seen:

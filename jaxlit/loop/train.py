@@ -1,7 +1,7 @@
 """The training loop; its order stands as pseudocode in `jaxlit.Callback`.
 
-The loops are plain functions, and the only callers of hooks. Where training stands is `run.position`: its phase moves
-*before* a hook runs, so that a checkpoint which the hook takes, or which an error in it leaves, goes on behind it.
+The loops are plain functions. Where training stands is `run.position`: its phase moves *before* a hook runs, so that a
+checkpoint which the hook takes, or which an error in it leaves, goes on behind it.
 """
 
 import contextlib
@@ -50,7 +50,6 @@ def train_epoch(run: Run) -> None:
     run.tracing.seek(position.global_step)
 
     if position.reaches(Phase.EPOCH_START):
-        position.first_step = position.global_step
         run.engine.begin_epoch(position.epoch)
         hooks("on_train_epoch_start")
     if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first
@@ -59,7 +58,7 @@ def train_epoch(run: Run) -> None:
     for batch, host_batch, last, at in batches_left(run):
         hooks.log.batch = host_batch
         if position.reaches(Phase.BATCH_START) and starts is not None and starts(host_batch, position.batch_idx):
-            position.skip_rest(at)
+            position.end_batches(at)
             break
         logs, loss, outputs = take_step(run, batch, last, at)
         if ends is not None:
@@ -151,7 +150,7 @@ def validate(run: Run) -> None:
 def safe_point(run: Run, *, training_over: bool) -> None:
     """Tell the callbacks that nothing of the batches so far is left to do, but for a validation that was cut."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
-        run.position.reaches(Phase.SAFE_POINT)
+        run.position.reaches(Phase.SAFE_POINT)  # what is saved here goes on with the next batch
     if (hook := run.hooks.bound["on_safe_point"]).functions:
         hook(False, training_over)
 
@@ -169,7 +168,8 @@ def end_batches(run: Run) -> None:
             return
         if not position.batch_idx:
             raise source.empty()
-        position.over = True  # the last batch was not known as such: a limit may be less than a checkpoint has seen
+        # The last batch was not known as such: a limit may be less than a checkpoint has seen.
+        position.end_batches(position.data)
     if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
         _logger.warning(
             "%s gave %d batches where %s %d. The last one ended the epoch.",
@@ -187,7 +187,7 @@ def end_epoch(run: Run) -> None:
     if position.over and position.filled:  # the rest of the window was skipped
         run.engine.clear_window()
         log.take_window()
-        position.filled = 0
+        position.drop_window()
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)

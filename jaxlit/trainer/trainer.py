@@ -206,7 +206,7 @@ class Trainer:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; the module keeps its own.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
 
         Returns:
             The metrics of each loader.
@@ -238,7 +238,7 @@ class Trainer:
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; the module keeps its own.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
             return_predictions: Whether to keep and return what the step returns.
 
         Returns:
