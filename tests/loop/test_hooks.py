@@ -1,14 +1,17 @@
 """Which hooks are called, in which order, with what, and what an error in one leaves of the others."""
 
 import inspect
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kit.batches import numbered
+from kit.by_hand import mean
 from kit.journal import HOOKS, Journal, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
@@ -17,8 +20,19 @@ from kit.trainers import fit, make_trainer
 import jaxlit as jl
 from jaxlit.errors import ModuleError
 
-Event = tuple[str, tuple[int, ...]]
+Event = tuple[Any, ...]  # a hook, the indices among its arguments, and the epoch and step that the Trainer counts there
 OF_MODULE = ("configure_callbacks", "prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers")
+DEFAULTS: dict[str, Any] = {
+    "max_epochs": 2,
+    "max_steps": -1,
+    "accumulate_grad_batches": 1,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "num_sanity_val_steps": 1,
+    "log_every_n_steps": 1,
+}
 
 # The order that the docstring of `Callback` spells out: its program is run and compared ---------------------
 
@@ -33,77 +47,117 @@ def pseudocode() -> str:
     return block
 
 
-def run_pseudocode(
-    *,
-    train: int,
-    val: list[int],
-    epochs: int,
-    sanity: int,
-    due: Callable[[int], bool],
-    skip: Callable[[int, int], bool],
-    log_every: int,
-) -> list[Event]:
-    """Run the docstring's program on stand-ins that keep the order of the calls."""
-    events: list[Event] = []
-    epoch, step, batch_of = -1, 0, 0
-    sanity_check = False
+class Program:
+    """Runs the docstring's program on stand-ins that keep the order of the calls, and the batches of each step.
 
-    def hook(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal epoch, sanity_check, batch_of
-            events.append((name, indices_of(args)))
-            epoch += name == "on_train_epoch_start"
-            sanity_check = name == "on_sanity_check_start" or (sanity_check and name != "on_sanity_check_end")
-            if name == "on_train_batch_start":
-                batch_of = args[1]
-                return -1 if skip(epoch, batch_of) else None
-            return None
+    Args:
+        train: How many batches the training loader has.
+        val: How many each validation loader has.
+        skip: Whether on_train_batch_start of an epoch and a batch returns -1.
+        **arguments: Those of the Trainer.
+    """
 
-        return call
+    def __init__(self, train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any) -> None:
+        self.events: list[Event] = []
+        self.windows: list[list[int]] = []
+        self.arguments, self.skip, self.window = arguments, skip, list[int]()
+        self.epoch = self.step = self.total = self.batch = 0
+        self.sanity_check = False
+        cut = lambda n, limit: min(n, limit) if isinstance(limit, int) else int(n * limit)  # noqa: E731
+        self.num = cut(train, arguments["limit_train_batches"])
+        nums = [cut(n, arguments["limit_val_batches"]) for n in val]
+        sanity = arguments["num_sanity_val_steps"]
+        scope: dict[str, Any] = {name: partial(self.hook, name) for name in (*HOOKS, *OF_MODULE)}
+        scope |= {} if val else {"val_dataloader": lambda: None}
+        scope |= {
+            "range": self.epochs,
+            "train_batches": self,
+            "val_batches": [numbered(n) for n in nums],
+            "num_sanity_val_steps": (99 if sanity < 0 else sanity) if val else 0,
+            "training_step": self.train,
+            "validation_step": lambda *_: None,
+            "validation_is_due": lambda: bool(val) and self.is_due(),
+            "log": self.log,
+            "row_of_step": lambda: self.step - 1 if self.fits and not self.window else None,
+            "row_of_epoch": lambda: self.step - 1,
+            "row_of_validation": lambda: max(self.step - 1, 0),
+            "training_is_over": lambda: self.epoch + 1 == arguments["max_epochs"],
+            "max_epochs": None,
+            "outputs": None,
+            "checkpoint": None,
+        }
+        exec(pseudocode(), scope)
+        scope["fit"]()
 
-    def training_step(*_: Any) -> None:
-        nonlocal step
-        step += 1
+    def hook(self, name: str, *args: Any) -> Any:
+        self.sanity_check = name == "on_sanity_check_start" or (self.sanity_check and name != "on_sanity_check_end")
+        self.events.append((name, indices_of(args), self.epoch, self.step))
+        if name == "on_train_batch_start":
+            self.batch = args[1]
+            if self.skip(self.epoch, self.batch):
+                self.window.clear()
+                return -1
+        return None
 
-    def log(row: int | None) -> None:
-        if row is not None and not sanity_check:
-            events.append(("on_log", (row,)))
+    @property
+    def over(self) -> bool:
+        return self.epoch >= self.arguments["max_epochs"] or 0 <= self.arguments["max_steps"] <= self.step
 
-    scope: dict[str, Any] = {name: hook(name) for name in (*HOOKS, *OF_MODULE)}
-    scope |= {
-        "training_step": training_step,
-        "validation_step": lambda *_: None,
-        "outputs": None,
-        "num_sanity_val_steps": sanity,
-        "max_epochs": epochs,
-        "train_batches": numbered(train),
-        "val_batches": [numbered(n) for n in val],
-        "validation_is_due": lambda: due(batch_of),
-        "log": log,
-        "checkpoint": None,
-        "training_is_over": lambda: epoch + 1 == epochs,
-        "row_of_step": lambda: step - 1 if step % log_every == 0 else None,
-        "row_of_epoch": lambda: step - 1,
-        "row_of_validation": lambda: step - 1,
-    }
-    exec(pseudocode(), scope)
-    scope["fit"]()
-    return events
+    def epochs(self, _: Any) -> Iterator[int]:
+        while not self.over:
+            yield self.epoch
+            self.epoch += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in numbered(self.num):
+            if self.over:
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        return self.num
+
+    def train(self, *_: Any) -> None:
+        self.window.append(1 + self.batch)
+        self.total += 1
+        if self.batch == self.num - 1 or len(self.window) == self.arguments["accumulate_grad_batches"]:
+            self.windows.append(self.window)
+            self.window, self.step = [], self.step + 1
+
+    @property
+    def fits(self) -> bool:
+        return self.step % self.arguments["log_every_n_steps"] == 0
+
+    def is_due(self) -> bool:
+        interval, every = self.arguments["val_check_interval"], self.arguments["check_val_every_n_epoch"]
+        if every is not None and (self.epoch + 1) % every:
+            return False
+        if interval == 1.0 and isinstance(interval, float):
+            return self.batch == self.num - 1
+        period = interval if isinstance(interval, int) else max(1, int(self.num * interval))
+        return (self.total if every is None else self.batch + 1) % period == 0
+
+    def log(self, row: int | None) -> None:
+        if row is not None and not self.sanity_check:
+            self.hook("on_log", row)
 
 
-def run_trainer(train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any) -> list[Event]:
-    """Train for real, and keep the order of the calls."""
+def run_trainer(
+    train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any
+) -> tuple[list[Event], float, jl.Trainer]:
+    """Train for real; returns the order of the calls, the weight and the Trainer."""
     events: list[Event] = []
 
     def of_callback(name: str) -> Callable[..., Any]:
         def call(self: Any, trainer: jl.Trainer, *args: Any) -> int | None:
-            events.append((name, (args[1],) if name == "on_log" else indices_of(args)))
+            found = (args[1],) if name == "on_log" else indices_of(args)
+            events.append((name, found, trainer.current_epoch, trainer.global_step))
             return -1 if name == "on_train_batch_start" and skip(trainer.current_epoch, args[2]) else None
 
         return call
 
     def noting(name: str, value: Any) -> Callable[..., Any]:
-        return lambda self: (events.append((name, ())), value() if callable(value) else value)[1]
+        return lambda self: (events.append((name, (), 0, 0)), value() if callable(value) else value)[1]
 
     def step(self: Any, batch: Any) -> Any:
         loss = jnp.mean(self.error(batch) ** 2)
@@ -114,36 +168,68 @@ def run_trainer(train: int, val: list[int], skip: Callable[[int, int], bool], **
         "configure_callbacks": noting("configure_callbacks", []),
         "prepare_data": noting("prepare_data", None),
         "train_dataloader": noting("train_dataloader", numbered(train)),
-        "val_dataloader": noting("val_dataloader", [numbered(n) for n in val]),
         "configure_optimizers": noting("configure_optimizers", lambda: Mean().configure_optimizers()),
     }
+    if val:
+        members["val_dataloader"] = noting("val_dataloader", [numbered(n) for n in val])
     keep = type("Keep", (jl.Callback,), {name: of_callback(name) for name in HOOKS})()
+    model = module(step, **members)
     # Without checkpoints, whose hooks come when a file is written.
-    fit(module(step, **members), None, None, keep, enable_checkpointing=False, **arguments)
-    return events
+    trainer = fit(model, None, None, keep, enable_checkpointing=False, **arguments)
+    return events, float(model.w[...][0]), trainer
+
+
+def draw_case(seed: int) -> dict[str, Any]:
+    """Draw a legal combination of the arguments."""
+    rng = random.Random(seed)
+    train = rng.randint(1, 5)
+    limit = rng.choice([1.0, 1.0, 0.5 if train > 1 else 1.0, rng.randint(1, 6)])
+    num = min(train, limit) if isinstance(limit, int) else int(train * limit)
+    every = rng.choice([1, 1, 2, 3, None])
+    return {
+        "train": train,
+        "val": [rng.randint(1, 4) for _ in range(rng.choice([0, 1, 1, 2, 3]))],
+        "max_epochs": rng.choice([1, 2, 3, 4]),
+        "max_steps": rng.choice([-1, -1, -1, 1, 3, 4, 7]),
+        "accumulate_grad_batches": rng.choice([1, 2, 3]),
+        # An interval in batches must fit into an epoch, unless it is counted across epochs; a fraction is not.
+        "val_check_interval": rng.randint(1, 7) if every is None else rng.choice([1.0, 0.5, 0.34, rng.randint(1, num)]),
+        "check_val_every_n_epoch": every,
+        "limit_train_batches": limit,
+        "limit_val_batches": rng.choice([1.0, 1.0, 1, 2]),
+        "num_sanity_val_steps": rng.choice([-1, 0, 1, 2]),
+        "log_every_n_steps": rng.choice([1, 2, 3]),
+    }
 
 
 CASES: dict[str, dict[str, Any]] = {
     "validation at the end of each epoch": {},
-    "validation inside the epoch": {"interval": 2, "train": 5},
+    "validation inside the epoch": {"val_check_interval": 2, "train": 5},
     "two validation loaders": {"val": [2, 1]},
-    "no sanity check": {"sanity": 0},
-    "the rest of an epoch skipped": {"skip": lambda epoch, batch: (epoch, batch) == (0, 2), "epochs": 2},
-    "rows every second step": {"log_every": 2, "train": 5},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "the rest of an epoch skipped": {"skip": lambda epoch, batch: (epoch, batch) == (0, 2)},
+    "rows every second step": {"log_every_n_steps": 2, "train": 5},
+    **{f"drawn {seed}": draw_case(seed) for seed in range(25)},
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_hooks_come_as_the_docstring_of_callback_says(case: dict[str, Any]) -> None:
-    train, val, epochs, sanity = (case.get(k, d) for k, d in (("train", 3), ("val", [2]), ("epochs", 2), ("sanity", 1)))
-    skip, log_every, interval = case.get("skip", lambda *_: False), case.get("log_every", 1), case.get("interval")
-    due = (lambda i: (i + 1) % interval == 0) if interval else (lambda i: i == train - 1)
-    expected = run_pseudocode(
-        train=train, val=val, epochs=epochs, sanity=sanity, due=due, skip=skip, log_every=log_every
-    )
-    limits = {"max_epochs": epochs, "num_sanity_val_steps": sanity, "log_every_n_steps": log_every}
-    limits |= {"val_check_interval": interval} if interval else {}
-    assert run_trainer(train, val, skip, **limits) == expected
+def test_the_hooks_come_as_the_docstring_of_callback_says_and_training_takes_its_windows(case: dict[str, Any]) -> None:
+    case = DEFAULTS | {"train": 3, "val": [2], "skip": lambda *_: False} | case
+    program, (events, weight, trainer) = Program(**case), run_trainer(**case)
+    # Where max_steps cuts an epoch its place is not over, which the program says in a comment only.
+    left_out = ("on_safe_point",) if case["max_steps"] > 0 else ()
+    without = lambda found: [e if e[0] != "on_safe_point" else e[:2] for e in found if e[0] not in left_out]  # noqa: E731
+    assert without(events) == without(program.events)
+    assert weight == pytest.approx(mean(program.windows), rel=1e-6)
+    assert (trainer.current_epoch, trainer.global_step) == program.events[-1][2:]
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0}])
+def test_where_there_is_nothing_to_train_no_train_hook_comes(limit: dict[str, Any]) -> None:
+    journal = Journal()
+    fit(Mean(), numbered(2), numbered(1), journal, num_sanity_val_steps=0, **limit)
+    assert journal.names == ["setup", "on_fit_start", "on_fit_end", "teardown"]
 
 
 def test_the_docstring_names_every_hook_of_a_fit() -> None:

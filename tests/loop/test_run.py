@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from kit.batches import ROWS, Stream, numbered
 from kit.by_hand import mean
-from kit.journal import HOOKS, Journal, at_batch, hooks
+from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer
@@ -389,112 +388,6 @@ def test_estimated_stepping_batches_are_infinite_where_nothing_bounds_them(
     look = lambda self, stage: told.append(self.trainer.estimated_stepping_batches)  # noqa: E731
     fit(module(on_fit_start=lambda self: look(self, "fit")), loader, **arguments)
     assert told == [expected]
-
-
-# Everything together ---------------------------------------------------------------------------------------
-
-
-def lightnings_order(
-    train: int, val: list[int], arguments: dict[str, Any]
-) -> tuple[list[tuple[Any, ...]], list[list[int]]]:
-    """Say what Lightning's loop does: every hook with its counters, and the batches of each optimizer step."""
-    limit, limit_val = arguments["limit_train_batches"], arguments["limit_val_batches"]
-    interval, every = arguments["val_check_interval"], arguments["check_val_every_n_epoch"]
-    num = min(train, limit) if isinstance(limit, int) else int(train * limit)
-    nums = [min(n, limit_val) if isinstance(limit_val, int) else int(n * limit_val) for n in val]
-    sanity = arguments["num_sanity_val_steps"]
-    events: list[tuple[Any, ...]] = []
-    windows: list[list[int]] = []
-    epoch = step = total = 0
-
-    def emit(hook: str, index: int | None = None, loader: int | None = None) -> None:
-        events.append((hook, index, loader, epoch, step))
-
-    def validate(counts: list[int]) -> None:
-        emit("on_validation_start")
-        emit("on_validation_epoch_start")
-        for loader, count in enumerate(counts):
-            for i in range(count):
-                emit("on_validation_batch_start", i, loader)
-                emit("on_validation_batch_end", i, loader)
-        emit("on_validation_epoch_end")
-        emit("on_validation_end")
-
-    def is_over() -> bool:
-        return epoch >= arguments["max_epochs"] or 0 <= arguments["max_steps"] <= step
-
-    def is_due(i: int) -> bool:
-        if not nums or (every is not None and (epoch + 1) % every):
-            return False
-        if interval == 1.0 and isinstance(interval, float):
-            return i == num - 1
-        period = interval if isinstance(interval, int) else max(1, int(num * interval))
-        return (total if every is None else i + 1) % period == 0
-
-    emit("on_fit_start")
-    if nums and sanity:
-        emit("on_sanity_check_start")
-        validate([n if sanity < 0 else min(n, sanity) for n in nums])
-        emit("on_sanity_check_end")
-    if not is_over():
-        emit("on_train_start")
-        while not is_over():
-            emit("on_train_epoch_start")
-            window: list[int] = []
-            for i in range(num):
-                emit("on_train_batch_start", i)
-                window.append(1 + i)
-                total += 1
-                if i == num - 1 or len(window) == arguments["accumulate_grad_batches"]:
-                    windows.append(window)
-                    window, step = [], step + 1
-                emit("on_train_batch_end", i)
-                if is_due(i):
-                    validate(nums)
-                if 0 <= arguments["max_steps"] <= step:
-                    break
-            emit("on_train_epoch_end")
-            epoch += 1
-        emit("on_train_end")
-    emit("on_fit_end")
-    return events, windows
-
-
-def draw_case(seed: int) -> tuple[int, list[int], dict[str, Any]]:
-    """Draw a legal combination of the arguments."""
-    rng = random.Random(seed)
-    train = rng.randint(1, 5)
-    limit = rng.choice([1.0, 1.0, 0.5 if train > 1 else 1.0, rng.randint(1, 6)])
-    num = min(train, limit) if isinstance(limit, int) else int(train * limit)
-    val = [rng.randint(1, 4) for _ in range(rng.choice([0, 1, 1, 2, 3]))]
-    every = rng.choice([1, 1, 2, 3, None])
-    # An interval in batches must fit into an epoch, unless it is counted across epochs; a fraction is not.
-    interval = rng.randint(1, 7) if every is None else rng.choice([1.0, 0.5, 0.34, rng.randint(1, num)])
-    arguments = {
-        "max_epochs": rng.choice([0, 1, 2, 3, 4]),
-        "max_steps": rng.choice([-1, -1, -1, 0, 1, 3, 4, 7]),
-        "accumulate_grad_batches": rng.choice([1, 2, 3]),
-        "val_check_interval": interval,
-        "check_val_every_n_epoch": every,
-        "limit_train_batches": limit,
-        "limit_val_batches": rng.choice([1.0, 1.0, 1, 2]),
-        "num_sanity_val_steps": rng.choice([-1, 0, 1, 2]),
-    }
-    return train, val, arguments
-
-
-LIGHTNINGS = [name for name in HOOKS if name.startswith("on_") and name != "on_safe_point" and "checkpoint" not in name]
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_any_combination_runs_in_lightnings_order_and_trains_on_its_windows(seed: int) -> None:
-    train, val, arguments = draw_case(seed)
-    journal, model = Journal(), Mean()
-    trainer = fit(model, numbered(train), [numbered(count) for count in val] or None, journal, **arguments)
-    events, windows = lightnings_order(train, val, arguments)
-    assert [event for event in journal.events if event[0] in LIGHTNINGS] == events
-    assert weight(model) == pytest.approx(mean(windows), rel=1e-6)
-    assert (trainer.current_epoch, trainer.global_step) == events[-1][3:]
 
 
 def test_a_skipped_last_batch_is_not_told_as_short(caplog: pytest.LogCaptureFixture) -> None:
