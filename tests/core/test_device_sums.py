@@ -38,6 +38,7 @@ def masked_mean(batches: Any) -> float:
 )
 def test_each_reduction_is_that_of_all_rows_of_a_step_a_window_and_an_epoch(strategy: str, accumulate: int) -> None:
     rows, batches = Rows(), [dict(batch) for batch in BATCHES]
+    batches[0]["x"] = 3 * batches[0]["x"]  # the extremes of its window are not those of the last batch
     # Replicas without any weight, and a batch.
     batches[0]["y"] = np.where(np.arange(16)[:, None] < 8, -1.0, 1.0).astype(np.float32)
     batches.append(batches[1] | {"y": np.full((8, 1), -1, np.float32)})

@@ -159,6 +159,7 @@ def test_a_second_fit_of_a_trainer_is_that_of_a_fresh_one() -> None:
     assert run(*used) == run(*make())
 
 
+@pytest.mark.smoke
 def test_a_second_fit_trains_on_from_the_weights_with_a_fresh_optimizer_and_the_first_batch() -> None:
     model, batches = Linear(), random(4)
     loader = jl.ArrayLoader({key: np.concatenate([batch[key] for batch in batches]) for key in ("x", "y")}, 8)
