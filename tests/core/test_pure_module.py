@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random, sized
@@ -323,9 +322,3 @@ def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -
     assert len(jax.tree.leaves(trainer.state.params)) == 3
     assert trainer.module.encode.kernel is trainer.module.decode.kernel
     assert_same(trainer.module, tied_by_hand())
-
-
-def test_the_optimizer_of_a_module_may_be_a_plain_transform_or_one_with_a_filter() -> None:
-    every = jl.Optimizer(optax.sgd(0.25), wrt=nnx.Param)
-    found = [fit(module(tx=tx), numbered(2)).module.w[...].tolist() for tx in (optax.sgd(0.25), every)]
-    assert found[0] == found[1] == [1.25]

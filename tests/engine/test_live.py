@@ -110,15 +110,6 @@ def test_a_hook_reads_sub_modules_calls_the_module_and_takes_its_state() -> None
     assert_same(states[0], params_of(model), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strategy", THREE)
-def test_every_hook_can_read_the_module(strategy: str) -> None:
-    found: list[float] = []
-    names = ("on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_fit_end")
-    look = on(**dict.fromkeys(names, lambda t, m: found.append(weight(m))))
-    fit(Mean(), numbered(2), None, look, strategy=strategy)
-    assert found == pytest.approx([0, 0, 0.5, 0.5, 1.25, 1.25, 1.25])
-
-
 # Hooks that write ------------------------------------------------------------------------------------------
 
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
