@@ -98,7 +98,7 @@ class Callback:
     """
 
     runs_last: bool = False
-    """Whether `on_train_epoch_end` comes after the module's own, so that it sees what the module logged."""
+    """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
 
     in_fast_dev_run: bool = True
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
@@ -321,6 +321,9 @@ class Callback:
 
         When training goes on from a checkpoint without them, they are made anew from its parameters.
 
+        Both methods are compiled: an attribute of the callback that they read has, for the whole fit, the value that it
+        had when they were traced. What changes belongs into the arrays, or follows from `global_step`.
+
         Args:
             params: The trained parameters of step 0, a pytree of arrays as they are held.
 
@@ -341,6 +344,8 @@ class Callback:
 
     def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
         """Return the arrays and the parameters after an optimizer step: a pure function, compiled into it.
+
+        Attributes that it reads are compiled in, see `init_arrays`.
 
         It runs once an optimizer step, behind the optimizer, however many batches a step takes. In a step that is left
         out as not finite the arrays and the parameters stay as they were. Callbacks run in their order, each with the

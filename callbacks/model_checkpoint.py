@@ -216,12 +216,6 @@ class ModelCheckpoint(Callback):
                 self._lock.close()
                 self._lock = None
 
-    @property
-    def known_paths(self) -> list[str]:
-        """The checkpoints of this training that are kept, the newest first."""
-        paths = [self.last_model_path, self._newest_finite, *reversed(self.best_k_models)]
-        return [path for path in dict.fromkeys(paths) if path]
-
     def _restart_clock(self) -> None:
         if self.train_time_interval is not None:
             self._deadline = time.monotonic() + self.train_time_interval

@@ -85,7 +85,7 @@ def by_hand(batches: list[Any], keeper: Any, accumulate: int = 1, clip: float | 
     tx = optax.adam(0.05, eps=1e-3)
     if clip is not None:
         tx = optax.chain(optax.clip_by_global_norm(clip), tx)
-    opt_state, arrays, step = tx.init(params), keeper.init_arrays(params), 0
+    opt_state, arrays, step = tx.init(params), keeper.init_arrays({**params}), 0
     for at in range(0, len(batches), accumulate):
         window = [jax.grad(loss_of)(params, batch) for batch in batches[at : at + accumulate]]
         grads = jax.tree.map(lambda *g: sum(g) / len(g), *window)
@@ -138,6 +138,32 @@ def test_arrays_and_parameters_are_those_of_a_loop_by_hand(
     assert_close(trainer.callback_arrays(callback), arrays)
     assert_close(dict(trainer.state.params), params)
     assert_close([module.bias[...], module.kernel[...]], [params["bias"], params["kernel"]])
+
+
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_a_callback_may_write_to_the_containers_that_it_is_given(strategy: str, policy: str) -> None:
+    """As numpy users write it; a step that is left out has the arrays and the parameters of before all the same."""
+
+    class InPlace(jl.Callback):
+        def init_arrays(self, params: Any) -> Any:
+            params["count"], params["last"] = jnp.zeros(()), params.pop("bias")
+            return params
+
+        def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+            arrays["count"] += 1
+            arrays["last"] = params["bias"]
+            params["bias"] = params["bias"] * 0.5
+            grads["bias"] = None
+            return arrays, params
+
+    keeper, norms = InPlace(), Norms()
+    trainer = make_trainer(keeper, norms, strategy=strategy, nan_policy=policy)
+    trainer.fit(Line(), make_batches(3))
+    params, arrays = by_hand(make_batches(3), InPlace())
+    assert_close(trainer.callback_arrays(keeper), arrays)
+    assert_close(dict(trainer.state.params), params)
+    assert int(trainer.callback_arrays(norms)[1]) == 3 and float(trainer.callback_arrays(norms)[0]) > 0
 
 
 def test_arrays_like_the_parameters_are_split_as_they_are() -> None:
@@ -352,6 +378,13 @@ REFUSED = {
     r"update_arrays changed arrays at total from float32\[3\] to float32\[2\]": {
         "init_arrays": _zeros,
         "update_arrays": lambda self, arrays, params, grads, global_step: ({"total": arrays["total"][:2]}, params),
+    },
+    r"update_arrays changed arrays at total from float32\[3\] to float32\[4\]": {
+        "init_arrays": _zeros,
+        "update_arrays": lambda self, arrays, params, grads, global_step: (
+            arrays.update(total=jnp.zeros(4)) or arrays,
+            params,
+        ),
     },
     r"update_arrays changed arrays at total from float32\[3\] to float16\[3\]": {
         "init_arrays": _zeros,

@@ -195,6 +195,65 @@ def test_a_class_whose_step_was_replaced_is_compiled_anew(monkeypatch: pytest.Mo
     assert value(trainer.validate(module, data)) == 7.0
 
 
+class Base(nnx.Module):
+    """What a part of a module inherits."""
+
+    def gain(self) -> float:
+        return 1.0
+
+    @property
+    def offset(self) -> float:
+        return 0.0
+
+
+class Part(Base):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((8, 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (x @ self.w) * self.gain() + self.offset
+
+
+class Whole(jl.TrainModule):
+    def __init__(self) -> None:
+        self.parts = nnx.List([Part()])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val/sum", self.parts[0](batch["x"]).mean())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "new", "change"),
+    [
+        (Part, "__call__", lambda self, x: 10 * (x @ self.w), lambda plain: 10 * plain),
+        (Base, "gain", lambda self: 3.0, lambda plain: 3 * plain),
+        (Base, "offset", property(lambda self: 5.0), lambda plain: plain + 5),
+    ],
+)
+def test_a_method_of_a_part_that_was_replaced_is_used(
+    owner: type, name: str, new: Any, change: Callable[[float], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, data, trainer = Whole(), make_batches(), make_trainer()
+    plain = value(trainer.validate(module, data))
+    assert plain == pytest.approx(float(np.mean([b["x"].sum(1).mean() for b in data])), rel=1e-5)
+    monkeypatch.setattr(owner, name, new)
+    assert value(trainer.validate(module, data)) == pytest.approx(change(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gain", "offset"])
+def test_code_that_a_notebook_put_into_a_method_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPython's autoreload does it: the function stays the same object."""
+    module, data, trainer = Whole(), make_batches(), make_trainer()
+    plain = value(trainer.validate(module, data))
+    method: Any = Base.gain if name == "gain" else Base.offset.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(method, "__code__", (lambda self: 3.0).__code__)
+    wanted = 3 * plain if name == "gain" else plain + 3
+    assert value(trainer.validate(module, data)) == pytest.approx(wanted, rel=1e-5)
+    with compiles() as found:
+        trainer.validate(module, data)
+    assert steps(found) == []
+
+
 def test_another_kind_of_batch_may_log_and_return_other_things() -> None:
     module, trainer = make_line(), make_trainer()
     data, more = make_batches(), make_batches("x", "y", "z")
@@ -284,6 +343,110 @@ def test_a_lazy_module_is_built_once_and_kept(strategy: str) -> None:
     assert again == []
 
 
+def make_small(rows: int) -> list[dict[str, np.ndarray]]:
+    return [{name: array[:rows] for name, array in batch.items()} for batch in make_batches()]
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+def test_programs_of_several_kinds_of_batches_are_kept_beside_each_other(strategy: str) -> None:
+    module, trainer, large, small = make_line(), make_trainer(strategy), make_batches(), make_small(4)
+    for data in (large, small, [large[0], small[1]], [small[0], large[1]]):
+        trainer.validate(module, data)
+    with compiles() as found:
+        for data in (small, large, [small[0], large[1]], [large[0], small[1]], make_batches()):
+            rows = {"x": np.concatenate([batch["x"] for batch in data])}
+            assert value(trainer.validate(module, data)) == pytest.approx(expected(module, [rows]), rel=1e-4)
+    assert found == []
+
+
+def test_so_are_those_of_several_loaders_in_either_order() -> None:
+    module, trainer, large, small = make_line(), make_trainer(), make_batches(), make_small(4)
+    trainer.fit(module, large, [large, small])
+    trainer.validate(module, [small, large])
+    with compiles() as found:
+        for order in ([large, small], [small, large], [large, small]):
+            metrics = trainer.validate(module, order)
+            for data, named, i in zip(order, metrics, (0, 1), strict=True):
+                assert named[f"val/sum/dataloader_idx_{i}"] == pytest.approx(expected(module, data), rel=1e-4)
+    assert found == []
+
+
+def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
+    module, trainer = make_line(), make_trainer()
+    lengths = range(1, 9)
+    kinds = [[{name: np.repeat(array, rows, 0) for name, array in make_batches()[0].items()}] for rows in lengths]
+    for data in (*kinds, kinds[0]):
+        trainer.validate(module, data)
+    trainer.validate(module, make_small(3))
+    with compiles() as found:
+        trainer.validate(module, kinds[0])  # used again behind the others
+        assert steps(found) == []
+        trainer.validate(module, kinds[1])
+    assert steps(found) == ["jit(eval_step)"]
+
+
+def test_setting_an_argument_that_no_step_reads_compiles_nothing() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+
+    class Sets(jl.Callback):
+        def on_train_epoch_start(self, trainer: jl.Trainer, module: Any) -> None:
+            trainer.log_every_n_steps = 1
+
+    trainer.callbacks = [Sets()]
+    trainer.fit(module, data, data)
+    with compiles() as found:
+        trainer.log_every_n_steps, trainer.max_epochs = 10, 7
+        trainer.validate(module, data)
+        trainer.log_every_n_steps, trainer.max_epochs = 10, 7
+        trainer.validate(module, data)
+    assert found == []
+
+
+def test_debug_is_not_that_of_the_programs_before() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    trainer.validate(module, data)
+    trainer.debug = True
+    with compiles() as found:
+        trainer.validate(module, data)
+    assert steps(found) == ["jit(eval_step)"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_lazy_module_survives_a_checkpoint_that_does_not_fit(strategy: str, tmp_path: Path) -> None:
+    wide, data = make_line(), make_batches()
+    wide.other = nnx.Param(jnp.ones(3))
+    first = make_trainer()
+    first.fit(wide, data)
+    first.save_checkpoint(tmp_path / "wide")
+    model, trainer = jl.lazy(Line), make_trainer(strategy)
+    with pytest.raises(jl.errors.CheckpointError, match="does not fit"):
+        trainer.validate(model, data, ckpt_path=tmp_path / "wide")
+    alone = make_trainer(strategy).validate(model, data)
+    assert value(trainer.validate(model, data)) == value(alone)
+
+
+def test_a_lazy_module_has_its_own_weights_behind_those_of_a_checkpoint(tmp_path: Path) -> None:
+    data, first = make_batches(), make_trainer(max_epochs=2)
+    first.fit(Line(rngs=nnx.Rngs(5)), data)
+    first.save_checkpoint(tmp_path / "kept")
+    model, trainer = jl.lazy(Line), make_trainer()
+    own = value(make_trainer().validate(model, data))
+    saved = value(first.validate(dataloaders=data))
+    found = [value(trainer.validate(model, data, ckpt_path=path)) for path in (tmp_path / "kept", None) * 2]
+    assert found == pytest.approx([saved, own] * 2, rel=1e-5) and own != pytest.approx(saved, rel=1e-2)
+
+
+def test_a_lazy_module_is_built_of_the_seed_that_holds() -> None:
+    model, data, trainer = jl.lazy(Line), make_batches(), make_trainer()
+    first = value(trainer.validate(model, data))
+    trainer.seed = 7
+    assert value(trainer.validate(model, data)) == value(make_trainer(seed=7).validate(model, data)) != first
+    trainer.fit(model, data)
+    trainer.seed = 0
+    assert value(trainer.validate(model, data)) == pytest.approx(expected(trainer.module, data), rel=1e-5)  # type: ignore[arg-type]
+    assert value(trainer.validate(model, data)) == value(trainer.validate(dataloaders=data)), "the one that fit trained"
+
+
 def test_a_fit_that_lost_its_arrays_is_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     module, data, trainer = make_line(), make_batches(), make_trainer()
 
@@ -313,3 +476,59 @@ def test_weights_held_in_low_precision_are_placed_once() -> None:
     module.kernel[...] = jnp.full((8, 4), 2.0)
     assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=2e-2)
     assert module.kernel[...].dtype == jnp.float32
+
+
+class Asks(Line):
+    """Its steps read what the Trainer tells of the run that goes on."""
+
+    def validation_step(self, batch: Any) -> None:
+        if not self.trainer.sanity_checking:
+            self.log("val/sum", self(batch["x"]).sum(1).mean() * (100.0 if self.trainer.should_stop else 1.0))
+        self.log("val/batches", jnp.float32(self.trainer.num_val_batches[0]))
+
+
+def make_asking() -> Asks:
+    return Asks(rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_a_step_that_asks_for_the_sanity_check_is_another_program_behind_it(strategy: str) -> None:
+    rows: list[dict[str, float]] = []
+
+    class Rows(jl.Callback):
+        def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
+            rows.append(values)
+
+    module, data = make_asking(), make_batches(count=3)
+    trainer = make_trainer(strategy, callbacks=[Rows()], max_epochs=3)
+    with compiles() as in_fit:
+        trainer.fit(module, data, data)
+    assert steps(in_fit).count("jit(eval_step)") == 2, "the check's, and one for all validations"
+    assert [row["val/batches"] for row in rows if "val/sum" in row] == [3.0] * 3
+    assert rows[-1]["val/sum"] == pytest.approx(expected(module, data), rel=1e-4)
+    with compiles() as found:
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-4)
+    assert steps(found) == []
+
+
+def test_a_step_that_asks_for_a_stop_is_told_of_the_one_that_came() -> None:
+    module, data, trainer = make_asking(), make_batches(), make_trainer(num_sanity_val_steps=0)
+    trainer.fit(module, data, data)
+    assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    trainer.should_stop = True
+    assert value(trainer.validate(module, data)) == pytest.approx(100 * expected(module, data), rel=1e-5)
+    trainer.should_stop = False
+    with compiles() as found:
+        assert value(trainer.validate(module, data)) == pytest.approx(expected(module, data), rel=1e-5)
+    assert steps(found) == [], "the first program is kept"
+
+
+def test_a_function_of_apply_is_told_of_the_trainer_as_it_is() -> None:
+    module, data, trainer = make_line(), make_batches(), make_trainer()
+    trainer.validate(module, data)
+    asks = lambda _: jnp.float32(trainer.max_epochs) + 10 * trainer.should_stop  # noqa: E731
+    assert float(trainer.apply(asks)) == 1.0
+    trainer.should_stop = True
+    assert float(trainer.apply(asks)) == 11.0
+    trainer.max_epochs = 5
+    assert float(trainer.apply(asks)) == 15.0

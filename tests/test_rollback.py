@@ -114,3 +114,16 @@ def test_it_is_refused_without_checkpoints() -> None:
         ArgumentError, match=r"nan_policy='rollback', enable_checkpointing=False.*nothing to go back to"
     ):
         train([1.0], callbacks=[jl.Callback()], enable_checkpointing=False)
+
+
+def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
+    class Every2(jl.Callback):
+        runs_last = True
+
+        def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+            if trainer.global_step % 2 == 0 and not epoch_over:
+                trainer.saver.begin(f"own/at_{trainer.global_step}")  # not waited for: rollback does
+
+    trainer, module = train([1, 2, 3, np.nan, 5, 6], [Every2()], enable_checkpointing=False)
+    assert trainer.global_step == 4
+    assert float(module.w[...][0]) == pytest.approx(by_hand([1, 2, 5, 6]), rel=1e-6)

@@ -1,5 +1,6 @@
 """What can be set on a Trainer holds from then on, and what a user writes between runs is used where it should be."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
+from jaxlit.loop.settings import Settings
 
+FIELDS = [field.name for field in dataclasses.fields(Settings)]
 QUIET = {"strategy": "single", "enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 BATCHES = [{"x": np.full((2, 3), k, np.float32)} for k in range(4)]
 
@@ -58,8 +61,99 @@ def test_a_wrong_value_is_refused_when_it_is_set() -> None:
     trainer = make_trainer()
     with pytest.raises(jl.errors.ArgumentError, match=r"Trainer\(max_steps=\.\.\.\) takes an int of at least -1"):
         trainer.max_steps = -2
-    with pytest.raises(AttributeError, match=r"Trainer\.strategy cannot be set"):
+    with pytest.raises(AttributeError, match=r"Trainer\.strategy is fixed when a Trainer is made.*Trainer\(strategy="):
         trainer.strategy = "ddp"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Settings), ids=lambda field: field.name)
+def test_every_argument_can_be_set_or_says_that_it_is_fixed(field: Any) -> None:
+    """None of them is taken in silence."""
+    name, trainer = field.name, make_trainer(gradient_clip_val=1.0)
+    value = {"gradient_clip_algorithm": "value", "max_recompiles": 3, "limit_val_batches": 0}.get(name, field.default)
+    fixed = {"strategy", "devices", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
+    if name in fixed:
+        with pytest.raises(AttributeError, match=rf"^Trainer\.{name} is fixed when.*set to .*with Trainer\({name}="):
+            setattr(trainer, name, value)
+        return
+    setattr(trainer, name, value)
+    assert getattr(trainer.settings, name) == value
+    if name not in ("callbacks", "min_epochs", "min_steps"):  # which say what follows from them
+        assert getattr(trainer, name) == value
+
+
+def test_a_limit_that_is_set_holds_for_the_next_run() -> None:
+    trainer, module = make_trainer(), Line()
+    assert len(trainer.predict(module, BATCHES) or []) == 4
+    trainer.limit_predict_batches = 3
+    assert len(trainer.predict(module, BATCHES) or []) == 3
+    trainer.limit_train_batches = 0.5
+    trainer.fit(module, BATCHES)
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "max_epoch",
+            r"Trainer has no attribute 'max_epoch'.*set to 3\. Did you mean 'max_epochs'\? Keep what is your",
+        ),
+        ("global_step", r"Trainer\.global_step tells of the runs, and would be set to 3\. Set an argument"),
+        ("logger", r"Trainer\.logger is fixed when a Trainer is made, and would be set to 3\. Make another one"),
+    ],
+)
+def test_what_nobody_would_read_is_refused(name: str, message: str) -> None:
+    with pytest.raises(AttributeError, match=f"^{message}"):
+        setattr(make_trainer(), name, 3)
+
+
+def test_callbacks_are_checked_when_they_are_set() -> None:
+    trainer, one = make_trainer(), jl.Callback()
+    trainer.callbacks = one  # type: ignore[assignment]
+    assert trainer.callbacks == [one]
+    trainer.callbacks = None  # type: ignore[assignment]
+    assert trainer.callbacks == []
+    for wrong, message in (
+        ([one, one], "the same Callback object twice"),
+        (jl.Callback, r"takes callbacks, got <class"),
+        ([3], r"takes jaxlit\.Callback objects, got 3"),
+    ):
+        with pytest.raises((jl.errors.ArgumentError, jl.errors.ArgumentTypeError), match=message):
+            trainer.callbacks = wrong  # type: ignore[assignment]
+    assert trainer.callbacks == []
+
+
+class Windows(jl.Callback):
+    """Sets the batches of a step at the start of each epoch."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = counts
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.accumulate_grad_batches = self.counts[trainer.current_epoch]  # holds from the next epoch on
+
+
+def test_windows_cannot_begin_in_the_middle_of_a_fit() -> None:
+    trainer = make_trainer(max_epochs=3, callbacks=Windows(1, 2, 2))
+    message = r"is set to 2 in a fit that began with 1, whose state.*Begin with Trainer\(accumulate_grad_batches=2\)"
+    with pytest.raises(jl.errors.ArgumentError, match=message):
+        trainer.fit(Line(), BATCHES)
+    assert (trainer.accumulate_grad_batches, trainer.global_step) == (1, 4)
+    trainer.callbacks = None  # type: ignore[assignment]
+    trainer.accumulate_grad_batches, trainer.max_epochs = 2, 1
+    trainer.fit(Line(), BATCHES)
+    assert trainer.global_step == 2
+
+
+def test_windows_can_be_left_out_for_some_epochs() -> None:
+    trainer, module = make_trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=Windows(1, 2, 2)), Line()
+    trainer.fit(module, BATCHES)
+    w = np.ones(3)
+    for windows in ([BATCHES[:2], BATCHES[2:]], [[b] for b in BATCHES], [BATCHES[:2], BATCHES[2:]]):
+        for window in windows:
+            w = w - 0.1 * np.mean([2 * (w - b["x"][0]) / 3 for b in window], 0)
+    assert trainer.global_step == 8
+    np.testing.assert_allclose(module.w[...], w, rtol=1e-5)
 
 
 def test_callbacks_can_be_replaced_between_runs() -> None:
@@ -132,3 +226,14 @@ def test_a_write_of_a_hook_is_its_own_and_not_that_of_the_next() -> None:
     make_trainer(max_epochs=2, callbacks=[Halves(), Rows()]).fit(Logs(), BATCHES)
     assert len(rows) == 2
     assert seen[4] == 0.5
+
+
+def test_a_name_of_ones_own_may_be_set() -> None:
+    class Mine(jl.Trainer):
+        def __init__(self) -> None:
+            super().__init__(max_epochs=1)
+            self.notebook_cells = 3
+
+    trainer = Mine()
+    trainer.scratch = trainer.notebook_cells + 1  # type: ignore[attr-defined]
+    assert trainer.scratch == 4  # type: ignore[attr-defined]

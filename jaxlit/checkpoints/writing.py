@@ -26,11 +26,13 @@ class Saving:
 
     Attributes:
         path: Where it will be.
+        order: A number that is larger than those of the checkpoints beside it that were begun before.
         seconds: How long writing it took.
+        was_awaited: Whether anybody has waited for it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.seconds = path, 0.0
+    def __init__(self, path: Path, order: int) -> None:
+        self.path, self.order, self.seconds, self.was_awaited = path, order, 0.0, False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -57,11 +59,11 @@ class Saving:
         """Wait until it is written; in several processes all must come here.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is as it was.
+            CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         if self._thread is not None:
             self._thread.join()
-        error, self._error = self._error, None
+        self.was_awaited, error = True, self._error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
 
@@ -85,7 +87,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     _check_path(path)
     token = agree("the checkpoint's temporary name", token)[0]
     temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
-    saving = Saving(path)
+    saving = Saving(path, order)
     text = _as_json(state)
     try:
         if leads:

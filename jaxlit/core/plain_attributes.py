@@ -20,12 +20,29 @@ class _Held(NamedTuple):
 
 def attributes_of(module: nnx.Module) -> dict[str, Any]:
     """Return each plain attribute of a module and its sub-modules, by path; containers by what they hold."""
-    return {name: _held(value, set()) for name, value in _attributes(module)}
+    return {name: as_held(value) for name, value in _attributes(module)}
+
+
+def as_held(value: Any) -> Any:
+    """Return a value as it is now, to compare with later: a container by what it holds."""
+    return _held(value, set())
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Tell whether two dicts of attributes hold the same."""
-    return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(same_value(value, other[name]) for name, value in one.items())
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Tell whether two values, as `as_held` returns them, are the same: by identity, but for plain ones."""
+    if isinstance(a, _Held) and isinstance(b, _Held):
+        same_kind = type(a.container) is type(b.container) and len(a.items) == len(b.items)
+        return same_kind and all(same_value(x, y) for x, y in zip(a.items, b.items, strict=True))
+    if a is b:
+        return True
+    if isinstance(a, (bool, int, float, str, bytes)):
+        return type(a) is type(b) and a == b
+    return False
 
 
 def check_unchanged(before: dict[str, Any], module: nnx.Module, step: str) -> None:
@@ -35,7 +52,7 @@ def check_unchanged(before: dict[str, Any], module: nnx.Module, step: str) -> No
         StateError: Naming the attribute.
     """
     for name, value in _attributes(module):
-        if name in before and _same(before[name], _held(value, set())):
+        if name in before and same_value(before[name], as_held(value)):
             continue
         for held in before.values():
             _restore(held)
@@ -67,17 +84,6 @@ def _held(value: Any, seen: set[int]) -> Any:
     seen = seen | {id(value)}
     items = [x for pair in value.items() for x in pair] if isinstance(value, dict) else list(value)
     return _Held(value, [_held(x, seen) for x in items])
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, _Held) and isinstance(b, _Held):
-        same_kind = type(a.container) is type(b.container) and len(a.items) == len(b.items)
-        return same_kind and all(_same(x, y) for x, y in zip(a.items, b.items, strict=True))
-    if a is b:
-        return True
-    if isinstance(a, (bool, int, float, str, bytes)):
-        return type(a) is type(b) and a == b
-    return False
 
 
 def _restore(held: Any) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.precision import Precision, cast
+from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.side_tables import share_side_tables
@@ -36,6 +37,7 @@ class Traced:
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
     batch: Any = None  # the structure of the batch
     sharing: Sharing | None = None  # how what replicas make becomes one; None where there is one
+    reads: Reads = field(default_factory=Reads)  # of the Trainer
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
@@ -94,10 +96,9 @@ class PureModule:
         """Return what the trace of a stage's step found out."""
         return self.traced[stage, loader]
 
-    def forget(self, stage: str, loader: int | None = None) -> None:
-        """Forget a stage's step and what its trace found out: the next batch may make another one of it."""
-        self.traced.pop((stage, loader), None)
-        self._bodies = {key: body for key, body in self._bodies.items() if (key[0], key[2]) != (stage, loader)}
+    def untraced(self) -> "PureModule":
+        """Return the same with no step traced: what a trace finds out is true of one program only."""
+        return replace(self, traced={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
@@ -141,6 +142,7 @@ class PureModule:
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
+            reading() as reads,
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
@@ -154,7 +156,7 @@ class PureModule:
             changed = tuple(a is not b for a, b in pairs)
         else:
             changed, new = (), _written(given, new)
-        traced = Traced(Table([]), outputs, rows, changed, batch=jax.tree.structure(batch))
+        traced = Traced(Table([]), outputs, rows, changed, batch=jax.tree.structure(batch), reads=reads)
         self._keep(stage, loader, collector, traced)
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
@@ -226,6 +228,7 @@ class PureModule:
             self._check_outputs(stage, known.outputs, traced.outputs)
             self._check_batch(stage, known, traced)
             traced.changed, traced.rows_of, traced.sharing = known.changed, known.rows_of, known.sharing
+            traced.reads.add(known.reads)
         self.traced[stage, loader] = traced
 
 

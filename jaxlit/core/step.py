@@ -213,7 +213,9 @@ class TrainStep:
         """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
         extras = {}
         for key, keeper in self.extras.items():
-            arrays, changed = keeper.update_arrays(old.extras[key], params, grads, old.step)
+            # Each has containers of its own, which it may write to: those of the step are read again later.
+            given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
+            arrays, changed = keeper.update_arrays(*given, old.step)
             # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
             extras[key] = jax.tree.map(_like, old.extras[key], arrays)
             params = jax.tree.map(_like, params, changed)

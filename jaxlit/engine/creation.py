@@ -56,7 +56,8 @@ def init_state(
         window=window,
         loss_scale=precision.first_scale(),
         sums=jnp.zeros((4, 0), jnp.float32),
-        extras={key: keeper.init_arrays(params) for key, keeper in extras.items()},
+        # Each is given a tree of its own, which it may write to.
+        extras={key: keeper.init_arrays(jax.tree.map(lambda x: x, params)) for key, keeper in extras.items()},
     )
     # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
     # neither two leaves of a donated state nor the state and its caller may share a buffer.

@@ -22,12 +22,14 @@ from jaxlit.core.module import TrainModule, takes_loader
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import Replica
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import EvalStep, TrainStep
 from jaxlit.engine.creation import check_trainable, init_state
+from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
@@ -36,6 +38,7 @@ from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy, abstra
 _logger = logging.getLogger("jaxlit")
 
 _FLOAT32 = Precision()
+_MOST_KEPT = 8  # programs of one evaluation step, each for another kind of batch
 
 
 class Engine:
@@ -56,6 +59,7 @@ class Engine:
     Attributes:
         state: The arrays.
         pure: The module taken apart.
+        debug: See above.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Engine:
         wrt = optimizer.wrt if optimizer else nnx.Param
         self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
         self.evaluates_only = optimizer is None
-        self.tx, self._clip, self._debug = optimizer.tx if optimizer else optax.identity(), clip, debug
+        self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
         self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
         self._programs: dict[Any, Callable[..., Any]] = {}
@@ -90,9 +94,10 @@ class Engine:
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
         self.state = FlatState(self.pure, strategy, init, variables, donate=own)
         self._restored: Table | None = None  # the training metrics of a checkpoint
-        self._applied: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._prepared: set[Any] = set()  # the evaluation steps that this run has seen
-        self._prepared_for: dict[Any, Any] = {}  # the first batch of each, without its numbers
+        self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
+        # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
+        self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
+        self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
         self._next_epoch = jax.jit(
             lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=strategy.replicated
         )
@@ -101,7 +106,7 @@ class Engine:
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
         # Shallow: programs are shared, and so are arrays, which no evaluation donates.
         found = copy.copy(self)
-        found.state, found.evaluates_only, found._prepared = self.state.branch(), True, set()
+        found.state, found.evaluates_only, found._evaluation = self.state.branch(), True, {}
         return found
 
     # Training ---------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ class Engine:
 
         def inspect(replica: Replica, *args: Any) -> None:
             self.pure.body("training", replica)(*args)
-            inspect_step(self.pure, replica, *args, twice=self._debug)
+            inspect_step(self.pure, replica, *args, twice=self.debug)
 
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
         step = self._step = TrainStep(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
@@ -125,7 +130,7 @@ class Engine:
         # How many columns the metrics have is known only now, as the step was traced.
         if not fits:
             state.put(at.sums, table.empty_sums())
-        out = self._outputs("training")
+        out = _outputs(self.pure, "training")
         loss = None if at.window is None else EACH
         programs = {"train_step": (step.update, SHARED)}
         if at.window is not None:
@@ -158,7 +163,7 @@ class Engine:
         state = self.state
         if traced not in self._programs:
             loss = None if state.at.window is None else EACH
-            out = (state.shardings, SHARED, loss, self._outputs("training"), SHARED)
+            out = (state.shardings, SHARED, loss, _outputs(self.pure, "training"), SHARED)
             step = replace(self._step, traced=traced)
             self._programs[traced] = self._compile(
                 Program("train_step_traced", step.update, (state.shardings,), out, donate=(0,))
@@ -239,44 +244,48 @@ class Engine:
     # Evaluation -------------------------------------------------------------------------------------
 
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
-        """Trace the stage's step on its first batch and build its program; later calls do nothing.
+        """Choose the program of the stage's step by its first batch; a new one is traced and built.
 
-        A program that is there from an earlier run is taken if it was made for such a batch: for another one the step
-        may log and return other things.
+        One program is a whole run's, whatever batches follow, unless what it has read of the Trainer changes. Those of
+        earlier runs are used again for a first batch like theirs.
         """
-        key, like = (stage, loader), jax.tree.flatten(abstract_batch(batch))
-        if key in self._prepared or (key in self._programs and self._prepared_for[key] == like):
-            self._prepared.add(key)
+        key = (stage, loader)
+        if key in self._evaluation and self._evaluation[key].holds:
             return
-        # What is known of another batch's trace must not be mixed with this one's.
-        self._programs.pop(key, None)
-        self.pure.forget(stage, loader)
+        kept, like = self._evaluations.setdefault(key, []), jax.tree.flatten(abstract_batch(batch))
+        program = next((x for x in kept if x.fits(like)), None) or self._build_eval(stage, batch, loader, like)
+        kept[:] = [*(x for x in kept if x is not program), program][-_MOST_KEPT:]
+        self._evaluation[key] = program
+
+    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> EvalProgram:
+        # What is known of another program's traces must not be mixed with this one's.
+        pure, state = self.pure.untraced(), self.state
 
         def inspect(replica: Replica, *args: Any) -> None:
-            self.pure.body(stage, replica, loader)(*args)
-            inspect_evaluation(self.pure, stage, loader, replica, *args)
+            pure.body(stage, replica, loader)(*args)
+            inspect_evaluation(pure, stage, loader, replica, *args)
 
-        state = self.state
-        trace_step(self.pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
-        step = EvalStep(self.pure, stage, loader, state.eval_layout)
+        trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
+        step = EvalStep(pure, stage, loader, state.eval_layout)
         sums = [state.own, self.strategy.replicated]
-        entry = EACH if self.pure.table(stage, loader).has_steps else None
-        name = STAGES[stage].program
+        entry = EACH if pure.table(stage, loader).has_steps else None
         shardings = [state.shardings[i] for i in state.eval_at]
+        out = (sums, entry, _outputs(pure, stage, loader))
         # Only the sums are donated: the weights are the training's, or the next evaluation's.
-        self._programs[key] = self._compile(
-            Program(name, step.run, (shardings, sums), (sums, entry, self._outputs(stage, loader)), donate=(1,))
-        )
-        self._prepared.add(key)
-        self._prepared_for[key] = like
+        program = Program(STAGES[stage].program, step.run, (shardings, sums), out, donate=(1,))
+        return EvalProgram(pure, stage, loader, like, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
         """Tell whether the stage's step asks which loader a batch is from, and so is traced once for each."""
         return takes_loader(self.module, stage)
 
+    def eval_table(self, stage: str, loader: int | None = None) -> Table:
+        """Return the metrics of the stage's step; it must have been prepared."""
+        return self._evaluation[stage, loader].pure.table(stage, loader)
+
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.stacked(self.pure.table(stage, loader).empty_sums()), 0)
+        return self.place_sums(self.state.stacked(self.eval_table(stage, loader).empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics.
@@ -285,37 +294,40 @@ class Engine:
             The metrics so far, those of the batch alone, and the step's outputs.
         """
         leaves = self.state.leaves
-        return self._programs[stage, loader]([leaves[i] for i in self.state.eval_at], sums, batch)
+        return self._evaluation[stage, loader].run([leaves[i] for i in self.state.eval_at], sums, batch)
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
-        if fn not in self._applied:
+        if fn not in self._applied or not self._applied[fn][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
-            pure, origin, layout = self.pure, self.module, self.state.eval_layout
+            pure, origin, layout, reads = self.pure, self.module, self.state.eval_layout, Reads()
 
             def applied(leaves: list[Any], inputs: Any) -> Any:
                 _, params, frozen, model_state = layout.unflatten(leaves)
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
-                with collecting(None):  # a hook that calls this may log, the function may not
-                    return fn(module, *cast(inputs, pure.precision.compute))
+                with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
+                    result = fn(module, *cast(inputs, pure.precision.compute))
+                reads.add(found)
+                return result
 
-            self._applied[fn] = jax.jit(applied)
+            self._applied[fn] = jax.jit(applied), reads
         leaves = self.state.leaves
-        return self._applied[fn]([leaves[i] for i in self.state.eval_at], self.strategy.place_inputs(inputs))
+        return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], self.strategy.place_inputs(inputs))
 
     # Helpers ----------------------------------------------------------------------------------------
 
     def _compile(self, program: Program) -> Callable[..., Any]:
         # Where jit is disabled a program is not compiled, but must still take and place what it would.
-        run = self.strategy.compile(replace(program, donate=()) if self._debug else program)
+        run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
         return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
 
-    def _outputs(self, stage: str, loader: int | None = None) -> Any:
-        traced = self.pure.trace_of(stage, loader)
-        treedef = jax.tree.structure(traced.outputs)
-        return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
+
+def _outputs(pure: PureModule, stage: str, loader: int | None = None) -> Any:
+    traced = pure.trace_of(stage, loader)
+    treedef = jax.tree.structure(traced.outputs)
+    return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
 
 
 def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:

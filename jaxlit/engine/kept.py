@@ -1,5 +1,6 @@
 """What is kept between the calls of one Trainer, so that an evaluation compiles and copies only what is new."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,9 +56,10 @@ class KeptEngine:
             fitted: The engine of the last fit, whose state stays as it is.
         """
         traits = Traits.of(module, strategy, precision)
-        if self._engine is None or not _serves(self._engine, module, traits):
+        serves = partial(_serves, module, traits, debug)
+        if self._engine is None or not serves(self._engine):
             self.forget()  # first, so that its arrays are not held beside the new ones
-            if fitted is not None and fitted.state.is_whole and _serves(fitted, module, traits):
+            if fitted is not None and fitted.state.is_whole and serves(fitted):
                 self._engine = fitted
             else:
                 self._engine = Engine(module, strategy, None, precision=precision, debug=debug, own=own)
@@ -85,9 +87,10 @@ class KeptEngine:
                 self._copied_from[place] = array
 
 
-def _serves(engine: Engine, module: TrainModule, traits: Traits) -> bool:
+def _serves(module: TrainModule, traits: Traits, debug: bool, engine: Engine) -> bool:
     """Tell whether an engine can evaluate a module as it is now."""
-    return engine.module is module and engine.traits.equal(traits) and _has_room_for(module, engine)
+    same = engine.module is module and engine.debug == debug and engine.traits.equal(traits)
+    return same and _has_room_for(module, engine)
 
 
 def _has_room_for(module: TrainModule, engine: Engine) -> bool:

@@ -1,5 +1,6 @@
 """What compiled programs were made of, beside the arrays that are given to them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from flax import nnx
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import attributes_of, same
 from jaxlit.core.precision import Precision
-from jaxlit.core.stage import STAGES
 from jaxlit.strategies.base import Strategy
+
+_LIBRARIES = ("builtins", "flax", "jax", "jaxlit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class Traits:
 
     graphdef: Any  # structure, modes and attributes of the module
     plain: dict[str, Any]  # what its lists and dicts hold, which the graph does not tell apart
-    steps: tuple[Any, ...]  # a class in a notebook may be given another step
+    methods: list[Any]  # a class in a notebook may be given others
     strategy: Strategy
     setup: dict[str, Any]  # the strategy may be set up for other devices meanwhile
     precision: Precision
@@ -35,7 +37,7 @@ class Traits:
         return cls(
             graphdef=nnx.graphdef(module),
             plain=attributes_of(module),
-            steps=tuple(getattr(type(module), stage.step) for stage in STAGES.values()),
+            methods=_methods(module),
             strategy=strategy,
             setup=dict(vars(strategy)),
             precision=precision,
@@ -44,13 +46,37 @@ class Traits:
 
     def equal(self, other: "Traits") -> bool:
         """Tell whether programs of these traits can be used for the others."""
-        mine = (self.precision, self.eager, self.graphdef, self.steps)
+        mine = (self.precision, self.eager, self.graphdef)
         try:
             return (
                 self.strategy is other.strategy
-                and mine == (other.precision, other.eager, other.graphdef, other.steps)
+                and mine == (other.precision, other.eager, other.graphdef)
+                and _are_same(self.methods, other.methods)
                 and same(self.plain, other.plain)
                 and same(self.setup, other.setup)
             )
         except Exception:  # an attribute's own comparison, of arrays say
             return False
+
+
+def _methods(module: TrainModule) -> list[Any]:
+    """Return every method of the module's and its parts' classes, and the code in it, in their order.
+
+    The classes of the libraries below are left out: who changes these changes more than a module.
+    """
+    kinds = dict.fromkeys(cls for _, node in nnx.iter_graph(module) for cls in type(node).__mro__)
+    own = [cls for cls in kinds if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    members = [member for cls in own for member in vars(cls).values()]
+    return [part for member in members if hasattr(member, "__get__") for part in _parts(member)]
+
+
+def _parts(member: Any) -> Iterator[Any]:
+    """Yield a method and its code, also of one that is wrapped, by `property` or `jax.jit` say."""
+    yield member
+    # IPython's autoreload puts the new code into the old function, which stays the same object.
+    for function in (member, *(getattr(member, name, None) for name in ("__func__", "__wrapped__", "fget"))):
+        yield getattr(function, "__code__", None)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -172,7 +172,7 @@ def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> lis
     """Build the stage's step for the batch that was drawn, and return the metrics that it adds to."""
     engine = run.engine
     engine.prepare_eval(stage, run.feeder.example, loader)
-    table = engine.pure.table(stage, loader)
+    table = engine.eval_table(stage, loader)
     # Those of a checkpoint, unless the step logs other metrics since.
     known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
     now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)

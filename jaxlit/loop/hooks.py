@@ -169,7 +169,7 @@ class Hooks:
 
     def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order behind the module.
-        late = name == "on_train_epoch_end"
+        late = name in ("on_train_epoch_end", "on_safe_point")
         owners = [c for c in self.callbacks if overrides(c, name)]
         found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
         if callable(getattr(type(self.module), name, None)):
@@ -249,13 +249,13 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
-def fitting(callback: Callback, hook: str) -> Callable[..., Any]:
-    """Return a callback's method that can be called as `Callback`'s is.
+def fitting(callback: Callback, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
+    """Return a callback's method that can be called with these arguments, left out with those of `Callback`'s own.
 
     Raises:
         ModuleError: It takes other arguments.
     """
-    return _fitting(callback, hook, _arguments(hook))
+    return _fitting(callback, hook, _arguments(hook) if arguments is None else arguments)
 
 
 def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:

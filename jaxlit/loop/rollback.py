@@ -2,10 +2,9 @@
 
 import contextlib
 import logging
-from pathlib import Path
 
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.checkpoints.files import read
+from jaxlit.checkpoints.files import Checkpoint, read
+from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Run
@@ -26,13 +25,7 @@ def roll_back(run: Run, what: str) -> None:
         NonFiniteError: There is no checkpoint yet, or training diverges from it again and again.
     """
     engine, position = run.engine, run.position
-    found = None
-    for callback in (c for c in run.hooks.callbacks if isinstance(c, ModelCheckpoint)):
-        callback.finish(run.hooks.trainer)  # what is being written may be the newest
-        for path in callback.known_paths:  # others in the folder may be of another training
-            with contextlib.suppress(CheckpointError):
-                found = found or read(Path(path))
-    if found is None:
+    if (found := _newest(run)) is None:
         raise NonFiniteError(
             f"{what} There is no checkpoint yet to go back to. Lower the learning rate, or write one earlier with "
             "ModelCheckpoint(every_n_train_steps=...)."
@@ -58,3 +51,14 @@ def roll_back(run: Run, what: str) -> None:
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     run.hooks("on_load_checkpoint", dict(found.state))
+
+
+def _newest(run: Run) -> Checkpoint | None:
+    """Return the newest checkpoint of this training that is whole; others in a folder may be of another training."""
+    for written in reversed(run.written):
+        with contextlib.suppress(CheckpointError):  # it failed, was damaged, or was deleted for a better one
+            if not isinstance(written, Saving):
+                return read(written)
+            written.wait()  # it may still be being written
+            return read(written.path)
+    return None

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.data.feeder import Feeder
@@ -52,6 +54,7 @@ class Run:
     accumulate: int = 1  # batches an optimizer step in this epoch
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
+    written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
     compiles: CompileLog = field(default_factory=CompileLog)

@@ -1,8 +1,15 @@
 """Attributes of the Trainer that its session keeps."""
 
+import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
+
+from jaxlit.core.reads import READS
+from jaxlit.errors import did_you_mean
+from jaxlit.loop.settings import Settings
+
+_ARGUMENTS = {field.name for field in dataclasses.fields(Settings)}
 
 
 class Attribute:
@@ -21,13 +28,52 @@ class Attribute:
         self._name, self._read = name, self._reader or attrgetter(f"{self._part}.{name}".lstrip("."))
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        return self if trainer is None else self._read(trainer._session)
+        if trainer is None:
+            return self
+        value = self._read(trainer._session)
+        if (reads := READS.get()) is not None:  # a step is being traced, and this is compiled into it
+            reads.note(trainer, self._name, value)
+        return value
 
     def __set__(self, trainer: Any, value: Any) -> None:
         part = "callbacks" if self._name == "callbacks" else self._part
         if part not in ("settings", "control", "callbacks"):
-            raise AttributeError(f"Trainer.{self._name} cannot be set: it tells of the runs. Make another Trainer.")
+            refuse(self._name, value)
         trainer._session.set(part, self._name, value)
+
+
+def refuse(name: str, value: Any) -> None:
+    """Refuse to set an attribute of the Trainer.
+
+    Raises:
+        AttributeError: Saying what it is, and what to do.
+    """
+    if name in _ARGUMENTS:
+        raise AttributeError(
+            f"Trainer.{name} is fixed when a Trainer is made, and would be set to {value!r}. Make another one with "
+            f"Trainer({name}=...)."
+        )
+    raise AttributeError(
+        f"Trainer.{name} tells of the runs, and would be set to {value!r}. Set an argument of the Trainer instead, or "
+        "call what changes it: fit, validate, test, predict, stop."
+    )
+
+
+def check_known(trainer: type, name: str, value: Any) -> None:
+    """Refuse a misspelt attribute of the Trainer, which nobody would ever read; a name of one's own may be set.
+
+    Raises:
+        AttributeError: Naming those that are like it.
+    """
+    if name.startswith("_") or hasattr(trainer, name):
+        return
+    if name in _ARGUMENTS:
+        refuse(name, value)
+    if hint := did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")]):
+        raise AttributeError(
+            f"Trainer has no attribute {name!r}, which would be set to {value!r}.{hint} Keep what is your own in a "
+            "callback, in the module, or under another name."
+        )
 
 
 # The annotation beside an attribute says the type of its value: hence Any.

@@ -10,6 +10,7 @@ from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
+from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.loop.settings import Settings
@@ -119,6 +120,25 @@ def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | N
         raise ModuleError(
             f"{type(module).__name__} has no {step}, and Trainer.fit got val_dataloaders. Define {step}(self, batch), "
             "or leave val_dataloaders out."
+        )
+
+
+def check_accumulation(engine: Engine | None, settings: Settings) -> None:
+    """Refuse to set windows of several batches in a fit whose state has no room for one.
+
+    Args:
+        engine: That of the run that goes on.
+        settings: The Trainer's arguments as they would be.
+
+    Raises:
+        ArgumentError: Saying what to begin with.
+    """
+    every = settings.accumulate_grad_batches
+    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.at.window is None:
+        raise ArgumentError(
+            f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
+            f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
+            "epochs that should have none."
         )
 
 

@@ -1,6 +1,6 @@
 """The callbacks that a Trainer adds by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.core.side_tables import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 
 
@@ -63,7 +64,7 @@ def all_callbacks(settings: Settings) -> Given:
     found = check_callbacks(found)
     if settings.fast_dev_run:
         found = [c for c in found if c.in_fast_dev_run and c not in extra]
-    saves = any(isinstance(c, ModelCheckpoint) for c in found)
+    saves = any(isinstance(c, ModelCheckpoint) or overrides(c, "on_safe_point") for c in found)
     if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
         raise ArgumentError(
             "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
@@ -139,10 +140,15 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
     return list(found)
 
 
-def tell_hyperparams(callbacks: Sequence[Callback], module: Any) -> None:
-    """Give the module's hyperparameters to the loggers that take them."""
-    for logger in callbacks:
-        if not isinstance(logger, Logger) or type(logger).log_hyperparams is Logger.log_hyperparams:
-            continue
-        if logger.hyperparams_of_module:
-            logger.log_hyperparams(hparams_of(module))
+def tell_hyperparams(hooks: Hooks) -> None:
+    """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
+    name = "log_hyperparams"
+    loggers = [c for c in hooks.callbacks if isinstance(c, Logger) and c.hyperparams_of_module]
+    own = [c for c in loggers if type(c).log_hyperparams is not Logger.log_hyperparams or name in vars(c)]
+    hooks.bound[name] = Hook(hooks, name, [TimedFunction(type(c).__name__, _teller(c, name)) for c in own])
+    hooks(name)
+
+
+def _teller(logger: Logger, name: str) -> Callable[..., None]:
+    method = fitting(logger, name, ["params"])
+    return lambda trainer, module: method(hparams_of(module))  # a dict for each, to keep or to change

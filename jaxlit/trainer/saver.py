@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
@@ -17,7 +18,7 @@ class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
     Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` find by themselves;
-    any other is gone on from by its path. `nan_policy="rollback"` goes back to those of a `ModelCheckpoint` only.
+    any other is gone on from by its path.
 
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
@@ -25,7 +26,7 @@ class Saver:
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
-        ...     saving, last = None, 0
+        ...     runs_last, saving, last = True, None, 0
         ...     def on_fit_start(self, trainer, module):
         ...         trainer.saver.check()
         ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
@@ -37,47 +38,82 @@ class Saver:
         ...         self.finish(trainer)
         ...     def finish(self, trainer):
         ...         if self.saving is not None:
-        ...             self.saving.wait()
-        ...             trainer.saver.announce(self, self.saving.path)
-        ...             self.saving = None
+        ...             saving, self.saving = self.saving, None
+        ...             saving.wait()
+        ...             trainer.saver.announce(self, saving.path)
     """
 
     def __init__(self) -> None:
-        # The fit that is saved.
+        # The fit that is saved, and the checkpoints of it that were begun and not waited for.
         self.run: Run | None = None
+        self._open: list[Saving] = []
 
-    def follow(self, run: Run) -> None:
-        """Save this fit from now on."""
+    def follow(self, run: Run | None) -> None:
+        """Save this fit from now on, or none."""
         self.run = run
 
     def begin(self, path: str | Path, order: int | None = None) -> Saving:
         """Begin to write a checkpoint; training goes on meanwhile.
 
+        The end of a run waits for those that nobody has waited for, behind `teardown`, and raises what went wrong.
+
         Args:
             path: Its folder; a checkpoint that is there is replaced once the new one is whole.
             order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
-                highest there.
+                highest there, with those that are being written.
 
         Returns:
             A handle: `wait()` waits and raises what went wrong, `is_done` tells, `path` and `seconds` say where and how
             long.
 
         Raises:
-            ArgumentTypeError: `path` is none.
+            ArgumentTypeError: `path` is none, or `order` no number.
+            ArgumentError: `order` is negative.
             CheckpointError: It cannot be begun, or there is nothing whole to save.
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
-        if not isinstance(path, (str, Path)) or not str(path):
-            raise ArgumentTypeError(f"Trainer.save_checkpoint(path) takes a path, got {path!r}.")
+        return self._begin(path, order, "trainer.saver.begin")
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint and wait until it is there; see `Trainer.save_checkpoint`."""
+        self._begin(path, None, "Trainer.save_checkpoint").wait()
+
+    def _begin(self, path: str | Path, order: int | None, owner: str) -> Saving:
+        check_path(path, owner)
+        order = None if order is None else check.integer("order", order, low=0, owner=owner)
         run = self._training()
         if not run.engine.state.is_whole:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        run.hooks.take_writes("Trainer.save_checkpoint")
+        run.hooks.take_writes(owner)
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(path))
-        order = last_order(where.parent) + 1 if order is None else order
-        return save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
+        if order is None:
+            beside = [saving.order for saving in self._open if saving.path.parent == where.parent]
+            order = max([last_order(where.parent), *beside]) + 1
+        saving = save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
+        self._open = [*(x for x in self._open if not x.was_awaited), saving]
+        run.written.append(saving)
+        return saving
+
+    def finish(self, first: BaseException | None) -> BaseException | None:
+        """Wait for the checkpoints that nobody has waited for, and return the first error of all.
+
+        Args:
+            first: An error that came before.
+        """
+        left, self._open = [saving for saving in self._open if not saving.was_awaited], []
+        if first is not None and self.run is not None and self.run.engine.strategy.num_processes > 1:
+            return first  # the other processes may be elsewhere, and all of them must wait together
+        for saving in left:
+            try:
+                saving.wait()
+            except Exception as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"A checkpoint that was begun before failed as well: {error!r}")
+        return first
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
@@ -101,8 +137,23 @@ class Saver:
         return self.run is None or self.run.engine.state.is_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
-        """Call `on_checkpoint_saved` of all callbacks: a checkpoint of `callback` is whole on the disk."""
-        self._training().hooks("on_checkpoint_saved", callback, Path(path))
+        """Call `on_checkpoint_saved` of all callbacks: a checkpoint is whole on the disk.
+
+        Args:
+            callback: The one that wrote it.
+            path: Its folder, as the `path` of what `begin` returned.
+
+        Raises:
+            ArgumentTypeError: One of them is not that.
+            CheckpointError: There was no fit that could have written it.
+        """
+        owner = "trainer.saver.announce"
+        if not isinstance(callback, Callback):
+            raise ArgumentTypeError(
+                f"{owner}(callback, path) takes the callback that wrote the checkpoint, got {callback!r}. Pass self."
+            )
+        check_path(path, owner)
+        self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
 
     @property
     def has_trained(self) -> bool:
@@ -120,6 +171,16 @@ class Saver:
     def _training(self) -> Run:
         if self.run is None:
             raise CheckpointError(
-                "There is no training to save. Call trainer.save_checkpoint from a hook of fit, or after it."
+                "There is no training to save. Save from a hook of fit, or after it; in setup there is no state yet."
             )
         return self.run
+
+
+def check_path(path: Any, owner: str) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        ArgumentTypeError: Naming what was called.
+    """
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise ArgumentTypeError(f"{owner}(path) takes a path, got {path!r}. Pass the checkpoint's folder.")

@@ -13,8 +13,7 @@ from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
 from jaxlit.control import Control
-from jaxlit.core.module import TrainModule, optimizer_of
-from jaxlit.core.precision import Precision
+from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.core.step_module import evaluates_wholly
@@ -23,26 +22,25 @@ from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.kept import KeptEngine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
 from jaxlit.loop import snapshot
-from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
-from jaxlit.loop.restore import Resume, load_engine
+from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import build, check_fit, check_fitting, check_model, make_loaders
+from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
-from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, tell_hyperparams
+from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
+from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.opening import check_loaders, open_fit
-from jaxlit.trainer.resuming import check_window, restore_callbacks
+from jaxlit.trainer.resuming import restore_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -64,9 +62,8 @@ class Session:
         control: What changes during a run.
         callbacks: Those of the newest run, or the Trainer's own.
         module: The module of the newest run.
-        engine: That of the last fit.
-        active: That of the run at hand, from before its first batch on.
-        running: Whether there is one.
+        current: The newest run.
+        running: Whether it goes on.
         position: Where training stands.
         results: The metrics.
         saver: Writes checkpoints.
@@ -80,14 +77,24 @@ class Session:
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self._added: list[Callback] = []  # callbacks of the last module
-        self.engine: Engine | None = None
+        self._engines, self.folder = Engines(strategy), RunFolder(settings.default_root_dir)
         self.current: Run | None = None
-        self.active: Engine | None = None
-        self._kept = KeptEngine()
-        self._fitted_with: Settings | None = None  # the arguments that the programs of the last fit were traced with
-        self._built_last: tuple[lazy, TrainModule] | None = None  # the newest module that was built, and of what
-        self.folder = RunFolder(settings.default_root_dir)
         self.running = False
+
+    @property
+    def fitted(self) -> Run | None:
+        """The newest fit, from where it has a state; None once another one begins."""
+        return self.saver.run
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of that fit."""
+        return None if self.fitted is None else self.fitted.engine
+
+    @property
+    def active(self) -> Engine | None:
+        """The engine of the run that goes on, from before its first batch on."""
+        return getattr(self.current, "engine", None) if self.running else None
 
     # The verbs --------------------------------------------------------------------------------------
 
@@ -115,7 +122,7 @@ class Session:
         loaders = make_loaders(self.settings, stage, given, datamodule)
         self._check_idle(stage)
         found = self._claim(stage, ckpt_path)
-        module, own = self._build(model, stage, loaders)
+        module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
         resume = None if found is None else Resume(found, strict, reset_optimizer)
         with interruptible(self.control):
@@ -137,7 +144,7 @@ class Session:
         model = self.module if model is None else model
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
-        module, own = self._build(model, stage, loaders)
+        module, own = self._module_of(model, stage, loaders)
         found: list[Any] = []
         resume = None if checkpoint is None else Resume(checkpoint)
         loops = lambda run: found.extend(work(run, stage.name, run.evaluated))  # noqa: E731
@@ -158,18 +165,11 @@ class Session:
         self.folder.claim(files, self.settings.resume, found, several=several, refuse=fitting)
         return found
 
-    def _build(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
-        """Return the module, and whether its arrays are the Trainer's to overwrite."""
+    def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
         check_model(model, stage)
         # Another Trainer with the same strategy object may have set it up for other devices.
         self.strategy.use(self.settings.device_count)
-        last, own = self._built_last, isinstance(model, lazy)
-        if last is not None and stage.verb != "fit" and model is last[0]:
-            loaders.module, own = last[1], False  # the one that fit has trained
-        else:
-            loaders.module = build(model, stage, loaders, self.strategy, self.settings)
-            self._built_last = (model, loaders.module) if isinstance(model, lazy) else last
-        return loaders.module, own
+        return self._engines.module_of(model, stage, loaders, self.settings)
 
     # A run ------------------------------------------------------------------------------------------
 
@@ -179,11 +179,11 @@ class Session:
             setattr(self.control, name, value)
             return
         if where == "callbacks":
-            self.callbacks = list(value)
+            self.callbacks = check_callbacks(callbacks_of("callbacks", value))
             return
-        self.settings = dataclasses.replace(self.settings, **{name: value})
-        self._kept.forget()  # a step may read the arguments while it is traced
-        self._fitted_with = None
+        settings = dataclasses.replace(self.settings, **{name: value})
+        check_accumulation(self.active, settings)
+        self.settings = settings
         if self.current is not None:
             self.current.settings = self.settings
 
@@ -207,12 +207,13 @@ class Session:
             own: Whether the module's arrays are the Trainer's to overwrite.
             resume: A checkpoint to begin with.
         """
-        self.running, self.module, self.control.interrupted = True, module, False
+        self.running, self.current, self.module, self.control.interrupted = True, None, module, False
         outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         self.results.clear()
         if stage.verb == "fit":
+            self.saver.follow(None)  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
             self.control.should_stop, self.control.stop_reason = False, None
         try:
@@ -222,7 +223,7 @@ class Session:
         finally:
             if self.current is not None:
                 self.current.end_clock()
-            self.running, self.active = False, None
+            self.running = False
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
 
@@ -256,9 +257,9 @@ class Session:
             error = _explained(error)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
             hooks.call_all("on_exception", error, error)
-            hooks.call_all("teardown", verb, error)
+            self.saver.finish(hooks.call_all("teardown", verb, error))
             raise error
-        if (error := hooks.call_all("teardown", verb, None)) is not None:
+        if (error := self.saver.finish(hooks.call_all("teardown", verb, None))) is not None:
             raise error
 
     def _run_loops(
@@ -278,7 +279,7 @@ class Session:
             run.evaluated = run.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is told in a moment, compiling for it would take minutes.
         check_loaders(run, watchdog)
-        run.engine = self.active = self._make_engine(run, fitting, own, resume)
+        run.engine = self._engines.make(run, self.engine, fitting=fitting, own=own, resume=resume)
         if fitting:
             self._begin_fit(run)
         else:
@@ -291,43 +292,13 @@ class Session:
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
+                    run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
-                tell_hyperparams(hooks.callbacks, run.module)
+                tell_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)
             if fitting:
                 hooks("on_fit_end")
-
-    def _make_engine(self, run: Run, fitting: bool, own: bool, resume: Resume | None) -> Engine:
-        engine = self._engine_of_fit(run, own) if fitting else self._evaluator(run.module, own, resume)
-        if resume is not None:
-            check_window(resume.checkpoint, self.settings.accumulate_grad_batches if fitting else None)
-            load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
-        return engine
-
-    def _engine_of_fit(self, run: Run, own: bool) -> Engine:
-        settings = self.settings
-        # The engines of evaluations hold this module's arrays, which the first step overwrites.
-        self._kept.forget()
-        return Engine(
-            run.module,
-            self.strategy,
-            optimizer_of(run.module),
-            accumulate=settings.accumulate_grad_batches,
-            nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
-            precision=Precision(settings.precision),
-            clip=settings.clip,
-            debug=settings.debug,
-            own=own,
-            extras=array_keepers(run.hooks.callbacks),
-        )
-
-    def _evaluator(self, module: TrainModule, own: bool = False, resume: Resume | None = None) -> Engine:
-        """Return the engine of an evaluation, with what an earlier call has compiled and placed."""
-        given = module, self.strategy, Precision(self.settings.precision)
-        restores, debug = resume is not None, self.settings.debug
-        fitted = self.engine if self._fitted_with is self.settings else None
-        return self._kept.evaluator(*given, debug=debug, own=own, restores=restores, fitted=fitted)
 
     def _begin_fit(self, run: Run) -> None:
         if evaluates_wholly(run.module):
@@ -337,7 +308,6 @@ class Session:
                 type(run.module).__name__,
             )
         run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
-        self.engine, self._fitted_with = run.engine, self.settings
         self.saver.follow(run)
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
@@ -362,7 +332,7 @@ class Session:
         module = self.module
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
-        return self._evaluator(module).apply(fn, *inputs)
+        return self._engines.evaluator(module, self.settings, self.engine).apply(fn, *inputs)
 
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
@@ -378,9 +348,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
-        fitted = self.saver.run
-        cut = fitted is not None and fitted.cut and fitted.position is self.position
-        return self.position.epoch + cut
+        return self.position.epoch + (self.fitted is not None and self.fitted.cut)
 
 
 def _explained(error: BaseException) -> BaseException:

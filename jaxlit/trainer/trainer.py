@@ -21,7 +21,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer import facts
-from jaxlit.trainer.attributes import argument, control, fact, of_session
+from jaxlit.trainer.attributes import argument, check_known, control, fact, of_session
 from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
@@ -150,6 +150,10 @@ class Trainer:
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_known(type(self), name, value)
+        super().__setattr__(name, value)
+
     # What runs --------------------------------------------------------------------------------------
 
     def fit(
@@ -187,10 +191,8 @@ class Trainer:
         """
         check.boolean("strict", strict)
         check.boolean("reset_optimizer", reset_optimizer)
-        given = {
-            "training": (train_dataloaders, "train_dataloaders"),
-            "validation": (val_dataloaders, "val_dataloaders"),
-        }
+        train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
+        given = {"training": train, "validation": val}
         self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
 
     def validate(
@@ -316,7 +318,7 @@ class Trainer:
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.begin(path).wait()
+        self.saver.save(path)
 
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
@@ -339,27 +341,28 @@ class Trainer:
     strategy: Strategy = of_session("The strategy, set up on its devices.")
     config: dict[str, Any] = of_session("The arguments as they were given, as JSON values, for loggers.")
     module: TrainModule | None = of_session("The module of the newest run.")
-    callbacks: list[Callback] = of_session(
-        "Every callback in order; those that the module adds come behind the others."
-    )
+    callbacks: list[Callback] = of_session("Every callback in order, those that the module adds behind the others.")
     saver: Saver = of_session("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
     max_epochs: int | None = argument("Epochs to train; None for no limit.")
     max_steps: int = argument("Optimizer steps to train, -1 for no limit.")
     max_time: timedelta | None = argument("The timedelta after which training stops, or None.")
+    limit_train_batches: int | float = argument("Batches of a training epoch, as a count or a fraction.")
+    limit_val_batches: int | float = argument("The same for validation; 0 turns it off.")
+    limit_test_batches: int | float = argument("The same for `test`.")
+    limit_predict_batches: int | float = argument("The same for `predict`.")
     accumulate_grad_batches: int = argument("Loader batches an optimizer step.")
+    gradient_clip_val: float | None = argument("What gradients are clipped to, or None.")
+    gradient_clip_algorithm: str | None = argument("How they are clipped, 'norm' or 'value'; None for 'norm'.")
     check_val_every_n_epoch: int | None = argument("Epochs between validations; None counts batches across epochs.")
-    val_check_interval: int | float | timedelta = argument(
-        "Batches between validations, a fraction of an epoch, or a timedelta."
-    )
+    val_check_interval: int | float | timedelta = argument("Batches, a fraction or a time between validations.")
     num_sanity_val_steps: int = argument("Validation batches of each loader before training, -1 for all.")
     prefetch: int | str = argument("Batches that a thread draws ahead of the step.")
     data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
+    max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
     max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
     log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
-    overfit_batches: int | float = argument(
-        "The few batches that are trained on, as a count or a fraction; 0.0 is off."
-    )
+    overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
     host_keys: tuple[str, ...] = argument("Keys of dict batches that stay on the host.")
     nan_policy: str = argument("What a non-finite loss or gradient does.")
@@ -367,9 +370,7 @@ class Trainer:
     resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
     seed: int = argument("The seed of a lazy module's `rngs`.")
     debug: bool = argument("Whether every batch and step is checked.")
-    callback_metrics: MetricView = of_session(
-        "Every logged metric; reading a key fetches it from the device.", "results"
-    )
+    callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
     should_stop: bool = control("Whether a stop was asked for.")

@@ -1,6 +1,7 @@
 """Hyperparameters reach every logger that can hold them, and a logger of one's own gets the module's."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger
-from jaxlit.errors import LoggerError
+from jaxlit.errors import LoggerError, ModuleError, StateError
 
 QUIET = {"strategy": "single", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -61,6 +62,58 @@ def test_a_logger_that_reads_them_itself_is_not_called() -> None:
     mine = Reads()
     jl.Trainer(logger=mine, enable_checkpointing=False, **QUIET).fit(Scaled(3), BATCHES)
     assert mine.seen == [("setup", 3, 1), "on_fit_start"]
+
+
+def test_an_override_on_the_instance_counts() -> None:
+    seen: list[Any] = []
+    logger = Logger()
+    logger.log_hyperparams = seen.append  # type: ignore[method-assign]
+    jl.Trainer(logger=logger, enable_checkpointing=False, **QUIET).fit(Scaled(3), BATCHES)
+    assert seen == [{"width": 3, "api_key": "k"}]
+
+
+def test_each_logger_has_hyperparameters_of_its_own() -> None:
+    class Adds(Mine):
+        def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+            super().log_hyperparams(params)
+            params["added"] = 1  # type: ignore[index]
+
+    loggers, module = [Adds(), Mine()], Scaled(3)
+    jl.Trainer(logger=loggers, enable_checkpointing=False, **QUIET).fit(module, BATCHES)
+    assert loggers[1].seen[1] == ("hyperparams", {"width": 3, "api_key": "k"})
+    assert module.hparams == {"width": 3, "api_key": "k"}
+
+
+def test_its_time_is_told_with_that_of_the_hooks() -> None:
+    class Slow(Mine):
+        def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+            time.sleep(0.2)
+
+    trainer = jl.Trainer(logger=Slow(), enable_checkpointing=False, **QUIET)
+    trainer.fit(Scaled(3), BATCHES)
+    found = {(x.owner, x.hook): (x.calls, x.seconds) for x in trainer.explain().hooks}
+    calls, seconds = found["Slow", "log_hyperparams"]
+    assert calls == 1 and seconds >= 0.2
+
+
+def test_what_it_does_wrong_is_told_by_its_name() -> None:
+    class Empty(Logger):
+        def log_hyperparams(self) -> None:  # type: ignore[override]
+            pass
+
+    class Changes(Logger):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            self.module = module
+
+        def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+            self.module.more = 3
+
+    for kind, error, message in (
+        (Empty, ModuleError, r"Empty\.log_hyperparams\(\).* is called with \(params\)\. Give it these"),
+        (Changes, StateError, r"Changes\.log_hyperparams changed the structure of Scaled"),
+    ):
+        with pytest.raises(error, match=message):
+            jl.Trainer(logger=kind(), enable_checkpointing=False, **QUIET).fit(Scaled(3), BATCHES)
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])

@@ -1,0 +1,110 @@
+"""The engines of a Trainer's runs, and the modules that it builds for them."""
+
+from dataclasses import dataclass
+
+from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.precision import Precision
+from jaxlit.core.stage import Stage
+from jaxlit.data.loaders import Loaders
+from jaxlit.engine.engine import Engine
+from jaxlit.engine.kept import KeptEngine
+from jaxlit.engine.lazy import lazy
+from jaxlit.loop.callback_arrays import array_keepers
+from jaxlit.loop.restore import Resume, load_engine
+from jaxlit.loop.run import Run
+from jaxlit.loop.settings import Settings
+from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.building import build
+from jaxlit.trainer.resuming import check_window
+
+
+@dataclass
+class _Built:
+    """The newest module that was built of a `lazy` one."""
+
+    model: lazy
+    module: TrainModule
+    seed: int | None  # that of its weights; None once a fit has trained them
+
+
+class Engines:
+    """Makes the engine of each run; what an evaluation needs is kept for the next one.
+
+    Args:
+        strategy: The strategy, set up.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy, self._kept = strategy, KeptEngine()
+        self._built: _Built | None = None
+
+    def module_of(
+        self, model: TrainModule | lazy, stage: Stage, loaders: Loaders, settings: Settings
+    ) -> tuple[TrainModule, bool]:
+        """Return the module of a run, and whether its arrays are the Trainer's to overwrite.
+
+        A lazy one is built, unless it has been: an evaluation takes what an earlier run has built, and a fit trained.
+        """
+        last = self._built
+        known = last is not None and last.model is model and last.seed in (None, settings.seed)
+        if last is not None and known and stage.verb != "fit":
+            loaders.module = last.module
+            return last.module, False
+        loaders.module = build(model, stage, loaders, self._strategy, settings)
+        if isinstance(model, lazy):
+            self._built = _Built(model, loaders.module, settings.seed)
+        return loaders.module, isinstance(model, lazy)
+
+    def make(self, run: Run, fitted: Engine | None, *, fitting: bool, own: bool, resume: Resume | None) -> Engine:
+        """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
+
+        Args:
+            run: The run.
+            fitted: The engine of the last fit.
+            fitting: Whether the run is one.
+            own: Whether the module's arrays are the Trainer's to overwrite.
+            resume: The checkpoint.
+        """
+        built, settings = self._built, run.settings
+        if own:  # its arrays go to the engine, and may be lost there, or overwritten with a checkpoint's
+            self._built = None
+        if fitting:
+            engine = self._of_fit(run, own)
+        else:
+            engine = self.evaluator(run.module, settings, fitted, own=own, restores=resume is not None)
+        if resume is not None:
+            check_window(resume.checkpoint, settings.accumulate_grad_batches if fitting else None)
+            load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+        if own and built is not None and (fitting or resume is None):
+            self._built, built.seed = built, None if fitting else built.seed
+        return engine
+
+    def evaluator(
+        self,
+        module: TrainModule,
+        settings: Settings,
+        fitted: Engine | None,
+        *,
+        own: bool = False,
+        restores: bool = False,
+    ) -> Engine:
+        """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `KeptEngine`."""
+        given = module, self._strategy, Precision(settings.precision)
+        return self._kept.evaluator(*given, debug=settings.debug, own=own, restores=restores, fitted=fitted)
+
+    def _of_fit(self, run: Run, own: bool) -> Engine:
+        settings = run.settings
+        # The engines of evaluations hold this module's arrays, which the first step overwrites.
+        self._kept.forget()
+        return Engine(
+            run.module,
+            self._strategy,
+            optimizer_of(run.module),
+            accumulate=settings.accumulate_grad_batches,
+            nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
+            precision=Precision(settings.precision),
+            clip=settings.clip,
+            debug=settings.debug,
+            own=own,
+            extras=array_keepers(run.hooks.callbacks),
+        )
