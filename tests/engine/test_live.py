@@ -143,6 +143,7 @@ def test_the_second_of_two_writers_sees_what_the_first_has_written_and_what_is_w
     first = on(on_train_start=lambda t, m: m.w.set_value(mine))
     fit(model, numbered(1), None, first, on(on_train_start=read), on(on_train_start=halve))
     assert weight(model) == mean([[1]], WRITTEN / 4)
+    fit(Mean(), numbered(1), None, first)  # whose step overwrites what stands in the state
     assert np.asarray(mine).tolist() == [WRITTEN]
 
 

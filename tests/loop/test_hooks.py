@@ -271,25 +271,26 @@ def test_hooks_are_given_the_host_batch_as_it_came_and_those_of_a_module_no_trai
         assert all(batch["x"] is given["x"] for batch, given in zip(found, batches, strict=True))
 
 
-def test_callbacks_that_run_last_come_after_the_module_at_the_epoch_end_only() -> None:
-    called: dict[str, list[str]] = {"epoch": [], "train": []}
+def test_callbacks_that_run_last_come_after_the_module_at_epoch_ends_and_safe_points_only() -> None:
+    late, early = ("on_train_epoch_end", "on_safe_point"), ("on_train_end", "on_fit_end")
+    called: dict[str, list[str]] = {hook: [] for hook in (*late, *early)}
+    note = lambda hook, name: lambda *_: called[hook].append(name)  # noqa: E731
 
     def named(name: str, last: bool) -> jl.Callback:
         made = hooks(
-            on_train_epoch_end=lambda trainer, module: called["epoch"].append(name),
-            on_train_end=lambda trainer, module: called["train"].append(name),
+            on_safe_point=lambda trainer, module, epoch_over, training_over: called["on_safe_point"].append(name),
+            **{hook: note(hook, name) for hook in called if hook != "on_safe_point"},
         )
         made.runs_last = last
         return made
 
-    model = module(
-        on_train_epoch_end=lambda self: called["epoch"].append("module"),
-        on_train_end=lambda self: called["train"].append("module"),
-    )
     order = [("last 1", True), ("first 1", False), ("last 2", True), ("first 2", False)]
-    fit(model, numbered(1), None, *[named(*each) for each in order])
-    assert called["epoch"] == ["first 1", "first 2", "module", "last 1", "last 2"]
-    assert called["train"] == ["last 1", "first 1", "last 2", "first 2", "module"]
+    model = module(**{hook: note(hook, "module") for hook in called})
+    fit(model, numbered(1), None, *[named(*each) for each in order], enable_checkpointing=False)
+    for hook in late:
+        assert called[hook] == ["first 1", "first 2", "module", "last 1", "last 2"], hook
+    for hook in early:
+        assert called[hook] == ["last 1", "first 1", "last 2", "first 2", "module"], hook
 
 
 @pytest.mark.parametrize("owner", ["callback", "module"])
