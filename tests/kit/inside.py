@@ -1,19 +1,28 @@
 """What tests know of jaxlit's private parts: all of it stands here."""
 
+import time
 from typing import Any
 
 import jax
+import pytest
 from flax import nnx
+from jax._src import monitoring
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files  # of a checkpoint
+from jaxlit.core.log import Metric as Metric
 from jaxlit.core.module import optimizer_of
 from jaxlit.core.precision import Precision
+from jaxlit.core.replica import Replica as Replica
 from jaxlit.distributed.exchange import _client
 from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
 from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
+from jaxlit.loop import hooks as loop_hooks
+from jaxlit.loop.run import Run
+from jaxlit.strategies import registry
+from jaxlit.trainer import session
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
@@ -69,3 +78,31 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
 def key_value_store() -> Any:
     """Return what jax's processes tell each other things by."""
     return _client()
+
+
+registered_strategies = registry._registry
+
+
+class Clock:
+    """Time that passes only where a test lets it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stop_clocks(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stop every clock that a run looks at, and return the one in their place."""
+    clock = Clock()
+    monkeypatch.setattr(loop_hooks, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
+    # Its default was bound when the class was made.
+    monkeypatch.setattr(session, "Run", lambda *args, **named: Run(*args, **named, _started=clock()))
+    return clock
+
+
+def listeners() -> list[Any]:
+    """Return who listens to what jax says of its compiling."""
+    return list(monitoring._event_duration_secs_listeners)

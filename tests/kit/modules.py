@@ -119,3 +119,24 @@ def module(
     if init is not None:
         members["__init__"] = init
     return type(name, (base,), members)()
+
+
+def logging(training: Callable[..., Any] | None = None, validation: Callable[..., Any] | None = None) -> Any:
+    """Return a module whose steps call functions of (self, batch, batch_idx) and log nothing else.
+
+    Args:
+        training: What the training step calls, whose loss is that of `Mean`.
+        validation: What all other steps call.
+    """
+
+    def training_step(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
+        if training is not None:
+            training(self, batch, batch_idx)
+        return jnp.mean(self.error(batch) ** 2)
+
+    def evaluate(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
+        if validation is not None:
+            validation(self, batch, batch_idx)
+        return batch["x"]
+
+    return module(training_step, validation=evaluate, test=evaluate, predict=evaluate, name="Logs")

@@ -16,7 +16,7 @@ BARE: dict[str, Any] = {
     "enable_model_summary": False,
     "enable_checkpointing": False,
 }
-_OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
+OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
 
 
 def splitting(name: str) -> Any:
@@ -32,7 +32,7 @@ def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
 
 def fit(module: Any, train: Any = None, val: Any = None, *callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
     """Train, with arguments of the Trainer and of `fit`, and return the Trainer."""
-    of_fit = {key: arguments.pop(key) for key in _OF_FIT if key in arguments}
+    of_fit = {key: arguments.pop(key) for key in OF_FIT if key in arguments}
     trainer = make_trainer(*callbacks, **arguments)
     trainer.fit(module, train, val, **of_fit)
     return trainer

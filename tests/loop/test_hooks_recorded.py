@@ -7,49 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax import nnx
+from kit.batches import numbered
+from kit.journal import HOOKS, hooks
+from kit.modules import module
+from kit.refusals import warnings_of
+from kit.trainers import SEVERAL, make_trainer
 
 import jaxlit as jl
 from jaxlit.errors import DataError, ModuleError
 
-CASES = {c["name"]: c for c in json.loads((Path(__file__).parent / "data" / "lightning_hooks.json").read_text())}
-HOOKS = [name for name in vars(jl.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+DATA = Path(__file__).parents[1] / "data"
+CASES = {case["name"]: case for case in json.loads((DATA / "lightning_hooks.json").read_text())}
 
 
-class Linear(jl.TrainModule):
-    """Linear regression without an intercept."""
-
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones(2))
-
-    def training_step(self, batch: Any) -> jax.Array | None:
-        loss = jnp.mean((batch["x"] @ self.w[...]) ** 2)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val_loss", self.validation_loss())
-
-    def validation_loss(self) -> Any:
-        return 1.0
-
-    def test_step(self, batch: Any) -> None:
-        self.log("test_loss", jnp.mean(batch["x"]))
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return batch["x"] @ self.w[...]
-
-    def configure_optimizers(self) -> optax.GradientTransformation | jl.Optimizer:
-        return optax.sgd(0.01)
-
-
-class Recorder(jl.Callback):
+class Lines(jl.Callback):
     """Writes every hook down as the recorded lines do."""
 
     trainer: jl.Trainer
@@ -70,53 +45,38 @@ class Recorder(jl.Callback):
 
 
 for _hook in HOOKS:
-    if _hook not in ("on_log", "on_safe_point"):  # which Lightning does not have
-        setattr(Recorder, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
+    if _hook not in ("on_log", "on_safe_point") and "checkpoint" not in _hook:  # Lightning has none, or others
+        setattr(Lines, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
 
 
 # What a case does beside fitting ---------------------------------------------------------------------
 
 
-class SkipsFromBatch1(Linear):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 1 else None
+def raises(error: Exception) -> Callable[..., None]:
+    """Return a function that raises."""
+
+    def function(*_: Any) -> None:
+        raise error
+
+    return function
 
 
-class ReturnsNone(Linear):
-    def training_step(self, batch: Any) -> None:
-        return None
+def log_rising(self: Any, batch: Any) -> None:
+    self.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[self.current_epoch])
 
 
-class RaisesInStep(Linear):
-    def training_step(self, batch: Any) -> None:
-        raise ValueError("boom")
+def log_epoch_loss(self: Any, batch: Any) -> Any:
+    self.log("loss", 1.0, on_step=False, on_epoch=True)
+    return jnp.mean(self.error(batch) ** 2)
 
 
-class RaisesInSetup(Linear):
-    def setup(self, stage: str) -> None:
-        raise ValueError("boom in setup")
+def staircase(self: Any) -> jl.Optimizer:
+    schedule = optax.exponential_decay(0.01, transition_steps=2, decay_rate=0.1, staircase=True)
+    return jl.Optimizer(optax.sgd(schedule), lr_schedule=schedule)
 
 
-class ValidatesWorseFromEpoch2(Linear):
-    def validation_loss(self) -> jax.Array:
-        return jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[self.current_epoch]
-
-
-class LogsEpochLoss(Linear):
-    def training_step(self, batch: Any) -> jax.Array:
-        self.log("loss", 1.0, on_step=False, on_epoch=True)
-        return jnp.mean(batch["x"] @ self.w[...])
-
-
-class HasSchedule(Linear):
-    def configure_optimizers(self) -> jl.Optimizer:
-        schedule = optax.exponential_decay(0.01, transition_steps=2, decay_rate=0.1, staircase=True)
-        return jl.Optimizer(optax.sgd(schedule), lr_schedule=schedule)
-
-
-class HasPlateau(Linear):
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
+def logs_val(self: Any, batch: Any) -> None:
+    self.log("val_loss", 1.0)
 
 
 class Loader:
@@ -150,11 +110,6 @@ class Data(jl.DataModule):
         return self.test
 
 
-def make_callback(**hooks: Any) -> jl.Callback:
-    """Return a callback with these functions of (trainer, module, ...) as its hooks."""
-    return type("Made", (jl.Callback,), {k: staticmethod(v) for k, v in hooks.items()})()
-
-
 def stop_in(hook: str) -> Callable[[], jl.Callback]:
     """Return a factory of a callback that stops in a hook, in batch 1 if it is a batch hook."""
 
@@ -162,16 +117,7 @@ def stop_in(hook: str) -> Callable[[], jl.Callback]:
         if not args or args[-1] == 1:
             trainer.should_stop = True
 
-    return lambda: make_callback(**{hook: stop})
-
-
-def raise_error(error: Exception) -> Callable[..., None]:
-    """Return a hook that raises."""
-
-    def hook(*_: Any) -> None:
-        raise error
-
-    return hook
+    return lambda: hooks(**{hook: stop})
 
 
 def early_stopping(**arguments: Any) -> Callable[[], jl.Callback]:
@@ -181,9 +127,9 @@ def early_stopping(**arguments: Any) -> Callable[[], jl.Callback]:
 
 @dataclass(frozen=True)
 class Script:
-    """What a case does beside fitting `Linear`: callbacks stand before or after the recorder."""
+    """What a case does beside fitting `Mean`: callbacks stand before or after the recorder."""
 
-    module: type[Linear] = Linear
+    members: dict[str, Any]  # of the module
     before: Callable[[], jl.Callback] | None = None
     after: Callable[[], jl.Callback] | None = None
     loader: Callable[[list[Any]], Any] = list
@@ -191,62 +137,55 @@ class Script:
     datamodule: bool = False
 
 
+RAISES = {"training": raises(ValueError("boom"))}
+SKIPS = {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}
+PLATEAU = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
 SCRIPTS = {
-    "": Script(),
-    "stop in on_train_start": Script(after=stop_in("on_train_start")),
-    "stop in on_train_batch_end": Script(after=stop_in("on_train_batch_end")),
-    "stop in on_train_epoch_end": Script(after=stop_in("on_train_epoch_end")),
-    "module skips": Script(SkipsFromBatch1),
-    "step returns None": Script(ReturnsNone),
-    "early stopping on val": Script(ValidatesWorseFromEpoch2, before=early_stopping(patience=2)),
-    "early stopping on train": Script(LogsEpochLoss, before=early_stopping(monitor="loss")),
-    "early stopping at once": Script(before=early_stopping()),
-    "early stopping after validation": Script(before=early_stopping(check_on_train_epoch_end=False)),
-    "callback raises": Script(
-        after=lambda: make_callback(on_train_batch_end=raise_error(ValueError("boom in callback")))
-    ),
-    "setup raises": Script(RaisesInSetup),
-    "on_exception raises": Script(
-        RaisesInStep, before=lambda: make_callback(on_exception=raise_error(ValueError("second boom")))
-    ),
-    "fit, validate, test, predict": Script(then=("validate", "test", "predict")),
-    "datamodule": Script(datamodule=True, then=("test",)),
-    "datamodule, step raises": Script(RaisesInStep, datamodule=True),
-    "schedule": Script(HasSchedule),
-    "plateau": Script(HasPlateau),
-    "no length": Script(loader=lambda batches: Loader(batches, None)),
-    "short loader": Script(loader=lambda batches: Loader(batches, len(batches) + 1)),
-    "long loader": Script(loader=lambda batches: Loader(batches, len(batches) // 2)),
+    "": Script({}),
+    "stop in on_train_start": Script({}, after=stop_in("on_train_start")),
+    "stop in on_train_batch_end": Script({}, after=stop_in("on_train_batch_end")),
+    "stop in on_train_epoch_end": Script({}, after=stop_in("on_train_epoch_end")),
+    "module skips": Script(SKIPS),
+    "step returns None": Script({"training": lambda self, batch: None}),
+    "early stopping on val": Script({"validation": log_rising}, before=early_stopping(patience=2)),
+    "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
+    "early stopping at once": Script({}, before=early_stopping()),
+    "early stopping after validation": Script({}, before=early_stopping(check_on_train_epoch_end=False)),
+    "callback raises": Script({}, after=lambda: hooks(on_train_batch_end=raises(ValueError("boom in callback")))),
+    "setup raises": Script({"setup": raises(ValueError("boom in setup"))}),
+    "on_exception raises": Script(RAISES, before=lambda: hooks(on_exception=raises(ValueError("second boom")))),
+    "fit, validate, test, predict": Script({}, then=("validate", "test", "predict")),
+    "datamodule": Script({}, datamodule=True, then=("test",)),
+    "datamodule, step raises": Script(RAISES, datamodule=True),
+    "schedule": Script({"configure_optimizers": staircase}),
+    "plateau": Script({"tx": PLATEAU}),
+    "no length": Script({}, loader=lambda batches: Loader(batches, None)),
+    "short loader": Script({}, loader=lambda batches: Loader(batches, len(batches) + 1)),
+    "long loader": Script({}, loader=lambda batches: Loader(batches, len(batches) // 2)),
 }
 
 
-def run(case: dict[str, Any], recorder: Recorder) -> jl.Trainer:
+def run(case: dict[str, Any], recorder: Lines) -> jl.Trainer:
     """Run a case, and return its trainer; after an error it is in `recorder.trainer`."""
     script = SCRIPTS[case.get("script", "")]
     found = [script.before and script.before(), recorder, script.after and script.after()]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": "single"}
-    recorder.trainer = trainer = jl.Trainer(callbacks=[c for c in found if c], **(quiet | case["trainer"]))
-    loaders: dict[str, Any] = {stage: make_batches(n) for stage, n in case["batches"].items() if stage != "val"}
-    val = [make_batches(n) for n in case["batches"].get("val", [])]
+    recorder.trainer = trainer = make_trainer(*[c for c in found if c], **({"max_epochs": None} | case["trainer"]))
+    loaders: dict[str, Any] = {stage: numbered(n) for stage, n in case["batches"].items() if stage != "val"}
+    val = [numbered(n) for n in case["batches"].get("val", [])]
     loaders["validate"] = val if len(val) > 1 else val[0] if val else None
-    module = script.module()
+    model = module(**({"validation": logs_val} | script.members))
     if script.datamodule:
         data = Data(loaders["train"], loaders["validate"], loaders.get("test"))
-        trainer.fit(module, datamodule=data)
+        trainer.fit(model, datamodule=data)
         for verb in script.then:
-            getattr(trainer, verb)(module, datamodule=data)
+            getattr(trainer, verb)(model, datamodule=data)
     elif case["method"] == "fit":
-        trainer.fit(module, script.loader(loaders["train"]), loaders["validate"])
+        trainer.fit(model, script.loader(loaders["train"]), loaders["validate"])
         for verb in script.then:
-            getattr(trainer, verb)(module, loaders[verb])
+            getattr(trainer, verb)(model, loaders[verb])
     else:
-        getattr(trainer, case["method"])(module, loaders[case["method"]])
+        getattr(trainer, case["method"])(model, loaders[case["method"]])
     return trainer
-
-
-def make_batches(count: int) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    return [{"x": rng.normal(size=(2, 2)).astype(np.float32)} for _ in range(count)]
 
 
 # Where jaxlit differs on purpose ---------------------------------------------------------------------
@@ -343,22 +282,22 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in DIFFERENCES])
 def test_hooks_and_counters_are_those_that_lightning_recorded(name: str) -> None:
-    case, recorder = CASES[name], Recorder()
+    case, recorder = CASES[name], Lines()
     trainer = run(case, recorder)
     assert recorder.lines == case["hooks"].split(" | ")
     assert [trainer.current_epoch, trainer.global_step] == case["final"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8"])
+@pytest.mark.parametrize("strategy", SEVERAL)
 def test_hooks_come_in_the_same_order_under_every_strategy(strategy: str) -> None:
-    case, recorder = CASES["02_fit_with_val"], Recorder()
+    case, recorder = CASES["02_fit_with_val"], Lines()
     run({**case, "trainer": {**case["trainer"], "strategy": strategy}}, recorder)
     assert recorder.lines == case["hooks"].split(" | ")
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_hooks_and_counters_differ_from_lightning_only_as_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    case, recorder, difference = CASES[name], Recorder(), DIFFERENCES[name]
+    case, recorder, difference = CASES[name], Lines(), DIFFERENCES[name]
     if difference.error is None:
         run(case, recorder)
     else:
@@ -368,8 +307,7 @@ def test_hooks_and_counters_differ_from_lightning_only_as_said(name: str, caplog
     trainer = recorder.trainer
     assert [trainer.current_epoch, trainer.global_step] == (difference.final or case["final"]), difference.reason
     if difference.warning is not None:
-        told = [r.getMessage() for r in caplog.records if r.name == "jaxlit" and r.levelname == "WARNING"]
-        assert any(re.search(difference.warning, message) for message in told), difference.reason
+        assert any(re.search(difference.warning, message) for message in warnings_of(caplog)), difference.reason
 
 
 def test_a_data_module_hears_of_an_error_before_its_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,11 +315,11 @@ def test_a_data_module_hears_of_an_error_before_its_teardown(monkeypatch: pytest
     monkeypatch.setattr(Data, "on_exception", lambda self, error: heard.append(repr(error)))
     monkeypatch.setattr(Data, "teardown", lambda self, stage: heard.append(stage))
     with pytest.raises(ValueError, match="boom"):
-        run(CASES["74_datamodule_exc"], Recorder())
+        run(CASES["74_datamodule_exc"], Lines())
     assert heard == ["ValueError('boom')", "fit"]
 
 
 def test_an_error_in_on_exception_is_noted_on_the_first() -> None:
     with pytest.raises(ValueError, match="^boom") as caught:
-        run(CASES["54_exc_in_on_exception"], Recorder())
+        run(CASES["54_exc_in_on_exception"], Lines())
     assert "second boom" in "".join(caught.value.__notes__)

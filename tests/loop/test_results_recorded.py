@@ -13,11 +13,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.journal import Rows, at_batch
+from kit.trainers import make_trainer
 
 import jaxlit as jl
 from jaxlit.errors import DataError, LogError, ModuleError
 
-CASES = {c["name"]: c for c in json.loads((Path(__file__).parent / "data" / "lightning_log.json").read_text())}
+DATA = Path(__file__).parents[1] / "data"
+CASES = {case["name"]: case for case in json.loads((DATA / "lightning_log.json").read_text())}
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 BOTH = {"on_step": True, "on_epoch": True}
 
@@ -82,15 +85,12 @@ class Logs(jl.TrainModule):
         return optax.sgd(0.0)
 
 
-class Recorder(jl.Callback):
+class Recorder(Rows):
     """Keeps the rows, and the three mappings at the hooks where they are read."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        super().__init__()
         self.seen: list[Seen] = []
-
-    def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
-        self.rows.append((step, dict(values)))
 
     def note(self, hook: str, trainer: jl.Trainer) -> None:
         where = f"{hook} @e{trainer.current_epoch} s{trainer.global_step}"
@@ -102,12 +102,6 @@ class Recorder(jl.Callback):
 
 for _hook in ("on_validation_end", "on_test_end", "on_train_epoch_end", "on_fit_end"):
     setattr(Recorder, _hook, lambda self, trainer, module, hook=_hook: self.note(hook, trainer))
-
-
-class StopsInBatch2(jl.Callback):
-    def on_train_batch_end(self, trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            trainer.should_stop = True
 
 
 def logging_in(base: type, hooks: list[str], name: str | None, value: float) -> type:
@@ -137,12 +131,11 @@ def run(case: dict[str, Any], recorder: Recorder) -> None:
     elif what == "callback hook":
         callbacks.append(logging_in(jl.Callback, [hook], "cbx", 3.0)())
     elif what == "stop":
-        callbacks.append(StopsInBatch2())
+        callbacks.append(at_batch(2, lambda trainer, module: trainer.stop("enough")))
     if what == "no trainer":
         module(case).log("x", 1.0)
         return
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "strategy": "single"}
-    trainer = jl.Trainer(callbacks=callbacks, **quiet, **case["trainer"])
+    trainer = make_trainer(*callbacks, **({"max_epochs": None} | case["trainer"]))
     if "test" in case:
         trainer.test(module(case), batches_of(case["test"]))
         return

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from kit.journal import Rows
+from kit.trainers import fit
 
 import jaxlit as jl
 
@@ -108,27 +110,12 @@ def with_parameters_of(params: dict[str, Any]) -> LM:
     return model
 
 
-class Losses(jl.Callback):
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-
-    def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
-        self.losses[step] = values["loss"]
-
-
-@pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_fifty_steps_give_the_losses_that_the_notebook_printed(strategy: str, linen_params: dict[str, Any]) -> None:
     data = np.random.RandomState(1234).randint(0, VOCAB, size=(8192, SEQ), dtype=np.int32)
-    losses = Losses()
-    trainer = jl.Trainer(
-        strategy=strategy,
-        devices=8,
-        max_steps=50,
-        log_every_n_steps=1,
-        callbacks=[losses],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(with_parameters_of(linen_params), jl.ArrayLoader(data, 32))
-    assert {step: losses.losses[step] for step in PRINTED} == pytest.approx(PRINTED, abs=2e-4)
+    rows, model = Rows(), with_parameters_of(linen_params)
+    arguments = {"strategy": strategy, "max_epochs": None, "max_steps": 50, "log_every_n_steps": 1}
+    fit(model, jl.ArrayLoader(data, 32), None, rows, enable_checkpointing=False, **arguments)
+    losses = rows.of("loss")
+    assert {step: losses[step] for step in PRINTED} == pytest.approx(PRINTED, abs=2e-4)

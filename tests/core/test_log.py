@@ -1,0 +1,201 @@
+"""`self.log` in steps and hooks: what may be logged, where, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import numbered
+from kit.journal import Rows, hooks
+from kit.modules import Mean, logging
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import fit, make_trainer
+
+from jaxlit.errors import LogError
+
+
+def test_what_a_metric_may_be() -> None:
+    values = {"int": 3, "float": 0.5, "bool": True, "numpy": np.float64(2.5), "int32": jnp.int32(4), "nan": np.nan}
+    rows = Rows()
+    fit(logging(lambda m, batch, i: m.log_dict(values)), numbered(1), None, rows, log_every_n_steps=1)
+    expected = {name: float(value) for name, value in values.items()}
+    assert rows.rows == [(0, pytest.approx(expected | {"epoch": 0}, nan_ok=True))]
+    assert {type(value) for name, value in rows.rows[0][1].items() if name != "epoch"} == {float}
+
+
+# What cannot be logged: what a step calls, with the module, the batch's x, and the words of the message.
+Log = Callable[[Any, Any], Any]
+REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
+    "an array": (lambda m, x: m.log("a", x), (r"self\.log\('a'", r"shape \(8, 1\)", r"Log value\.mean\(\)")),
+    **{
+        f"a value {value!r}": (lambda m, x, v=value: m.log("a", v), (r"self\.log\('a', value\) in training_step", word))
+        for value, word in (("high", "str"), (None, "NoneType"), ([1.0], "list"), ({"a": 1.0}, "dict"), (1j, "complex"))
+    },
+    "a complex array": (lambda m, x: m.log("a", jnp.complex64(1)), ("complex64", r"abs\(value\)")),
+    "a key": (lambda m, x: m.log("a", jax.random.key(0)), ("takes a number, got dtype key",)),
+    **{
+        f"a name {name!r}": (lambda m, x, n=name: m.log(n, 1.0), ("takes a str as name, got",))
+        for name in (1, None, ("a", "b"), "")
+    },
+    **{
+        f"the column {name}": (lambda m, x, n=name: m.log(n, 1.0), (f"'{name}'", "of its own", "another name"))
+        for name in ("step", "epoch")
+    },
+    "a loader's name": (lambda m, x: m.log("v/dataloader_idx_0", 1.0), ("is added by jaxlit", "Log it without")),
+    "twice": (lambda m, x: [m.log("a", 1.0), m.log("a", 2.0)], ("'a'", "twice in training_step", "once")),
+    "twice otherwise": (lambda m, x: [m.log("a", 1.0), m.log("a", 1.0, prog_bar=True)], ("twice in training_step",)),
+    "a clash": (
+        lambda m, x: [m.log("a", 1.0, on_step=True, on_epoch=True), m.log("a_epoch", 1.0)],
+        ("both make 'a_epoch'", "Rename one"),
+    ),
+    **{
+        f"batch_size {size!r}": (
+            lambda m, x, s=size: m.log("a", 1.0, batch_size=s),
+            (r"self\.log\('a', batch_size", word),
+        )
+        for size, word in (
+            (0, "positive"),
+            (-1, "positive"),
+            (np.int32(0), "positive"),
+            ("8", "scalar"),
+            ([1], "scalar"),
+        )
+    },
+    "batch_size array": (lambda m, x: m.log("a", 1.0, batch_size=np.ones(2)), ("batch_size=", "must be a scalar")),
+    **{
+        f"reduce_fx {fx!r}": (
+            lambda m, x, f=fx: m.log("a", 1.0, reduce_fx=f),
+            ("reduce_fx", "'mean', 'sum', 'min', 'max'"),
+        )
+        for fx in ("median", jnp.mean, None)
+    },
+    **{
+        f"{name}={value!r}": (
+            lambda m, x, a={name: value}: m.log("a", 1.0, **a),
+            (rf"{name}=\.\.\.", "True", repr(value)),
+        )
+        for name, value in (
+            ("prog_bar", 1),
+            ("logger", "yes"),
+            ("add_dataloader_idx", None),
+            ("on_step", 1),
+            ("on_epoch", 0),
+        )
+    },
+    "nowhere": (lambda m, x: m.log("a", 1.0, on_step=False), ("on_step=False, on_epoch=False", "logs nothing")),
+    "no mapping": (lambda m, x: m.log_dict([1.0]), (r"log_dict\(dictionary\) takes names and values, got list",)),
+    "another metric": (
+        lambda m, x: m.log("a", nnx.metrics.Welford()),
+        (r"self\.log\('a', Welford\(\)\)", "Average", "log_dict"),
+    ),
+    "a weighted metric": (
+        lambda m, x: m.log("a", nnx.metrics.Average(), batch_size=3),
+        ("weights of its own|own weights",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_logged_is_refused_by_its_name(case: str) -> None:
+    log, words = REFUSED[case]
+    fit_refuses(LogError, *words, model=logging(lambda m, batch, i: log(m, batch["x"])))
+
+
+def in_scan(module: Any, x: jax.Array) -> None:
+    jax.lax.scan(lambda carry, v: (module.log("x", v), (carry, v))[1], 0.0, x)
+
+
+def in_cond(module: Any, x: jax.Array) -> None:
+    jax.lax.cond(x[0] > 0, lambda v: (module.log("x", v), v)[1], lambda v: v, x[0])
+
+
+def in_remat(module: Any, x: jax.Array) -> None:
+    nnx.remat(lambda m, v: (m.log("x", v), v)[1])(module, x[0])
+
+
+MISPLACED = {
+    "scan": in_scan,
+    "cond": in_cond,
+    "remat": in_remat,
+    "vmap": lambda module, x: jax.vmap(lambda v: (module.log("x", v), v)[1])(x),
+    "grad": lambda module, x: jax.grad(lambda v: (module.log("x", v), v)[1])(x[0]),
+    "jit": lambda module, x: jax.jit(lambda v: (module.log("x", v), v)[1])(x[0]),
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map", "pmap"])
+@pytest.mark.parametrize("where", MISPLACED)
+def test_log_inside_a_transformed_function_is_refused(where: str, strategy: str) -> None:
+    model = logging(lambda m, batch, i: MISPLACED[where](m, batch["x"][:, 0]))
+    fit_refuses(LogError, r"self\.log\('x', \.\.\.\)", "training_step itself", model=model, strategy=strategy)
+
+
+def test_log_beside_a_transformed_function_is_allowed() -> None:
+    def log(module: Any, batch: Any, i: Any) -> None:
+        total, _ = jax.lax.scan(lambda carry, v: (carry + v, None), 0.0, batch["x"][:, 0])
+        module.log("x", total)
+
+    assert fit(logging(log), numbered(1, 3)).callback_metrics["x"] == 24.0
+
+
+def test_log_outside_of_a_step_and_in_predict_step_is_refused() -> None:
+    words = r"self\.log\('x', \.\.\.\) is called outside of the steps and hooks"
+    refuses(LogError, lambda: Mean().log("x", 1.0), words, "training_step")
+    model = logging(validation=lambda m, batch, i: m.log("x", 1.0))
+    refuses(LogError, lambda: make_trainer().predict(model, numbered(1)), "predict_step, where nothing can be logged")
+
+
+NOWHERE = ["setup", "on_fit_start", "on_train_end", "on_validation_end", "on_fit_end", "on_sanity_check_start"]
+
+
+@pytest.mark.parametrize("hook", NOWHERE)
+def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
+    logs = hooks(**{hook: lambda trainer, module, *_: module.log("x", 1.0)})
+    with pytest.raises(LogError, match=f"{hook}, where nothing can be logged"):
+        fit(Mean(), numbered(1), numbered(1), logs)
+
+
+# Hooks that log one name more than once, or one of the step's: how often each does.
+TWICE: dict[str, tuple[dict[str, int], str]] = {
+    "in one hook": ({"on_train_batch_end": 2}, "twice in one on_train_batch_end"),
+    "in one hook of the epoch": ({"on_train_epoch_end": 2}, "twice in one on_train_epoch_end"),
+    "in two hooks": ({"on_train_batch_start": 1, "on_train_batch_end": 1}, "on_train_batch_start logs this name"),
+    "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "on_validation_start logs this"),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_a_name_logged_twice_in_hooks_is_refused(case: str) -> None:
+    times, words = TWICE[case]
+    arguments = {"on_step": False, "on_epoch": True}
+    do = lambda module, count: [module.log("twice", 1.0, **arguments) for _ in range(count)] and None  # noqa: E731
+    logs = hooks(**{hook: lambda t, module, *_, n=n: do(module, n) for hook, n in times.items()})
+    with pytest.raises(LogError, match=f"'twice'.*{words}"):
+        fit(Mean(), numbered(2), numbered(2), logs)
+
+
+def test_a_name_of_a_step_is_refused_in_the_hooks_around_it() -> None:
+    for hook, name, words in (
+        ("on_validation_epoch_end", "val", "a validation step or batch hook logs this name"),
+        ("on_validation_batch_end", "val", "to two values, of two loaders or of a step and a hook"),
+        ("on_train_batch_end", "loss", "training_step logs this name"),
+    ):
+        logs = hooks(**{hook: lambda t, module, *_, name=name: module.log(name, 100.0)})
+        with pytest.raises(LogError, match=f"'{name}'.*{words}"):
+            fit(Mean(), numbered(2), numbered(2), logs)
+
+
+def test_a_name_is_logged_in_one_way_by_a_hook() -> None:
+    ways = iter((False, True))
+    logs = hooks(on_train_batch_end=lambda t, module, *_: module.log("x", 1.0, prog_bar=next(ways), on_epoch=True))
+    with pytest.raises(LogError, match="'x'.*other arguments than before"):
+        fit(Mean(), numbered(2), None, logs)
+
+
+def test_on_step_where_there_is_no_step_is_refused() -> None:
+    logs = hooks(on_train_epoch_end=lambda t, module: module.log("x", 1.0, on_step=True))
+    with pytest.raises(LogError, match="on_step=True.*on_train_epoch_end: there is no step there"):
+        fit(Mean(), numbered(1), None, logs)

@@ -1,0 +1,75 @@
+"""The module beside its steps: hyperparameters, counters, its Trainer."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import hooks
+from kit.modules import Linear, Mean
+from kit.trainers import fit
+
+import jaxlit as jl
+
+
+class Configured(Linear):
+    """A constructor with all kinds of arguments."""
+
+    def __init__(
+        self, width: int, rate: float = 0.5, *, names: Any = ("a", "b"), fn: Any = jnp.tanh, **more: Any
+    ) -> None:
+        super().__init__()
+
+
+def test_hyperparameters_are_the_constructors_json_values_with_defaults() -> None:
+    module = Configured(8, names=["c"], rngs=nnx.Rngs(0), table=np.ones(2), extra=None)
+    assert module.hparams == {"width": 8, "rate": 0.5, "names": ["c"], "extra": None}
+    module.hparams["width"] = 9
+    assert module.hparams["width"] == 8  # they cannot be changed from outside
+
+
+def test_neither_hyperparameters_nor_the_trainer_are_in_the_graph() -> None:
+    assert nnx.graphdef(Configured(8)) == nnx.graphdef(Configured(16, rate=0.1))
+    module = Mean()
+    before = nnx.graphdef(module)
+    trainer = fit(module, numbered(1))
+    assert nnx.graphdef(module) == before and module.trainer is trainer
+
+
+def test_a_module_without_a_trainer_says_so() -> None:
+    with pytest.raises(AttributeError, match="Mean is not attached to a Trainer"):
+        Mean().trainer  # noqa: B018
+
+
+def test_counters_in_a_hook_are_ints() -> None:
+    seen: list[tuple[Any, Any]] = []
+    keep = hooks(on_train_batch_end=lambda t, m, *_: seen.append((m.global_step, m.current_epoch)))
+    fit(Mean(), numbered(2), None, keep, max_epochs=2)
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 1)] and {type(x) for pair in seen for x in pair} == {int}
+
+
+def test_a_dataclass_module_without_a_hash_is_trained() -> None:
+    @dataclasses.dataclass
+    class Data(Mean):
+        w: nnx.Param
+        scale: float = 1.0
+
+        def training_step(self, batch: Any) -> jax.Array:
+            return super().training_step(batch) * self.hparams["scale"]
+
+    assert Data.__hash__ is None  # what a table by hash could not hold
+    modules = [Data(nnx.Param(jnp.zeros(1)), 0.5), Data(nnx.Param(jnp.zeros(1)))]
+    for module in modules:
+        fit(module, numbered(2))
+    assert [float(m.w[...][0]) for m in modules] == [0.25 * 0.75 + 0.25 * 2, mean([[1], [2]])]
+    assert [m.hparams for m in modules] == [{"scale": 0.5}, {"scale": 1.0}]
+
+
+def test_a_checkpoint_is_loaded_by_the_class_and_not_by_an_object() -> None:
+    with pytest.raises(jl.errors.ModuleError, match=r"Call it on the class: module = Mean\.load_from_checkpoint"):
+        Mean().load_from_checkpoint("gone")

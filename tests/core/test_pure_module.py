@@ -1,0 +1,324 @@
+"""What a step may do with its module, what it may return, and what it sees while it is traced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import numbered, random, sized
+from kit.by_hand import HandLoop, assert_same, params_of
+from kit.journal import Rows, hooks
+from kit.modules import Linear, Mean, Net, module
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import THREE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ModuleError, StateError
+
+# What a step may not change --------------------------------------------------------------------------------
+
+
+def sows(self: Any, batch: Any) -> None:
+    self.sow(nnx.Intermediate, "features", batch["x"])
+
+
+def adds_variable(self: Any, batch: Any) -> None:
+    self.cache = nnx.Variable(jnp.zeros(2))
+
+
+def adds_parameter(self: Any, batch: Any) -> None:
+    self.extra = nnx.Param(jnp.zeros(2))
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "sown": (sows, ("changed features.* from nothing", r"nnx\.pop\(self, nnx\.Intermediate\)")),
+    "variable": (adds_variable, ("changed cache from nothing", "__init__")),
+    "parameter": (adds_parameter, (r"\bextra\b", "__init__")),
+    "shape": (
+        lambda self, batch: self.count.set_value(jnp.zeros(2, jnp.int32)),
+        (r"count from int32\[\] to int32\[2",),
+    ),
+    "dtype": (lambda self, batch: self.count.set_value(jnp.zeros(())), (r"count from int32\[\] to float32\[\]",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_that_changes_the_structure_of_the_state_is_refused_by_name(change: str, strategy: str) -> None:
+    do, words = CHANGES[change]
+
+    def init(self: Any) -> None:
+        Mean.__init__(self)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def step(self: Any, batch: Any) -> Any:
+        do(self, batch)
+        return Mean.training_step(self, batch)
+
+    fit_refuses(StateError, r"Made\.training_step", *words, model=module(step, init=init), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_a_validation_step_that_writes_state_is_refused_before_training(strategy: str) -> None:
+    def validation(self: Any, batch: Any) -> None:
+        self.count[...] += 100
+
+    model = module(base=Net, validation=validation, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
+    words = (r"Made\.validation_step wrote to count\. Only training changes the state", "on_validation_end")
+    fit_refuses(StateError, *words, model=model, train=random(2), val=random(2), strategy=strategy)
+    assert int(model.count[...]) == 0
+
+
+def with_offset(step: Any = None) -> Any:
+    """Return a module that holds a jax array that is no Variable."""
+
+    def init(self: Any) -> None:
+        Mean.__init__(self)
+        self.offset = jnp.array([2.0])
+
+    error = lambda self, batch: batch["x"] + self.offset - self.w[...]  # noqa: E731
+    return module(step or Mean.training_step, init=init, error=error)
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
+    model = with_offset()
+    held, trainer = model.offset, fit(model, numbered(3), strategy=strategy)
+    assert model.offset is held or model.offset.tolist() == [2.0]
+    assert held.tolist() == [2.0]
+    w = float(model.w[...][0])
+    assert w == pytest.approx((3 / 8 + 4 / 4 + 5 / 2), rel=1e-6)
+    assert trainer.validate(None, numbered(1, 10))[0]["val"] == pytest.approx(12 - w, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_a_plain_array_that_a_step_replaces_is_refused_by_its_name(strategy: str) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        self.offset = self.offset + 1
+        return Mean.training_step(self, batch)
+
+    model = with_offset(step)
+    fit_refuses(StateError, r"\boffset\b", model=model, strategy=strategy)
+    assert model.offset.tolist() == [2.0]
+
+
+# What it may return ----------------------------------------------------------------------------------------
+
+RETURNED: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
+    (lambda loss: None, ("NoneType", "loss")),
+    (lambda loss: "0.5", ("got str", "floating")),
+    (lambda loss: 0.5, ("got float", "array")),
+    (lambda loss: 1, (r"got int\b", "floating")),
+    (lambda loss: loss.astype(jnp.int32), ("an array of int32", "floating")),
+    (lambda loss: loss > 0, ("an array of bool", "floating")),
+    (lambda loss: loss.astype(jnp.complex64), ("complex64", "floating")),
+    (lambda loss: jnp.stack([loss, loss]), (r"scalar loss, got shape \(2,\)\. Return loss\.mean\(\)",)),
+    (lambda loss: {"l": loss, "accuracy": 1.0}, (r"a dict without 'loss', with \['accuracy', 'l'\]", "Add")),
+    (lambda loss: {"loss": None}, ("got NoneType",)),
+    (lambda loss: {"loss": loss, "name": "a"}, ("returned a str at name", "Return arrays")),
+    (lambda loss: (loss, {}), ("got tuple", "dict")),
+]
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+@pytest.mark.parametrize(("returned", "words"), RETURNED, ids=[words[0] for _, words in RETURNED])
+def test_what_a_training_step_may_not_return(returned: Any, words: tuple[str, ...], strategy: str) -> None:
+    model = module(lambda self, batch: returned(Mean.training_step(self, batch)))
+    before = np.array(model.w[...])
+    fit_refuses(ModuleError, r"Made\.training_step", *words, model=model, strategy=strategy)
+    np.testing.assert_array_equal(np.asarray(model.w[...]), before)
+
+
+def test_a_predict_step_that_returns_nothing_is_refused() -> None:
+    model = module(predict=lambda self, batch: None)
+    refuses(ModuleError, lambda: make_trainer().predict(model, numbered(1)), r"Made\.predict_step returned None")
+
+
+@pytest.mark.parametrize("stage", ["training", "validation"])
+@pytest.mark.parametrize(
+    ("step", "signature"),
+    [
+        (lambda self: jnp.float32(0), r"\(\)"),
+        (lambda self, batch, batch_idx, dataloader_idx, more: jnp.float32(0), "more"),
+        (lambda self, *, batch: jnp.float32(0), r"\*, batch"),
+        (lambda self, batch, *, scale: jnp.float32(0), "scale"),
+    ],
+)
+def test_a_step_with_a_wrong_signature_is_refused_by_that_signature(stage: str, step: Any, signature: str) -> None:
+    words = rf"Made\.{stage}_step.*{signature}", r"must take \(self, batch\) or \(self, batch, batch_idx"
+    fit_refuses(ModuleError, *words, model=module(**{stage: step}), val=numbered(1))
+
+
+def test_a_batch_of_another_size_must_log_and_return_the_same() -> None:
+    def logs(self: Any, batch: Any) -> Any:
+        self.log("tail" if len(batch["x"]) == 3 else "full", 1.0)
+        return Linear.loss(self, batch)
+
+    def returns(self: Any, batch: Any) -> Any:
+        return {"loss": self.loss(batch)} | ({"more": 1.0} if len(batch["x"]) == 3 else {})
+
+    for step, kind, words in (
+        (logs, StateError, (r"logs \['tail'\] for a batch of 3 rows but \['full'\]", "same metrics")),
+        (returns, ModuleError, ("same structure for every batch",)),
+    ):
+        refuses(kind, lambda step=step: fit(module(step, base=Linear), sized(8, 3)), r"Made\.training_step", *words)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (lambda self, batch: self.loss(batch) if self.loss(batch) > 1 else 0 * self.loss(batch), "if"),
+        (lambda self, batch: jnp.float32(float(self.loss(batch))), "float"),
+        (lambda self, batch: jnp.log(np.log(self.loss(batch))), "numpy"),
+        (lambda self, batch: batch["x"][batch["y"][:, 0] > 0].mean(), "mask"),
+    ],
+)
+def test_python_on_traced_values_comes_with_a_note_on_the_step_the_batch_and_what_to_do(step: Any, kind: str) -> None:
+    with pytest.raises(jax.errors.JAXTypeError if kind != "mask" else jax.errors.JAXIndexError) as caught:
+        fit(module(step, base=Linear), random(1))
+    notes = "\n".join(caught.value.__notes__)
+    assert "Made.training_step" in notes and "float32[8, 3]" in notes and "jnp.where" in notes
+
+
+def test_any_error_in_a_step_tells_what_the_batch_was() -> None:
+    with pytest.raises(KeyError) as caught:
+        fit(module(lambda self, batch: batch["z"].mean()), random(1))
+    assert "'y': 'float32[8, 1]'" in "\n".join(caught.value.__notes__)
+
+
+# What it sees ----------------------------------------------------------------------------------------------
+
+
+def notes_counters(self: Any, batch: Any, batch_idx: Any = None) -> Any:
+    traced = [self.global_step, self.current_epoch, self.trainer.global_step, self.trainer.current_epoch]
+    assert all(isinstance(x, jax.core.Tracer) for x in traced)
+    names = ("step", "epoch", "trainers_step", "trainers_epoch")
+    self.log_dict({f"at_{name}": x for name, x in zip(names, traced, strict=True)})
+    return Mean.training_step(self, batch) if batch_idx is None else None
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_counters_inside_a_step_are_traced_and_right_at_every_step(strategy: str) -> None:
+    rows, traced = Rows(), []
+
+    def step(self: Any, batch: Any) -> Any:
+        traced.append(1)
+        return notes_counters(self, batch)
+
+    model = module(step, validation=lambda self, batch: self.log("val", self.global_step + 10.0 * self.current_epoch))
+    fit(model, numbered(2), numbered(2), rows, strategy=strategy, max_epochs=2, log_every_n_steps=1)
+    assert rows.of("at_step") == rows.of("at_trainers_step") == [0, 1, 2, 3]
+    assert rows.of("at_epoch") == rows.of("at_trainers_epoch") == [0, 0, 1, 1]
+    assert rows.of("val") == [2, 14]  # those of training
+    assert len(traced) == 1 or strategy == "shard_map"  # there also for other sizes, to see what grows with them
+
+
+def test_global_step_counts_windows_and_batch_idx_counts_within_the_epoch() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def step(self: Any, batch: Any, batch_idx: Any) -> Any:
+        return {"loss": Mean.training_step(self, batch), "step": self.global_step, "i": batch_idx}
+
+    keep = hooks(on_train_batch_end=lambda t, m, outputs, *_: seen.append((int(outputs["step"]), int(outputs["i"]))))
+    fit(module(step), numbered(5), None, keep, accumulate_grad_batches=2, max_epochs=2)
+    assert seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (3, 0), (3, 1), (4, 2), (4, 3), (5, 4)]
+
+
+def test_a_metric_read_inside_a_step_is_refused() -> None:
+    step = lambda self, batch: self.trainer.callback_metrics["flat"] * self.w.sum()  # noqa: E731
+    fit_refuses(StateError, "'flat' is read inside a step", model=module(step))
+
+
+@pytest.mark.parametrize(("strategy", "lazy"), [("single", False), ("fsdp", True), ("shard_map", False)])
+def test_a_step_reads_its_hyperparameters_and_its_trainer(strategy: str, lazy: bool) -> None:
+    class Scaled(Mean):
+        def __init__(self, scale: float = 3.0) -> None:
+            super().__init__()
+
+        def training_step(self, batch: Any) -> jax.Array:
+            return super().training_step(batch) * self.hparams["scale"] / self.trainer.max_epochs
+
+        def validation_step(self, batch: Any) -> None:
+            self.log("read", self.hparams["scale"] * self.trainer.max_epochs)
+
+    trainer = fit(
+        jl.lazy(Scaled, scale=1.0) if lazy else Scaled(scale=1.0), numbered(2), max_epochs=2, strategy=strategy
+    )
+    w = 0.0
+    for number in (1, 2, 1, 2):
+        w -= 0.25 * (w - number)  # half of the step of `Mean`
+    assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
+    assert trainer.validate(None, numbered(1))[0]["read"] == 2.0
+
+
+# Layers that hand every variable back as a new value -------------------------------------------------------
+
+
+class Scanned(Linear):
+    """Layers made by vmap, run by scan and remat."""
+
+    def __init__(self, axis: int = 0) -> None:
+        self.axis, axes = axis, nnx.StateAxes({nnx.Param: axis, ...: 0})
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)), out_axes=axes)(keys)
+
+    def loss(self, batch: Any) -> jax.Array:
+        layer = lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)  # noqa: E731
+        axes = nnx.StateAxes({nnx.Param: self.axis, ...: 0})
+        run = nnx.scan(layer, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        return jnp.mean(run(self.layers, batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_scanned_and_rematerialised_layers_train_like_a_loop_over_them(strategy: str) -> None:
+    model, (batch,) = Scanned(), random(1)
+    kernel, bias = model.layers.kernel[...], model.layers.bias[...]
+
+    def loss(kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        x = batch["x"]
+        for i in range(3):
+            x = jnp.tanh(x @ kernel[i] + bias[i])
+        return jnp.mean(x**2)
+
+    trace = (0.0, 0.0)
+    for _ in range(2):
+        trace = tuple(0.9 * t + g for t, g in zip(trace, jax.grad(loss, (0, 1))(kernel, bias), strict=True))
+        kernel, bias = kernel - 0.1 * trace[0], bias - 0.1 * trace[1]
+    fit(model, [batch, batch], strategy=strategy)
+    np.testing.assert_allclose(model.layers.kernel[...], kernel, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.layers.bias[...], bias, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("axis", "precision"), [(0, "bf16-mixed"), (1, "32-true"), (1, "bf16-mixed")])
+def test_scanned_layers_write_nothing_whatever_axis_they_are_stacked_on(axis: int, precision: str) -> None:
+    trainer = fit(Scanned(axis), random(1), random(1), precision=precision)  # a write would be refused
+    assert trainer.callback_metrics["val"] > 0
+
+
+class Tied(Linear):
+    """One matrix that encodes and decodes, through two layers that share it."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.encode, self.decode = nnx.Linear(3, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs)
+        self.decode.kernel = self.encode.kernel
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.decode(jnp.tanh(self.encode(x)))
+
+
+@functools.cache
+def tied_by_hand() -> dict[str, np.ndarray]:
+    return params_of(HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)
+
+
+@pytest.mark.parametrize(("strategy", "lazy"), [("single", False), ("shard_map", False), ("fsdp", True)])
+def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -> None:
+    trainer = fit(jl.lazy(Tied, rngs=0) if lazy else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
+    assert len(jax.tree.leaves(trainer.state.params)) == 3
+    assert trainer.module.encode.kernel is trainer.module.decode.kernel
+    assert_same(trainer.module, tied_by_hand())

@@ -1,0 +1,211 @@
+"""What an optimizer step keeps and leaves out: steps that are not finite, windows, dtypes, writes of the step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered, random
+from kit.by_hand import HandLoop, assert_same, mean
+from kit.journal import hooks
+from kit.modules import Linear, Mean, module
+from kit.trainers import THREE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import NonFiniteError
+
+BAD = 2  # the batch that holds a NaN
+CASES = [(policy, size, "single") for policy in ("raise", "skip", "ignore") for size in (1, 2)]
+CASES += [("skip", 1, "ddp"), ("raise", 2, "fsdp"), ("skip", 1, "zero1"), ("raise", 2, "shard_map")]
+CASES += [("skip", 2, "pmap"), ("skip", 1, "simulate:8"), ("ignore", 1, "shard_map")]
+
+
+class Tracked(Linear):
+    """Keeps running means of both sides of its batches, and counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_x, self.of_y = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        self.of_x[...] = 0.5 * self.of_x[...] + 0.5 * jnp.mean(batch["x"])
+        self.of_y[...] = 0.5 * self.of_y[...] + 0.5 * jnp.mean(batch["y"])
+        self.count[...] += 1
+        self.log("mean", jnp.mean(batch["x"]), on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def with_nan(count: int = 6) -> list[dict[str, np.ndarray]]:
+    batches = random(count)
+    batches[BAD]["x"][0, 0] = np.nan
+    return batches
+
+
+def running(batches: list[Any], key: str) -> float:
+    found = 0.0
+    for batch in batches:
+        found = 0.5 * found + 0.5 * float(batch[key].mean())
+    return found
+
+
+@pytest.mark.parametrize(("policy", "accumulate", "strategy"), CASES)
+def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, accumulate: int, strategy: str) -> None:
+    model, batches = Tracked(), with_nan()
+    arguments = {"strategy": strategy, "nan_policy": policy, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(**arguments)
+    windows = [batches[i : i + accumulate] for i in range(0, 6, accumulate)]
+    bad = BAD // accumulate
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match=rf"optimizer step {bad} .*nan_policy='skip'"):
+            trainer.fit(model, batches)
+        kept = windows[:bad]  # the bad step stops all later ones, though they are dispatched
+    else:
+        trainer.fit(model, batches)
+        kept = [*windows[:bad], *windows[bad + 1 :]]
+    if policy == "ignore":
+        assert np.isnan(np.asarray(model.kernel[...])).all() and np.isnan(float(model.of_x[...]))
+        return
+    by_hand = HandLoop(Linear())
+    for window in kept:
+        by_hand.window(*window)
+    assert_same(model, by_hand.module)
+    used = [batch for window in kept for batch in window]
+    # A finite statistic of a bad batch is left out with its step, and with it all that follows under "raise".
+    assert float(model.of_x[...]) == pytest.approx(running(used, "x"), rel=1e-5)
+    if accumulate == 1:
+        assert float(model.of_y[...]) == pytest.approx(running(used, "y"), rel=1e-5)
+    if policy == "skip":
+        assert int(model.count[...]) == 6 and trainer.global_step == len(windows)  # counts, random ones too, go on
+        of_epoch = np.mean([batch["x"].mean() for batch in used])
+        assert trainer.callback_metrics["mean"] == pytest.approx(of_epoch, rel=1e-4)
+
+
+def test_a_bad_step_is_noticed_at_a_logged_row() -> None:
+    ended: list[int] = []
+    count = hooks(on_train_batch_end=lambda *args: ended.append(args[-1]))
+    with pytest.raises(NonFiniteError, match=f"step {BAD} "):
+        fit(Tracked(), with_nan(), None, count, log_every_n_steps=1)
+    assert len(ended) < 6
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_single_gradient_that_is_not_finite_is_noticed_though_the_loss_is(policy: str) -> None:
+    def init(self: Any) -> None:
+        self.w, self.fine = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.ones(1))
+
+    # 0 with a NaN as gradient, for one of the two parameters.
+    step = lambda self, batch: (jnp.sqrt(self.w[...] ** 2) + self.fine[...]).sum() * batch["x"].mean()  # noqa: E731
+    model, trainer = module(step, init=init), make_trainer(nan_policy=policy)
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match="step 0 "):
+            trainer.fit(model, numbered(2))
+    else:
+        trainer.fit(model, numbered(2))
+    assert (model.w[...].tolist(), model.fine[...].tolist()) == ([0.0], [1.0])
+
+
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+def test_state_that_an_optimizer_widens_keeps_its_dtype(policy: str) -> None:
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return jax.tree.map(lambda g: -0.25 * g, updates), jnp.float32(state) + 1  # float16 becomes float32
+
+    tx = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.float16), update)
+    trainer = fit(module(tx=tx), numbered(3), nan_policy=policy)
+    assert (trainer.state.opt_state.dtype, float(trainer.state.opt_state)) == (jnp.float16, 3.0)
+    assert set(trainer.compile_seconds) == {"train_step"}
+    assert_same(trainer.module, {"['w']": np.array([mean([[1], [2], [3]])])})
+
+
+def test_an_optimizer_may_keep_the_parameters_themselves() -> None:
+    # Neither two leaves of the state that a step overwrites nor the state and its caller may share a buffer.
+    update = lambda updates, state, params: (jax.tree.map(lambda g: -0.25 * g, updates), params)  # noqa: E731
+    model = module(tx=optax.GradientTransformation(lambda params: params, update))
+    held, trainer = model.w[...], fit(model, numbered(3))
+    assert float(trainer.state.opt_state["w"][0]) == mean([[1], [2]])
+    assert float(model.w[...][0]) == mean([[1], [2], [3]]) and held.tolist() == [0.0]
+
+
+def test_a_window_of_bfloat16_parameters_adds_up_in_float32() -> None:
+    model = Mean()
+    # In bfloat16 nothing of the ones would be left beside 256.
+    fit(model, [*numbered(1, 256), *numbered(1) * 7], precision="bf16-true", accumulate_grad_batches=8)
+    assert float(model.w[...][0]) == float(jnp.bfloat16(0.5 * 263 / 8)) != 16.0
+
+
+def test_optax_multi_steps_is_taken_as_the_transform_that_it_wraps() -> None:
+    model = module(tx=optax.MultiSteps(optax.sgd(0.25), 2))
+    fit(model, numbered(1))
+    assert float(model.w[...][0]) == 0
+    fit(model, numbered(2))
+    assert float(model.w[...][0]) == mean([[1, 2]])
+
+
+# What a step writes ----------------------------------------------------------------------------------------
+
+
+def test_a_write_to_a_frozen_parameter_in_a_step_is_kept() -> None:
+    def step(self: Any, batch: Any) -> Any:
+        self.bias[...] = self.bias[...] + 1.0
+        return self.loss(batch)
+
+    wrt = nnx.All(nnx.Param, nnx.PathContains("kernel"))
+    model = module(step, base=Linear, tx=jl.Optimizer(optax.sgd(0.1), wrt=wrt))
+    fit(model, random())
+    assert model.bias[...].tolist() == [3.0]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_variable_that_a_step_rounds_is_kept_rounded(precision: str) -> None:
+    def init(self: Any) -> None:
+        Linear.__init__(self)
+        self.third = nnx.Variable(jnp.float32(1 / 3))
+
+    def step(self: Any, batch: Any) -> Any:
+        self.third[...] = self.third[...].astype(jnp.bfloat16).astype(jnp.float32)
+        return self.loss(batch)
+
+    model = module(step, base=Linear, init=init)
+    fit(model, random(1), precision=precision)
+    assert float(model.third[...]) == 0.333984375
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_parameters_outside_of_wrt_stay_as_they_were(strategy: str) -> None:
+    wrt = nnx.All(nnx.Param, nnx.PathContains("bias"))
+    model, batches = module(base=Linear, tx=jl.Optimizer(optax.sgd(0.1), wrt=wrt)), random()
+    trainer = fit(model, batches, strategy=strategy)
+    expected = HandLoop(Linear(), optax.sgd(0.1), wrt=wrt)(*batches).module
+    np.testing.assert_array_equal(np.asarray(model.kernel[...]), np.asarray(Linear().kernel[...]))
+    assert_same(model, expected)
+    assert [x.shape for x in jax.tree.leaves(trainer.state.params)] == [(1,)]
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_layers_that_compute_in_bfloat16_train_float32_parameters(strategy: str) -> None:
+    def init(self: Any) -> None:
+        self.layer = nnx.Linear(3, 1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    def step(self: Any, batch: Any) -> Any:
+        out = self.layer(batch["x"])
+        assert out.dtype == jnp.bfloat16
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    model = module(step, base=Linear, init=init)
+    before = np.array(model.layer.kernel[...])
+    fit(model, random(), strategy=strategy)
+    after = np.asarray(model.layer.kernel[...])
+    assert after.dtype == np.float32 and (after != before).all()
+    assert (after != after.astype(jnp.bfloat16)).any()  # the updates were not rounded
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", THREE)
+def test_variables_of_ones_own_kind_advance_with_each_batch(strategy: str, accumulate: int) -> None:
+    model, batches = Tracked(), random(5)
+    fit(model, batches, strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
+    assert int(model.count[...]) == 10
+    assert float(model.of_x[...]) == pytest.approx(running(batches * 2, "x"), rel=1e-5)

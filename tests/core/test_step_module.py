@@ -1,0 +1,218 @@
+"""The copy of the module that a step runs: its modes, its statistics, its random keys."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import HandLoop, assert_same, state_of
+from kit.inside import Replica
+from kit.journal import hooks
+from kit.modules import Linear, Net, module
+from kit.refusals import warnings_of
+from kit.trainers import THREE, fit, make_trainer
+
+from jaxlit.core.step_module import fold_keys
+
+
+class Dropping(Linear):
+    """Returns and logs what dropout makes of ones, and trains through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.dropout(x))
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self.loss(batch), "ones": self.dropout(jnp.ones_like(batch["x"]))}
+
+    def validation_step(self, batch: Any) -> Any:
+        self.log("mean", jnp.mean(self.dropout(jnp.ones_like(batch["x"]))))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.dropout(jnp.ones_like(batch["x"]))
+
+
+def outputs_of(name: str, seen: list[Any]) -> Any:
+    return hooks(on_train_batch_end=lambda t, m, outputs, *_: seen.append(np.array(outputs[name])))
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(strategy: str) -> None:
+    model, batches, seen = Dropping(), random(2, rows=64), []
+    trainer = fit(model, batches, batches[:1], outputs_of("ones", seen), strategy=strategy)
+    assert [sorted(set(ones.ravel())) for ones in seen] == [[0.0, 2.0]] * 2
+    assert (seen[0] != seen[1]).any()
+    assert trainer.callback_metrics["mean"] == 1.0
+    assert trainer.validate(model, batches) == trainer.test(model, batches) == [{"mean": 1.0}]
+    np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_the_sanity_check_does_not_change_training(strategy: str) -> None:
+    models = [Dropping(), Dropping()]
+    for model, steps in zip(models, (2, 0), strict=True):
+        fit(model, random(), random(), strategy=strategy, num_sanity_val_steps=steps)
+    assert state_of(models[0]).keys() == state_of(models[1]).keys()
+    for name, x in state_of(models[0]).items():
+        np.testing.assert_array_equal(x, state_of(models[1])[name], err_msg=name)
+
+
+class Normed(Linear):
+    """BatchNorm before the line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.norm(x))
+
+    def predict_step(self, batch: Any) -> jax.Array:
+        return self.norm(batch["x"])
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_batch_norm_keeps_running_statistics_and_predicts_with_them(strategy: str) -> None:
+    model, batches = Normed(), random(3, rows=16)
+    trainer = fit(model, batches, strategy=strategy)
+    mean, var = np.zeros(3), np.ones(3)
+    for batch in batches:
+        mean, var = 0.9 * mean + 0.1 * batch["x"].mean(0), 0.9 * var + 0.1 * batch["x"].var(0)
+    np.testing.assert_allclose(np.asarray(model.norm.mean[...]), mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(model.norm.var[...]), var, rtol=1e-5, atol=1e-6)
+    scale, bias = (np.asarray(x[...]) for x in (model.norm.scale, model.norm.bias))
+    expected = (batches[0]["x"] - mean) / np.sqrt(var + 1e-5) * scale + bias
+    np.testing.assert_allclose(trainer.predict(model, batches[:1])[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@functools.cache
+def by_hand() -> dict[str, np.ndarray]:
+    def loss(net: Any, batch: Any) -> jax.Array:
+        net.count[...] += 1
+        return net.loss(batch)
+
+    net = Net(rate=0.5, rngs=nnx.Rngs(0))
+    net.train()
+    return state_of(HandLoop(net, loss=loss)(*random()).module)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_statistics_random_keys_and_counts_are_carried_as_in_a_loop_by_hand(strategy: str) -> None:
+    model = Net(rate=0.5, rngs=nnx.Rngs(0))
+    fit(model, random(), strategy=strategy)
+    assert_same(state_of(model), by_hand())
+
+
+# Modes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_module_trains_in_its_own_mode_which_is_as_it_was_afterwards(
+    evaluating: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, seen = Dropping(), []
+    if evaluating:
+        model.eval()
+    trainer = fit(model, random(2, rows=64), random(1), outputs_of("ones", seen))
+    trainer.predict(model, random(1))
+    assert model.dropout.deterministic is evaluating
+    assert all((ones == 1).all() == evaluating for ones in seen)
+    told = [message for message in warnings_of(caplog) if "evaluation mode" in message]
+    assert len(told) == evaluating
+    for message in told:  # once
+        assert (
+            message.startswith("Dropping is wholly in evaluation mode") and "Call module.train() before fit" in message
+        )
+
+
+class Probing(Linear):
+    """A backbone with statistics and dropout, and a head."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.backbone = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+        self.head = nnx.Linear(3, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, deterministic=None, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any) -> Any:
+        ones = jnp.ones_like(batch["x"])
+        return {"loss": self.loss(batch), "frozen": self.backbone.layers[1](ones), "trained": self.dropout(ones)}
+
+    def validation_step(self, batch: Any) -> Any:
+        self.log("dropped", jnp.mean(self.dropout(jnp.ones_like(batch["x"])) == 0))
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_a_part_in_eval_mode_stays_in_it_and_the_rest_trains(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, frozen, trained = Probing(), [], []
+    model.backbone.eval()
+    watches = outputs_of("frozen", frozen), outputs_of("trained", trained)
+    trainer = fit(model, random(2, rows=64), random(1, rows=64), *watches, strategy=strategy)
+    assert all((ones == 1).all() for ones in frozen) and all((ones == 0).any() for ones in trained)
+    assert trainer.callback_metrics["dropped"] == 0  # validation is in evaluation mode wholly
+    assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
+    modes = model.backbone.layers[0].use_running_average, model.backbone.layers[1].deterministic
+    assert (*modes, model.dropout.deterministic) == (True, True, None)
+    assert "evaluation mode" not in caplog.text
+
+
+def test_a_train_method_of_the_modules_own_says_which_parts_train() -> None:
+    def train(self: Any, **attributes: Any) -> None:
+        nnx.Module.train(self, **attributes)
+        self.backbone.eval()
+
+    model = module(base=Probing, train=train)
+    fit(model, random(2, rows=64))
+    assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
+
+
+# Random keys -----------------------------------------------------------------------------------------------
+
+
+class Drawing(Linear):
+    """Predicts random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rngs = nnx.Rngs(3)
+
+    def predict_step(self, batch: Any) -> jax.Array:
+        return jax.random.normal(self.rngs.noise(), (len(batch["x"]),))
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_an_evaluation_draws_anew_for_each_batch_and_alike_in_each_run(strategy: str) -> None:
+    model, trainer, batches = Drawing(), make_trainer(strategy=strategy), random(3)
+    before = state_of(model)
+    first, second = (np.stack(trainer.predict(model, batches)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(np.unique(first)) == first.size  # of no two batches, and of no two replicas, the same
+    for name, x in state_of(model).items():
+        np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+def test_keys_of_stacked_layers_are_folded_one_by_one_and_put_back() -> None:
+    class Stacked(nnx.Module):
+        def __init__(self) -> None:
+            self.key = nnx.RngKey(jax.random.split(jax.random.key(0), 3), tag="noise")
+
+    stacked = Stacked()
+    before = jax.random.key_data(stacked.key[...])
+    put_back = fold_keys(stacked, Replica(), jnp.int32(5))
+    folded = jax.random.key_data(stacked.key[...])
+    expected = [jax.random.key_data(jax.random.fold_in(key, 5)) for key in jax.random.split(jax.random.key(0), 3)]
+    np.testing.assert_array_equal(folded, np.stack(expected))
+    put_back()
+    np.testing.assert_array_equal(jax.random.key_data(stacked.key[...]), before)

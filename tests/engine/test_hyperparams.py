@@ -1,0 +1,177 @@
+"""Rates that change: schedules of optax, hyperparameters that hooks read and set."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered
+from kit.journal import hooks
+from kit.modules import Mean, module
+from kit.trainers import STRATEGIES, THREE, fit, make_trainer
+
+import jaxlit as jl
+
+INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
+
+
+def sloping(tx: Any) -> Any:
+    """Return a module whose weight has the gradient 1, whatever the batch, and the batch's number as loss."""
+    step = lambda self, batch: jnp.mean(batch["x"]) + (self.w - jax.lax.stop_gradient(self.w[...])).sum()  # noqa: E731
+    return module(step, **({"configure_optimizers": tx} if callable(tx) and not hasattr(tx, "init") else {"tx": tx}))
+
+
+def weight(model: Any) -> float:
+    return float(model.w[...][0])
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("single", 1), ("fsdp", 3), ("shard_map", 3)])
+def test_a_schedule_counts_optimizer_steps_across_epochs(strategy: str, accumulate: int) -> None:
+    # Rates 1, 2, 4, ...: their sum tells which were used, and how often.
+    model = sloping(optax.sgd(lambda count: 2.0**count))
+    fit(model, numbered(4), strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
+    assert weight(model) == -(2.0 ** {1: 8, 3: 4}[accumulate] - 1)
+
+
+def test_a_schedule_by_epoch_is_built_from_the_estimated_steps() -> None:
+    def configure(self: Any) -> Any:
+        an_epoch = int(self.trainer.estimated_stepping_batches) // 3
+        return optax.sgd(optax.exponential_decay(1.0, an_epoch, 0.5, staircase=True))
+
+    seen: list[float] = []
+    note = hooks(on_train_epoch_end=lambda trainer, module: seen.append(weight(module)))
+    fit(sloping(configure), numbered(5), None, note, max_epochs=3, accumulate_grad_batches=2)
+    assert seen == [-3.0, -4.5, -5.25]  # three steps an epoch, at rates 1, 1/2 and 1/4
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", THREE)
+def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy: str, accumulate: int) -> None:
+    losses = [4, 2, 3, 3, 3, 3, 1, 2, 2, 2, 2, 2]
+    make_tx = lambda: optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))  # noqa: E731
+    model = sloping(make_tx())
+    batches = [numbered(1, x)[0] for x in losses]
+    fit(model, batches, strategy=strategy, accumulate_grad_batches=accumulate)
+    tx, w = make_tx(), jnp.zeros(())
+    opt_state, windows = tx.init(w), np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
+    for loss in windows:
+        updates, opt_state = tx.update(jnp.ones(()), opt_state, w, value=jnp.float32(loss))
+        w = optax.apply_updates(w, updates)
+    assert float(w) > -0.5 * len(windows), "the scale was never reduced"
+    assert weight(model) == pytest.approx(float(w), abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_hyperparameter_set_in_a_hook_holds_from_the_next_step_on(strategy: str) -> None:
+    read, weights = [], []
+
+    def begin_epoch(trainer: jl.Trainer, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.hyperparams["learning_rate"] = 8
+
+    def end_batch(trainer: jl.Trainer, module: Any, *_: Any) -> None:
+        read.append(trainer.hyperparams["learning_rate"])
+        weights.append(weight(module))
+        trainer.hyperparams["learning_rate"] *= 0.5
+
+    def begin(trainer: jl.Trainer, module: Any) -> None:
+        assert dict(trainer.hyperparams) == {"learning_rate": 1.0, "momentum": 0.5}
+        trainer.hyperparams["momentum"] = 0.25
+
+    sets = hooks(on_train_epoch_start=begin_epoch, on_train_batch_end=end_batch, on_fit_start=begin)
+    model = sloping(INJECTED(learning_rate=1.0, momentum=0.5))
+    trainer = fit(model, numbered(3), None, sets, strategy=strategy, max_epochs=2)
+    rates, expected = [1.0, 0.5, 0.25, 8.0, 4.0, 2.0], []
+    w = trace = 0.0
+    for rate in rates:
+        trace = 1 + 0.25 * trace
+        w -= rate * trace
+        expected.append(w)
+    assert read == rates
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert dict(trainer.hyperparams) == {"learning_rate": 1.0, "momentum": 0.25}  # also after fit
+
+
+def test_a_hyperparameter_set_inside_a_window_holds_for_its_step() -> None:
+    def change(trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, i: int) -> None:
+        trainer.hyperparams["learning_rate"] = {0: 2.0, 1: 4.0, 2: 8.0, 3: 0.0}[i]
+
+    model = sloping(INJECTED(learning_rate=1.0))
+    fit(model, numbered(4), None, hooks(on_train_batch_end=change), accumulate_grad_batches=2)
+    assert weight(model) == -(2.0 + 8.0)
+
+
+def test_an_unknown_hyperparameter_and_a_wrong_value_are_refused() -> None:
+    found = fit(sloping(INJECTED(learning_rate=1.0, momentum=0.5)), numbered(1)).hyperparams
+    with pytest.raises(KeyError, match=r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"):
+        found["learning_rat"]
+    with pytest.raises(KeyError, match=r"'lr'.*learning_rate.*momentum"):
+        found["lr"] = 1.0
+    for value in ("1", True, None):
+        with pytest.raises(TypeError, match=r"hyperparams\['momentum'\] = value takes a number, got"):
+            found["momentum"] = value  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="deleted"):
+        del found["momentum"]
+    assert sorted(found) == ["learning_rate", "momentum"] and len(found) == 2
+
+
+def test_a_scheduled_hyperparameter_cannot_be_set() -> None:
+    # The schedule would overwrite it in the next step.
+    model = sloping(INJECTED(learning_rate=optax.constant_schedule(2.0), momentum=0.5))
+    trainer = fit(model, numbered(1))
+    assert weight(model) == -2.0 and list(trainer.hyperparams) == ["momentum"]
+    with pytest.raises(KeyError, match=r"'learning_rate'.*momentum"):
+        trainer.hyperparams["learning_rate"] = 1.0
+
+
+def test_an_optimizer_without_injection_has_no_hyperparameters_and_a_chain_has_those_inside() -> None:
+    trainer = make_trainer()
+    with pytest.raises(AttributeError, match="fit"):
+        _ = trainer.hyperparams
+    trainer.fit(sloping(optax.sgd(0.1)), numbered(1))
+    assert dict(trainer.hyperparams) == {}
+    with pytest.raises(KeyError, match="inject_hyperparams"):
+        trainer.hyperparams["learning_rate"] = 1.0
+    trainer.fit(sloping(optax.chain(optax.clip_by_global_norm(10.0), INJECTED(learning_rate=0.5))), numbered(1))
+    assert dict(trainer.hyperparams) == {"learning_rate": 0.5}
+
+
+class Two(Mean):
+    """A mean and an offset, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nnx.Param(jnp.zeros(()))
+
+    def error(self, batch: Any) -> jax.Array:
+        return super().error(batch) - self.offset[...]
+
+    def configure_optimizers(self) -> Any:
+        labels = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
+            lambda path, _: "line" if path[0].key == "w" else "rest", params
+        )
+        return optax.multi_transform({"line": INJECTED(0.1), "rest": INJECTED(0.2)}, labels)
+
+
+def test_hyperparameters_of_several_optimizers_are_told_apart_by_their_labels() -> None:
+    names: list[str] = []
+
+    def stop_the_line(trainer: jl.Trainer, module: Any) -> None:
+        names.extend(trainer.hyperparams)
+        trainer.hyperparams["learning_rate/line"] = 0.0
+
+    model = Two()
+    fit(model, numbered(3), None, hooks(on_train_start=stop_the_line))
+    assert names == ["learning_rate/line", "learning_rate/rest"]
+    assert weight(model) == 0 and float(model.offset[...]) != 0
+
+
+def test_a_plateau_lowers_the_rate_of_every_optimizer() -> None:
+    plateau = jl.callbacks.ReduceLROnPlateau("val", factor=0.5, patience=1)
+    constant = module(base=Two, validation=lambda self, batch: self.log("val", 1.0))
+    trainer = fit(constant, numbered(1), numbered(1), plateau, max_epochs=2)
+    assert list(trainer.hyperparams.values()) == pytest.approx([0.05, 0.1])
+    assert plateau.num_reductions == 1

@@ -1,0 +1,129 @@
+"""`jl.lazy`: a module that is built where it is trained."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import numbered, random
+from kit.by_hand import HandLoop, assert_same, params_of
+from kit.journal import hooks
+from kit.modules import Linear, Mean, Net
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import STRATEGIES, THREE, fit, make_trainer, splitting
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, ModuleError
+
+
+def first_params(model: Any, **arguments: Any) -> dict[str, np.ndarray]:
+    """Return the weights with which a fit starts."""
+    found: list[dict[str, np.ndarray]] = []
+    keep = hooks(on_fit_start=lambda trainer, module: found.append(params_of(module)))
+    fit(model, random(1), None, keep, limit_train_batches=0, **arguments)
+    return found[0]
+
+
+def assert_bit_equal(found: dict[str, np.ndarray], model: Any) -> None:
+    assert_same(found, params_of(model), rtol=0, atol=0)
+
+
+PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), PLACES)
+def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy: str, devices: Any) -> None:
+    found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
+    assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
+
+
+def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_where_it_stands() -> None:
+    assert_bit_equal(first_params(jl.lazy(Net), seed=5), Net(rngs=nnx.Rngs(5)))
+    assert_bit_equal(first_params(jl.lazy(Net, rngs=3), seed=5), Net(rngs=nnx.Rngs(3)))
+    rngs, other = nnx.Rngs(3), nnx.Rngs(3)
+    rngs(), other()
+    for _ in range(2):  # one lazy module may be built twice, and does not advance its generator
+        assert_bit_equal(first_params(jl.lazy(Net, rngs=rngs)), Net(rngs=nnx.clone(other)))
+    assert (jax.random.key_data(rngs()) == jax.random.key_data(other())).all()
+
+
+@pytest.mark.parametrize("rngs", [7, nnx.Rngs(7)])
+def test_it_takes_its_generator_by_position(rngs: Any) -> None:
+    class Positional(Linear):
+        def __init__(self, size: float, rngs: nnx.Rngs) -> None:
+            self.kernel = nnx.Param(size * jax.random.normal(rngs.params(), (3, 1)))
+            self.bias = nnx.Param(jax.numpy.zeros(1))
+
+    trainer = fit(jl.lazy(Positional, 2.0, rngs), random())
+    assert_same(trainer.module, HandLoop(Positional(2.0, nnx.Rngs(7)))(*random()).module)
+    assert trainer.module.hparams["size"] == 2.0
+
+
+def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -> None:
+    assert_bit_equal(first_params(jl.lazy(Linear, features=3)), Linear())
+    trainer = fit(jl.lazy(Net, 32, rngs=0), random(1))
+    assert {"width": 32, "depth": 1}.items() <= trainer.module.hparams.items() and type(trainer.module) is Net
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_it_trains_as_the_module_itself(strategy: str) -> None:
+    lazily, itself = (fit(x, random(), strategy=strategy) for x in (jl.lazy(Net, rngs=0), Net(rngs=nnx.Rngs(0))))
+    assert_same(lazily.module, itself.module, rtol=0, atol=0)
+
+
+def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
+    shapes, concrete = [], []
+
+    class Notes(Net):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            super().__init__(width=64, rngs=rngs)
+            concrete.append(not isinstance(self.inner.kernel[...], jax.core.Tracer))
+
+    look = hooks(
+        setup=lambda t, m, stage: shapes.extend(x.data.shape for x in m.blocks[0].kernel[...].addressable_shards)
+    )
+    fit(jl.lazy(Notes), random(1), None, look, strategy="fsdp")
+    assert shapes == [(8, 64)] * 8
+    assert concrete and not any(concrete)
+
+
+@pytest.mark.parametrize(
+    ("verb", "strategy"),
+    [*((verb, "single") for verb in ("validate", "test", "predict")), *(("predict", x) for x in ("fsdp", "pmap"))],
+)
+def test_it_can_be_evaluated_read_in_the_hooks_and_evaluated_once_more(verb: str, strategy: str) -> None:
+    class Drawn(Mean):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            self.w = nnx.Param(jax.random.normal(rngs.params(), (1,)))
+
+    seen: list[float] = []
+    stage = {"validate": "validation"}.get(verb, verb)
+    look = lambda trainer, module, *_: seen.append(float(module.w[...][0]))  # noqa: E731
+    trainer = make_trainer(
+        hooks(**{f"on_{stage}_{when}": look for when in ("start", "batch_end", "end")}), strategy=strategy
+    )
+    model, w = jl.lazy(Drawn), float(Drawn(rngs=nnx.Rngs(0)).w[...][0])
+    for given in (model, None):
+        found = getattr(trainer, verb)(given, numbered(2, 11))
+        value = np.mean([x.mean() for x in found]) if verb == "predict" else next(iter(found[0].values()))
+        assert value == pytest.approx(11.5 - w, rel=1e-6)
+    assert seen == pytest.approx([w] * 8, rel=1e-6)
+
+
+def test_an_evaluation_takes_the_trained_weights_of_this_lazy_module_and_builds_another() -> None:
+    trainer, model = make_trainer(strategy="fsdp"), jl.lazy(Mean)
+    trainer.fit(model, numbered(2))
+    assert trainer.test(model, numbered(1, 10)) == [{"test": 10 - 1.25}]
+    assert trainer.test(jl.lazy(Mean), numbered(1, 10)) == [{"test": 10.0}]
+
+
+@pytest.mark.parametrize(
+    "cls", [nnx.Linear, Linear(), "Net", lambda: Linear()], ids=["nnx", "object", "str", "function"]
+)
+def test_what_is_no_train_module_class_is_refused(cls: Any) -> None:
+    refuses(ArgumentError, lambda: jl.lazy(cls), r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule")
+
+
+def test_a_missing_training_step_of_a_lazy_class_is_named() -> None:
+    fit_refuses(ModuleError, "Empty has no training_step", model=jl.lazy(type("Empty", (jl.TrainModule,), {})))

@@ -1,0 +1,363 @@
+"""The user's module around a run: it holds the newest arrays, takes what hooks write, and survives errors."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import numbered, random
+from kit.by_hand import HandLoop, assert_same, mean, params_of
+from kit.journal import hooks
+from kit.modules import Linear, Mean, Net, module
+from kit.refusals import fit_refuses
+from kit.trainers import BARE, SEVERAL, THREE, fit, make_trainer, splitting
+
+import jaxlit as jl
+from jaxlit.errors import StateError
+
+VERBS = {"validate": "validation", "test": "test", "predict": "predict"}
+WRITTEN = 40.0
+
+
+def weight(model: Any) -> float:
+    return float(np.asarray(model.w[...])[0])
+
+
+def on(**functions: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
+    """Return a callback that calls a function of (trainer, module) in each hook that is named."""
+    return hooks(**{name: lambda t, m, *_, function=function: function(t, m) for name, function in functions.items()})
+
+
+def read(trainer: jl.Trainer, model: Any) -> None:
+    np.asarray(model.w[...])
+
+
+def write(trainer: jl.Trainer, model: Any) -> None:
+    model.w[...] = jnp.full(1, WRITTEN)
+
+
+def halve(trainer: jl.Trainer, model: Any) -> None:
+    model.w.set_value(model.w[...] * 0.5)
+
+
+# What it holds ---------------------------------------------------------------------------------------------
+
+
+def test_after_fit_the_module_is_the_object_that_was_given_with_its_variables() -> None:
+    model = Mean()
+    w, trainer = model.w, fit(model, numbered(3))
+    assert trainer.module is model and model.w is w and weight(model) == mean([[1], [2], [3]])
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_a_module_goes_from_one_strategy_to_another_and_back(strategy: str) -> None:
+    model, batches = Linear(), random()
+    held = [np.asarray(x) for x in jax.tree.leaves(nnx.as_pure(nnx.state(model)))]
+    before = [x.copy() for x in held]
+    arrays = jax.tree.leaves(nnx.as_pure(nnx.state(model)))
+    for name in ("single", strategy, "single"):
+        fit(model, batches, strategy=splitting(name))
+    by_hand = Linear()
+    for _ in range(3):
+        by_hand = HandLoop(by_hand)(*batches).module
+    assert_same(model, by_hand)
+    # Arrays that were held before stay readable and unchanged.
+    for x, copy in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), copy)
+    found = model(batches[0]["x"])  # and the module may be called
+    np.testing.assert_allclose(found, by_hand(batches[0]["x"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_arrays_held_between_two_fits_stay_readable(strategy: str) -> None:
+    model, trainer = Mean(), make_trainer(strategy=strategy)
+    trainer.fit(model, numbered(2))
+    held = model.w[...]
+    trainer.fit(model, numbered(2))
+    assert np.asarray(held).tolist() == [mean([[1], [2]])]
+
+
+@pytest.mark.parametrize("strategy", ["single", *SEVERAL])
+def test_a_batch_hook_sees_the_weights_after_its_step(strategy: str) -> None:
+    seen: list[Any] = []
+    look = on(on_train_batch_end=lambda t, m: seen.append((weight(m), float(t.state.params["w"][0]))))
+    # The module's own hook sees them as well.
+    own: list[float] = []
+    model = module(on_train_batch_end=lambda self, outputs, batch, i: own.append(weight(self)))
+    fit(model, numbered(4), None, look, strategy=strategy)
+    expected = [mean([[k + 1] for k in range(i + 1)]) for i in range(4)]
+    assert own == [w for w, _ in seen] == [w for _, w in seen] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hook_reads_sub_modules_calls_the_module_and_takes_its_state() -> None:
+    batches, seen, called, states = random(), [], [], []
+    look = hooks(
+        on_train_batch_end=lambda t, m, *_: seen.append(np.array(m.blocks[0].bias[...])),
+        on_train_epoch_end=lambda t, m: [
+            called.append(np.array(m.inner(batches[0]["x"]))),
+            states.append(params_of(m)),
+        ],
+    )
+    model = Net(rngs=nnx.Rngs(0))
+    fit(model, batches, None, look, strategy="ddp")
+    np.testing.assert_array_equal(seen[-1], np.asarray(model.blocks[0].bias[...]))
+    assert len(seen) == 3 and (seen[0] != seen[1]).any()
+    np.testing.assert_array_equal(called[0], np.asarray(model.inner(batches[0]["x"])))
+    assert_same(states[0], params_of(model), rtol=0, atol=0)
+
+
+# Hooks that write ------------------------------------------------------------------------------------------
+
+BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+AFTER = (
+    *(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end")),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
+READS = on(**dict.fromkeys((*BEFORE, *AFTER, "on_train_batch_end", "on_validation_batch_end"), read))
+
+
+@pytest.mark.parametrize("hook", BEFORE + AFTER)
+def test_a_hook_may_write_after_another_callback_has_read(hook: str) -> None:
+    model = Mean()
+    trainer = fit(model, numbered(3), numbered(2), READS, on(**{hook: write}), num_sanity_val_steps=0)
+    expected = mean([[1], [2], [3]], WRITTEN) if hook in BEFORE else WRITTEN
+    assert weight(model) == float(trainer.state.params["w"][0]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["single", *SEVERAL])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_a_write_between_epochs_is_trained_from(hook: str, strategy: str) -> None:
+    model = Mean()
+    arguments = {"strategy": strategy, "max_epochs": 2, "num_sanity_val_steps": 0}
+    fit(model, numbered(2), numbered(1), on(on_train_batch_end=read, **{hook: halve}), **arguments)
+    once = mean([[1], [2]]) / 2
+    assert weight(model) == pytest.approx(mean([[1], [2]], once) / 2, rel=1e-6)
+
+
+def test_the_second_of_two_writers_sees_what_the_first_has_written_and_what_is_written_stays_the_callers() -> None:
+    mine, model = jnp.full(1, WRITTEN), module(on_train_start=lambda self: halve(None, self))  # type: ignore[arg-type]
+    first = on(on_train_start=lambda t, m: m.w.set_value(mine))
+    fit(model, numbered(1), None, first, on(on_train_start=read), on(on_train_start=halve))
+    assert weight(model) == mean([[1]], WRITTEN / 4)
+    fit(Mean(), numbered(1), None, first)  # whose step overwrites what stands in the state
+    assert np.asarray(mine).tolist() == [WRITTEN]
+
+
+def test_a_numpy_array_may_be_written() -> None:
+    model = Mean()
+    numpys = on(on_fit_start=lambda t, m: m.w.set_value(np.full(1, WRITTEN, np.float32)))
+    fit(model, numbered(1), None, numpys, strategy="ddp")
+    assert weight(model) == mean([[1]], WRITTEN)
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\(4, 1\) to inner\.kernel",)),
+    "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\(16,\) to inner\.bias, which",)),
+    "f64": (lambda m: m.inner.bias.set_value(np.ones(16)), (r"float64.*inner\.bias, which is float32\(16,\)",)),
+    "float": (lambda m: m.inner.bias.set_value(1.0), (r"inner\.bias, which is float32",)),
+    "variable": (lambda m: setattr(m, "extra", nnx.Param(jnp.zeros(1))), ("changed the structure of Net",)),
+    "attribute": (lambda m: setattr(m, "rate", 0.5), ("changed the structure of Net", "before fit")),
+    "sub-module": (lambda m: setattr(m, "inner", nnx.Linear(3, 8, rngs=nnx.Rngs(0))), ("structure of Net",)),
+    "deleted": (lambda m: delattr(m, "outer"), ("changed the structure of Net",)),
+}
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_fit_start"])
+@pytest.mark.parametrize("change", WRONG)
+def test_a_hook_that_changes_what_the_module_is_is_refused_by_callback_and_variable(change: str, hook: str) -> None:
+    do, words = WRONG[change]
+    callback = hooks("Meddler", **{hook: lambda t, m: do(m)})
+    fit_refuses(
+        StateError, rf"Meddler\.{hook}", *words, model=Net(rngs=nnx.Rngs(0)), train=random(2), callbacks=[callback]
+    )
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_log"])
+def test_a_write_in_a_batch_hook_is_refused_by_callback_and_variable_also_after_a_reader(hook: str) -> None:
+    callback = hooks("Meddler", **{hook: lambda trainer, *_: write(trainer, trainer.module)})
+    with pytest.raises(StateError, match=rf"Meddler\.{hook} wrote to w\..*on_train_epoch_start"):
+        fit(Mean(), numbered(2), numbered(1), READS, callback, log_every_n_steps=1, num_sanity_val_steps=0)
+
+
+def test_a_write_in_a_batch_hook_is_refused_by_the_path_of_a_sub_module() -> None:
+    callback = hooks(on_train_batch_end=lambda t, m, *_: m.blocks[0].bias.set_value(jnp.zeros(16)))
+    with pytest.raises(StateError, match=r"wrote to blocks\[0\]\.bias"):
+        fit(Net(rngs=nnx.Rngs(0)), random(1), None, callback)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end"])
+def test_an_attribute_set_in_a_batch_hook_is_refused_by_both_names(hook: str) -> None:
+    model = module(**{hook: lambda self, *_: setattr(self, "weight", 2.0)})
+    with pytest.raises(StateError, match=rf"Made\.weight was set in {hook}"):
+        fit(model, numbered(1), numbered(1), num_sanity_val_steps=0)
+
+
+# Evaluations -----------------------------------------------------------------------------------------------
+
+
+def evaluated(verb: str, found: Any) -> float:
+    """Return the weight at which `numbered(2, 11)` were validated, tested or predicted."""
+    return 11.5 - (np.mean([x.mean() for x in found]) if verb == "predict" else next(iter(found[0].values())))
+
+
+@pytest.mark.parametrize(("when", "strategy"), [("start", "single"), ("epoch_start", "single"), ("start", "pmap")])
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_a_hook_writes_before_an_evaluation_is_evaluated(verb: str, when: str, strategy: str) -> None:
+    model = Mean()
+    trainer = make_trainer(on(**{f"on_{VERBS[verb]}_{when}": write}), strategy=strategy)
+    assert evaluated(verb, getattr(trainer, verb)(model, numbered(2, 11))) == pytest.approx(WRITTEN)
+    assert weight(model) == WRITTEN
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_weights_can_be_swapped_in_for_an_evaluation_and_out_again(verb: str) -> None:
+    kept: list[Any] = []
+
+    def swap(trainer: jl.Trainer, model: Any) -> None:
+        kept.append(np.array(model.w[...]))
+        write(trainer, model)
+
+    model, stage = Mean(), VERBS[verb]
+    out = lambda trainer, model: model.w.set_value(jnp.asarray(kept.pop()))  # noqa: E731
+    trainer = make_trainer(on(**{f"on_{stage}_start": swap, f"on_{stage}_end": out}))
+    assert evaluated(verb, getattr(trainer, verb)(model, numbered(2, 11))) == pytest.approx(WRITTEN)
+    assert weight(model) == 0.0
+
+
+# A second Trainer ------------------------------------------------------------------------------------------
+
+PAIRS = [("single", "single"), ("single", "fsdp"), ("shard_map", "ddp")]  # (outer, inner)
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
+def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer: str, inner: str) -> None:
+    found: list[float] = []
+    seen: list[Any] = []
+
+    def use(trainer: jl.Trainer, model: Any) -> None:
+        second = make_trainer(strategy=inner, **BARE)
+        found.append(evaluated("validate", second.validate(model, numbered(2, 11))))
+        second.fit(model, numbered(1, 9))
+        seen.append((model.trainer is trainer, model.global_step, model.current_epoch))
+
+    model = Mean()
+    fit(model, numbered(2), None, on(on_train_epoch_end=use), strategy=outer, max_epochs=2)
+    first = mean([[1], [2], [9], [1], [2]])
+    assert found == pytest.approx([mean([[1], [2]]), first], rel=1e-5)
+    assert weight(model) == pytest.approx(mean([[9]], first), rel=1e-6)
+    assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer goes on from there
+
+
+def test_a_second_trainer_may_validate_in_a_batch_hook_and_fail_in_any() -> None:
+    model, found = Mean(), []
+
+    def use(trainer: jl.Trainer, model: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            make_trainer(on(on_validation_start=lambda *_: 1 / 0), **BARE).validate(model, numbered(1))
+        assert model.trainer is trainer
+        found.append(evaluated("validate", make_trainer(**BARE).validate(model, numbered(2, 11))))
+
+    fit(model, numbered(2), None, on(on_train_batch_end=use))
+    assert found == pytest.approx([0.5, 1.25], rel=1e-5) and weight(model) == 1.25
+
+
+# Shards stay shards ----------------------------------------------------------------------------------------
+
+SHAPE = (8, 331)  # of no other array
+
+
+def wide(self: Any) -> None:
+    Mean.__init__(self)
+    self.wide = nnx.Param(jnp.zeros(SHAPE))
+
+
+def whole_copies() -> list[Any]:
+    """Return the shardings of all living arrays of SHAPE that lie whole on several devices."""
+    found = [x.sharding for x in jax.live_arrays() if x.shape == SHAPE]
+    return [s for s in found if len(s.device_set) > 1 and s.is_fully_replicated]
+
+
+@pytest.mark.parametrize(("second", "lazy"), [("fit", False), ("fit", True), ("validate", False), ("predict", True)])
+def test_fsdp_places_shards_again_without_a_whole_copy(
+    second: str, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves, copies = [], []
+    look = lambda trainer, model: copies.extend(whole_copies())  # noqa: E731
+    stages = [f"on_{stage}_{when}" for stage in ("train", *VERBS.values()) for when in ("start", "end")]
+    trainer = make_trainer(on(setup=look, **dict.fromkeys(stages, look)), strategy="fsdp", **BARE)
+    made = module(init=wide)
+    trainer.fit(jl.lazy(type(made)) if lazy else made, numbered(2))
+    model, put = trainer.module, jax.device_put
+
+    def spy(x: Any, device: Any = None, **arguments: Any) -> Any:
+        placed = put(x, device, **arguments)
+        moves.extend(y.sharding for y in jax.tree.leaves(placed) if y.shape == SHAPE)
+        return placed
+
+    split = model.wide[...].sharding
+    assert split.shard_shape(SHAPE) == (1, 331)
+    monkeypatch.setattr(jax, "device_put", spy)
+    getattr(trainer, second)(model, numbered(2))
+    assert model.wide[...].sharding.is_equivalent_to(split, 2)
+    assert not [s for s in moves if s.is_fully_replicated]
+    assert not copies
+
+
+# Errors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where", "reads"),
+    [
+        *itertools.product(
+            ["single"], ["a hook", "the loader", "the trace of a step", "a validation step"], [False, True]
+        ),
+        *itertools.product(["fsdp", "pmap"], ["the trace of a step"], [True]),
+    ],
+)
+def test_after_an_error_the_module_holds_the_arrays_of_the_last_step(strategy: str, where: str, reads: bool) -> None:
+    def step(self: Any, batch: Any) -> jax.Array:
+        if batch["x"].shape[0] == 4:  # of a tail, whose step is traced anew
+            raise ZeroDivisionError
+        return jnp.mean(self.error(batch) ** 2)
+
+    def validation(self: Any, batch: Any) -> None:
+        raise ZeroDivisionError
+
+    class Loader:
+        def __iter__(self) -> Any:
+            for i, batch in enumerate(numbered(4)):
+                if where == "the loader" and i == 3:
+                    raise ZeroDivisionError
+                yield {"x": batch["x"][:4]} if where == "the trace of a step" and i == 2 else batch
+
+    def fail(trainer: jl.Trainer, model: Any) -> None:
+        if where == "a hook" and trainer.global_step == 2:
+            raise ZeroDivisionError
+
+    model = module(step, validation=validation)
+    reader = on(on_train_batch_end=read) if reads else jl.Callback()
+    trainer = make_trainer(reader, on(on_train_batch_end=fail), strategy=strategy, num_sanity_val_steps=0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, Loader(), numbered(1) if where == "a validation step" else None)
+    # How far a loader is ahead of the step is its own affair.
+    steps = {"a hook": 2, "the loader": trainer.global_step, "the trace of a step": 2}.get(where, 4)
+    assert trainer.global_step == steps > 0
+    assert weight(model) == pytest.approx(mean([[k + 1] for k in range(steps)]), rel=1e-6)
+
+
+def test_after_an_error_in_the_first_trace_the_module_is_as_it_was() -> None:
+    def step(self: Any, batch: Any) -> jax.Array:
+        raise ZeroDivisionError
+
+    model = module(step)
+    with pytest.raises(ZeroDivisionError):
+        fit(model, numbered(1))
+    assert weight(model) == 0.0
+    with pytest.raises(AttributeError):
+        model.unknown  # noqa: B018 - it is touched as any other object
+    assert make_trainer().validate(model, numbered(1)) == [{"val": 1.0}]

@@ -1,0 +1,161 @@
+"""Validation, test and prediction: loaders, names, the sanity check, and what they leave as it was."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import numbered, sized
+from kit.by_hand import mean
+from kit.journal import Journal, Rows, hooks
+from kit.modules import Mean, logging, module
+from kit.refusals import refuses
+from kit.trainers import THREE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import LogError
+
+# Several loaders -------------------------------------------------------------------------------------------
+
+
+def by_loader(self: Any, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> None:
+    """Log by loader; the loader's index is a plain int in the step."""
+    assert type(dataloader_idx) is int
+    self.log("val", jnp.mean(batch["x"]) * (1 + dataloader_idx))
+    self.log(f"own_{dataloader_idx}", jnp.mean(batch["x"]), add_dataloader_idx=False)
+    self.log("index", batch_idx * 1.0, reduce_fx="max")
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_each_loader_has_its_metrics_under_its_own_name(strategy: str) -> None:
+    trainer, model, rows = make_trainer(strategy=strategy), module(validation=by_loader, test=by_loader), Rows()
+    loaders = [numbered(3, 1), numbered(2, 10)]
+    expected = [
+        {"val/dataloader_idx_0": 2.0, "own_0": 2.0, "index/dataloader_idx_0": 2.0},
+        {"val/dataloader_idx_1": 21.0, "own_1": 10.5, "index/dataloader_idx_1": 1.0},
+    ]
+    assert trainer.validate(model, loaders) == trainer.test(model, loaders) == expected
+    assert trainer.validate(model, loaders[0]) == [{"val": 2.0, "own_0": 2.0, "index": 2.0}]
+    trainer.callbacks = [rows]
+    trainer.fit(model, numbered(2), loaders)
+    assert {k: v for k, v in trainer.callback_metrics.items() if k != "loss"} == expected[0] | expected[1]
+    assert rows.rows == [(1, expected[0] | expected[1] | {"epoch": 0})]
+
+
+def test_one_name_for_two_loaders_is_refused() -> None:
+    model = logging(validation=lambda m, batch, i: m.log("val", 1.0, add_dataloader_idx=False))
+    words = (r"self\.log\('val'", "two loaders", "add_dataloader_idx=False")
+    refuses(LogError, lambda: make_trainer().validate(model, [numbered(1), numbered(1)]), *words)
+
+
+def test_batch_hooks_log_by_loader_and_other_hooks_for_all_of_them() -> None:
+    callback = hooks(
+        on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
+        on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
+    )
+    found = make_trainer(callback).validate(module(validation=lambda self, batch: None), [numbered(3), numbered(2, 10)])
+    assert found == [{"rows/dataloader_idx_0": 2.0, "all": 7.0}, {"rows/dataloader_idx_1": 10.5, "all": 7.0}]
+
+
+def test_the_means_of_an_evaluation_weigh_batches_by_their_rows() -> None:
+    batches, log = sized(8, 16, 3), lambda m, batch, i: m.log("v", batch["x"].mean())
+    expected = float(np.concatenate([batch["x"] for batch in batches]).mean())
+    for strategy in THREE:
+        assert make_trainer(strategy=strategy).test(logging(validation=log), batches) == [
+            {"v": pytest.approx(expected, rel=1e-5)}
+        ]
+
+
+# The sanity check ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "batches"),
+    [
+        (0, 1.0, []),
+        (2, 1.0, [11, 12, 21]),
+        (-1, 1.0, [11, 12, 13, 21]),
+        (-1, 2, [11, 12, 21]),
+        (5, 2, [11, 12, 21]),
+    ],
+)
+def test_the_sanity_check_takes_its_batches_of_each_loader_within_the_limit(
+    steps: int, limit: float, batches: list[int]
+) -> None:
+    journal = Journal()
+    arguments = {"num_sanity_val_steps": steps, "limit_val_batches": limit, "check_val_every_n_epoch": 5}
+    fit(Mean(), numbered(1), [numbered(3, 11), numbered(1, 21)], journal, **arguments)
+    assert journal.batches["sanity"] == batches and journal.batches["validation"] == []
+    assert ("on_sanity_check_start" in journal.names) == (steps != 0)
+
+
+def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
+    seen: list[dict[str, float]] = []
+    look = hooks(on_train_start=lambda trainer, module: seen.append(dict(trainer.callback_metrics)))
+    model, rows = Mean(), Rows()
+    trainer = fit(model, numbered(3), numbered(2), rows, look, num_sanity_val_steps=-1, check_val_every_n_epoch=2)
+    assert seen == [{}] and rows.rows == []
+    assert (float(model.w[...][0]), trainer.global_step) == (mean([[1], [2], [3]]), 3)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"val_check_interval": 1}, {"check_val_every_n_epoch": None, "val_check_interval": 2}]
+)
+def test_the_sanity_check_is_no_first_lucky_best(arguments: dict[str, Any]) -> None:
+    # What the sanity check finds, 0, is never reached again; from then on it gets better by the step.
+    values = jnp.array([0.0, 9.0, 8.0, 7.0, 6.0])
+    model = module(
+        validation=lambda self, batch: self.log("val", values[self.global_step]), init=lambda self: Mean.__init__(self)
+    )
+    stopping, best = jl.callbacks.EarlyStopping("val", patience=1), jl.callbacks.ModelCheckpoint(monitor="val")
+    epochs = 4 // (2 if "check_val_every_n_epoch" in arguments else 1)
+    batches = numbered(4 // epochs)
+    trainer = fit(model, batches, numbered(2), stopping, best, max_epochs=epochs, **arguments)
+    assert trainer.global_step == 4 and stopping.best_score == best.best_model_score == 6.0
+
+
+# What it leaves as it was ----------------------------------------------------------------------------------
+
+
+def test_validation_inside_an_accumulation_window_leaves_the_window_alone() -> None:
+    model = Mean()
+    fit(model, numbered(5), numbered(2), val_check_interval=1, accumulate_grad_batches=3)
+    assert float(model.w[...][0]) == pytest.approx(mean([[1, 2, 3], [4, 5]]), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_evaluation_before_fit_takes_the_first_weights_and_after_it_the_trained(is_lazy: bool) -> None:
+    model: Any = jl.lazy(Mean) if is_lazy else Mean()
+    trainer, batches = make_trainer(), numbered(2, 11)
+    w = mean([[1], [2], [3]])
+    for weight, given in ((0.0, (model,)), (w, (model,)), (w, ())):
+        assert trainer.validate(*given, dataloaders=batches) == [{"val": pytest.approx(11.5 - weight, rel=1e-6)}]
+        assert trainer.test(*given, dataloaders=batches) == [{"test": pytest.approx(11.5 - weight, rel=1e-6)}]
+        predictions = trainer.predict(*given, dataloaders=batches)
+        assert [x.shape for x in predictions] == [(8, 1)] * 2 and all(type(x) is np.ndarray for x in predictions)
+        assert [float(x[3, 0]) for x in predictions] == pytest.approx([11 - weight, 12 - weight], rel=1e-6)
+        if weight == 0.0:
+            assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+            trainer.fit(model, numbered(3))
+        assert (trainer.current_epoch, trainer.global_step) == (1, 3)
+    assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
+
+
+def test_evaluation_between_two_fits_changes_neither() -> None:
+    models = [Mean(), Mean()]
+    trainer, plain = make_trainer(max_epochs=2), make_trainer(max_epochs=2)
+    for _ in range(2):
+        trainer.fit(models[0], numbered(3))
+        trainer.validate(models[0], numbered(2, 50))
+        trainer.predict(models[0], numbered(2, 50))
+        plain.fit(models[1], numbered(3))
+        assert trainer.global_step == 6
+    np.testing.assert_array_equal(models[0].w[...], models[1].w[...])
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_an_evaluation_without_its_step_is_refused_by_the_name_of_the_step(verb: str) -> None:
+    step = {"validate": "validation_step"}.get(verb, f"{verb}_step")
+    model = type("Empty", (jl.TrainModule,), {"__init__": Mean.__init__})()
+    call = lambda: getattr(make_trainer(), verb)(model, numbered(1))  # noqa: E731
+    refuses(jl.errors.ModuleError, call, rf"Empty has no {step}\. Define {step}\(self, batch\)")

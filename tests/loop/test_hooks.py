@@ -1,0 +1,439 @@
+"""Which hooks are called, in which order, with what, and what an error in one leaves of the others."""
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import HOOKS, Journal, hooks
+from kit.modules import Mean, module
+from kit.refusals import fit_refuses
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ModuleError
+
+Event = tuple[Any, ...]  # a hook, the indices among its arguments, and the epoch and step that the Trainer counts there
+OF_MODULE = ("configure_callbacks", "prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers")
+DEFAULTS: dict[str, Any] = {
+    "max_epochs": 2,
+    "max_steps": -1,
+    "accumulate_grad_batches": 1,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "limit_train_batches": 1.0,
+    "limit_val_batches": 1.0,
+    "num_sanity_val_steps": 1,
+    "log_every_n_steps": 1,
+}
+
+# The order that the docstring of `Callback` spells out: its program is run and compared ---------------------
+
+
+def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the indices among a hook's arguments."""
+    return tuple(x for x in args if isinstance(x, int))
+
+
+def pseudocode() -> str:
+    (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
+    return block
+
+
+class Program:
+    """Runs the docstring's program on stand-ins that keep the order of the calls, and the batches of each step.
+
+    Args:
+        train: How many batches the training loader has.
+        val: How many each validation loader has.
+        skip: Whether on_train_batch_start of an epoch and a batch returns -1.
+        **arguments: Those of the Trainer.
+    """
+
+    def __init__(self, train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any) -> None:
+        self.events: list[Event] = []
+        self.windows: list[list[int]] = []
+        self.arguments, self.skip, self.window = arguments, skip, list[int]()
+        self.epoch = self.step = self.total = self.batch = 0
+        self.sanity_check = False
+        cut = lambda n, limit: min(n, limit) if isinstance(limit, int) else int(n * limit)  # noqa: E731
+        self.num = cut(train, arguments["limit_train_batches"])
+        nums = [cut(n, arguments["limit_val_batches"]) for n in val]
+        sanity = arguments["num_sanity_val_steps"]
+        scope: dict[str, Any] = {name: partial(self.hook, name) for name in (*HOOKS, *OF_MODULE)}
+        scope |= {} if val else {"val_dataloader": lambda: None}
+        scope |= {
+            "range": self.epochs,
+            "train_batches": self,
+            "val_batches": [numbered(n) for n in nums],
+            "num_sanity_val_steps": (99 if sanity < 0 else sanity) if val else 0,
+            "training_step": self.train,
+            "validation_step": lambda *_: None,
+            "validation_is_due": lambda: bool(val) and self.is_due(),
+            "log": self.log,
+            "row_of_step": lambda: self.step - 1 if self.fits and not self.window else None,
+            "row_of_epoch": lambda: self.step - 1,
+            "row_of_validation": lambda: max(self.step - 1, 0),
+            "training_is_over": lambda: self.epoch + 1 == arguments["max_epochs"],
+            "max_epochs": None,
+            "outputs": None,
+            "checkpoint": None,
+        }
+        exec(pseudocode(), scope)
+        scope["fit"]()
+
+    def hook(self, name: str, *args: Any) -> Any:
+        self.sanity_check = name == "on_sanity_check_start" or (self.sanity_check and name != "on_sanity_check_end")
+        self.events.append((name, indices_of(args), self.epoch, self.step))
+        if name == "on_train_batch_start":
+            self.batch = args[1]
+            if self.skip(self.epoch, self.batch):
+                self.window.clear()
+                return -1
+        return None
+
+    @property
+    def over(self) -> bool:
+        return self.epoch >= self.arguments["max_epochs"] or 0 <= self.arguments["max_steps"] <= self.step
+
+    def epochs(self, _: Any) -> Iterator[int]:
+        while not self.over:
+            yield self.epoch
+            self.epoch += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in numbered(self.num):
+            if self.over:
+                return
+            yield batch
+
+    def __len__(self) -> int:
+        return self.num
+
+    def train(self, *_: Any) -> None:
+        self.window.append(1 + self.batch)
+        self.total += 1
+        if self.batch == self.num - 1 or len(self.window) == self.arguments["accumulate_grad_batches"]:
+            self.windows.append(self.window)
+            self.window, self.step = [], self.step + 1
+
+    @property
+    def fits(self) -> bool:
+        return self.step % self.arguments["log_every_n_steps"] == 0
+
+    def is_due(self) -> bool:
+        interval, every = self.arguments["val_check_interval"], self.arguments["check_val_every_n_epoch"]
+        if every is not None and (self.epoch + 1) % every:
+            return False
+        if interval == 1.0 and isinstance(interval, float):
+            return self.batch == self.num - 1
+        period = interval if isinstance(interval, int) else max(1, int(self.num * interval))
+        return (self.total if every is None else self.batch + 1) % period == 0
+
+    def log(self, row: int | None) -> None:
+        if row is not None and not self.sanity_check:
+            self.hook("on_log", row)
+
+
+def run_trainer(
+    train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any
+) -> tuple[list[Event], float, jl.Trainer]:
+    """Train for real; returns the order of the calls, the weight and the Trainer."""
+    events: list[Event] = []
+
+    def of_callback(name: str) -> Callable[..., Any]:
+        def call(self: Any, trainer: jl.Trainer, *args: Any) -> int | None:
+            found = (args[1],) if name == "on_log" else indices_of(args)
+            events.append((name, found, trainer.current_epoch, trainer.global_step))
+            return -1 if name == "on_train_batch_start" and skip(trainer.current_epoch, args[2]) else None
+
+        return call
+
+    def noting(name: str, value: Any) -> Callable[..., Any]:
+        return lambda self: (events.append((name, (), 0, 0)), value() if callable(value) else value)[1]
+
+    def step(self: Any, batch: Any) -> Any:
+        loss = jnp.mean(self.error(batch) ** 2)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    members = {
+        "configure_callbacks": noting("configure_callbacks", []),
+        "prepare_data": noting("prepare_data", None),
+        "train_dataloader": noting("train_dataloader", numbered(train)),
+        "configure_optimizers": noting("configure_optimizers", lambda: Mean().configure_optimizers()),
+    }
+    if val:
+        members["val_dataloader"] = noting("val_dataloader", [numbered(n) for n in val])
+    keep = type("Keep", (jl.Callback,), {name: of_callback(name) for name in HOOKS})()
+    model = module(step, **members)
+    # Without checkpoints, whose hooks come when a file is written.
+    trainer = fit(model, None, None, keep, enable_checkpointing=False, **arguments)
+    return events, float(model.w[...][0]), trainer
+
+
+def draw_case(seed: int) -> dict[str, Any]:
+    """Draw a legal combination of the arguments."""
+    rng = random.Random(seed)
+    train = rng.randint(1, 5)
+    limit = rng.choice([1.0, 1.0, 0.5 if train > 1 else 1.0, rng.randint(1, 6)])
+    num = min(train, limit) if isinstance(limit, int) else int(train * limit)
+    every = rng.choice([1, 1, 2, 3, None])
+    return {
+        "train": train,
+        "val": [rng.randint(1, 4) for _ in range(rng.choice([0, 1, 1, 2, 3]))],
+        "max_epochs": rng.choice([1, 2, 3, 4]),
+        "max_steps": rng.choice([-1, -1, -1, 1, 3, 4, 7]),
+        "accumulate_grad_batches": rng.choice([1, 2, 3]),
+        # An interval in batches must fit into an epoch, unless it is counted across epochs; a fraction is not.
+        "val_check_interval": rng.randint(1, 7) if every is None else rng.choice([1.0, 0.5, 0.34, rng.randint(1, num)]),
+        "check_val_every_n_epoch": every,
+        "limit_train_batches": limit,
+        "limit_val_batches": rng.choice([1.0, 1.0, 1, 2]),
+        "num_sanity_val_steps": rng.choice([-1, 0, 1, 2]),
+        "log_every_n_steps": rng.choice([1, 2, 3]),
+    }
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "validation at the end of each epoch": {},
+    "validation inside the epoch": {"val_check_interval": 2, "train": 5},
+    "two validation loaders": {"val": [2, 1]},
+    "no sanity check": {"num_sanity_val_steps": 0},
+    "the rest of an epoch skipped": {"skip": lambda epoch, batch: (epoch, batch) == (0, 2)},
+    "rows every second step": {"log_every_n_steps": 2, "train": 5},
+    **{f"drawn {seed}": draw_case(seed) for seed in range(25)},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_hooks_come_as_the_docstring_of_callback_says_and_training_takes_its_windows(case: dict[str, Any]) -> None:
+    case = DEFAULTS | {"train": 3, "val": [2], "skip": lambda *_: False} | case
+    program, (events, weight, trainer) = Program(**case), run_trainer(**case)
+    # Where max_steps cuts an epoch its place is not over, which the program says in a comment only.
+    left_out = ("on_safe_point",) if case["max_steps"] > 0 else ()
+    without = lambda found: [e if e[0] != "on_safe_point" else e[:2] for e in found if e[0] not in left_out]  # noqa: E731
+    assert without(events) == without(program.events)
+    assert weight == pytest.approx(mean(program.windows), rel=1e-6)
+    assert (trainer.current_epoch, trainer.global_step) == program.events[-1][2:]
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0}])
+def test_where_there_is_nothing_to_train_no_train_hook_comes(limit: dict[str, Any]) -> None:
+    journal = Journal()
+    fit(Mean(), numbered(2), numbered(1), journal, num_sanity_val_steps=0, **limit)
+    assert journal.names == ["setup", "on_fit_start", "on_fit_end", "teardown"]
+
+
+def test_the_docstring_names_every_hook_of_a_fit() -> None:
+    of_fit = {name for name in HOOKS if not re.search("test|predict", name)} - {"on_log", "on_trace"}
+    assert of_fit <= set(re.findall(r"\w+", pseudocode()))  # the two are called by `log`
+
+
+# Owners ----------------------------------------------------------------------------------------------------
+
+OF_A_FIT = [name for name in HOOKS if not re.search("exception|on_log|on_trace|test|predict|checkpoint", name)]
+
+
+def test_each_hook_of_a_callback_comes_just_before_that_of_the_module() -> None:
+    called: list[tuple[str, str]] = []
+    note = lambda who, name: lambda *args: called.append((who, name))  # noqa: E731
+    early = hooks(**{name: note("callback", name) for name in OF_A_FIT})
+    model = module(**{name: note("module", name) for name in OF_A_FIT})
+    fit(model, numbered(2), numbered(1), early, max_epochs=2)
+    assert {name for _, name in called} == set(OF_A_FIT)
+    assert [who for who, _ in called] == ["callback", "module"] * (len(called) // 2)
+    assert [name for who, name in called if who == "callback"] == [name for who, name in called if who == "module"]
+
+
+def test_hooks_are_given_the_host_batch_as_it_came_and_those_of_a_module_no_trainer() -> None:
+    got: list[Any] = []
+    model = module(
+        setup=lambda self, stage: got.append(stage),
+        on_train_batch_end=lambda self, outputs, batch, batch_idx: got.append(
+            (float(outputs["loss"]), batch, batch_idx)
+        ),
+    )
+    batches = numbered(3)
+    seen: list[Any] = []
+    keep = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: seen.append(batch))
+    fit(model, batches, None, keep, strategy="ddp")
+    assert got[0] == "fit" and [i for *_, i in got[1:]] == [0, 1, 2]
+    assert got[1][0] == pytest.approx(1.0) and got[2][0] == pytest.approx((2 - 0.5) ** 2)
+    for found in (seen, [batch for _, batch, _ in got[1:]]):
+        assert all(batch["x"] is given["x"] for batch, given in zip(found, batches, strict=True))
+
+
+def test_callbacks_that_run_last_come_after_the_module_at_epoch_ends_and_safe_points_only() -> None:
+    late, early = ("on_train_epoch_end", "on_safe_point"), ("on_train_end", "on_fit_end")
+    called: dict[str, list[str]] = {hook: [] for hook in (*late, *early)}
+    note = lambda hook, name: lambda *_: called[hook].append(name)  # noqa: E731
+
+    def named(name: str, last: bool) -> jl.Callback:
+        made = hooks(
+            on_safe_point=lambda trainer, module, epoch_over, training_over: called["on_safe_point"].append(name),
+            **{hook: note(hook, name) for hook in called if hook != "on_safe_point"},
+        )
+        made.runs_last = last
+        return made
+
+    order = [("last 1", True), ("first 1", False), ("last 2", True), ("first 2", False)]
+    model = module(**{hook: note(hook, "module") for hook in called})
+    fit(model, numbered(1), None, *[named(*each) for each in order], enable_checkpointing=False)
+    for hook in late:
+        assert called[hook] == ["first 1", "first 2", "module", "last 1", "last 2"], hook
+    for hook in early:
+        assert called[hook] == ["last 1", "first 1", "last 2", "first 2", "module"], hook
+
+
+@pytest.mark.parametrize("owner", ["callback", "module"])
+def test_a_batch_hook_may_leave_out_dataloader_idx(owner: str) -> None:
+    called: list[int] = []
+    if owner == "callback":
+        callback = hooks(
+            on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: called.append(batch_idx)
+        )
+        make_trainer(callback).validate(Mean(), numbered(2))
+    else:
+        hook = lambda self, outputs, batch, batch_idx: called.append(batch_idx)  # noqa: E731
+        make_trainer().validate(module(on_validation_batch_end=hook), numbered(2))
+    assert called == [0, 1]
+
+
+def test_a_hook_with_a_wrong_signature_is_refused_before_anything_runs() -> None:
+    started: list[str] = []
+    wrong = hooks(
+        setup=lambda trainer, module, stage: started.append(stage),
+        on_train_batch_end=lambda trainer, module, outputs: None,
+    )
+    words = r"Made\.on_train_batch_end\(trainer, module, outputs\) is called with .*batch_idx"
+    fit_refuses(ModuleError, words, "Give it these arguments", callbacks=[wrong])
+    assert started == []
+
+
+GONE = {
+    "on_before_backward": "trace_step",
+    "on_after_backward": "trace_step",
+    "on_before_zero_grad": "configure_optimizers",
+    "on_before_optimizer_step": "optax.chain",
+    "optimizer_step": "configure_optimizers",
+    "lr_scheduler_step": "optax",
+    "configure_gradient_clipping": "gradient_clip_val",
+    "configure_model": r"jl\.lazy",
+    "transfer_batch_to_device": "shard_batch",
+    "on_after_batch_transfer": "on_before_batch_transfer",
+    "on_validation_model_eval": r"eval\(\)",
+    "on_predict_model_train": r"train\(\)",
+    "on_validation_model_zero_grad": "no gradients",
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "end of the step",
+    "trace_step": "Callback",
+    "on_trace": "Callback",
+}
+
+
+@pytest.mark.parametrize("hook", GONE)
+def test_a_hook_that_nothing_calls_is_refused_with_what_does_its_work(hook: str) -> None:
+    model = module(**{hook: lambda self, *args: None})
+    fit_refuses(ModuleError, rf"Made\.{hook} would never be called", GONE[hook], model=model)
+
+
+def test_manual_optimization_is_refused() -> None:
+    words = (r"Made\.automatic_optimization = False", r"jl\.compile_step")
+    fit_refuses(ModuleError, *words, model=module(automatic_optimization=False))
+
+
+# Errors ----------------------------------------------------------------------------------------------------
+
+RAISING = [name for name in HOOKS if not re.search("test|predict|exception|teardown|checkpoint", name)]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("hook", RAISING)
+def test_after_an_error_in_a_hook_every_callback_gets_on_exception_and_teardown(hook: str) -> None:
+    told: list[tuple[str, Any]] = []
+    listens = lambda: hooks(  # noqa: E731
+        on_exception=lambda trainer, module, exception: told.append(("on_exception", exception)),
+        teardown=lambda trainer, module, stage: told.append(("teardown", stage)),
+    )
+    failing = hooks(trace_step=lambda *_: {"one": jnp.ones(())}, **{hook: raising(RuntimeError("the first"))})
+    with pytest.raises(RuntimeError, match="the first") as raised:
+        fit(Mean(), numbered(3), numbered(2), listens(), failing, listens(), log_every_n_steps=1)
+    assert told == [("on_exception", raised.value)] * 2 + [("teardown", "fit")] * 2
+
+
+def bad_loader() -> Any:
+    yield from numbered(2)
+    raise RuntimeError("the first")
+
+
+@pytest.mark.parametrize("where", ["step", "loader", "validate", "test", "predict"])
+def test_an_error_elsewhere_reaches_on_exception_and_teardown(where: str) -> None:
+    journal, fail = Journal(), raising(RuntimeError("the first"))
+    stage = {"validate": "validation"}.get(where, where)
+    trainer = make_trainer(
+        journal, hooks(**({f"on_{stage}_batch_end": fail} if where in ("validate", "test", "predict") else {}))
+    )
+    with pytest.raises(RuntimeError, match="the first"):
+        if where in ("validate", "test", "predict"):
+            getattr(trainer, where)(Mean(), numbered(1))
+        else:
+            trainer.fit(module(fail) if where == "step" else Mean(), numbered(1) if where == "step" else bad_loader())
+    assert [name for name in journal.names if "checkpoint" not in name][-2:] == ["on_exception", "teardown"]
+
+
+@pytest.mark.parametrize("second", [KeyboardInterrupt("late"), ValueError("late")], ids=["interrupt", "error"])
+@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
+def test_an_error_in_the_handling_of_an_error_neither_hides_the_first_nor_skips_others(
+    hook: str, second: BaseException
+) -> None:
+    journal, model = Journal(), Mean()
+    failing = hooks(on_train_end=raising(RuntimeError("the first")), **{hook: raising(second)})
+    with pytest.raises(RuntimeError, match="the first") as raised:
+        fit(model, numbered(2), None, failing, journal)
+    assert [name for name in journal.names if "checkpoint" not in name][-2:] == ["on_exception", "teardown"]
+    assert any(
+        "late" in note and f"Made.{hook} raised as well: {type(second).__name__}" in note
+        for note in raised.value.__notes__
+    )
+    assert float(model.w[...][0]) == 1.25  # it holds what was trained
+
+
+@pytest.mark.parametrize("error", [SystemExit, ValueError])
+def test_an_error_in_a_teardown_alone_is_raised_after_the_others(error: type[BaseException]) -> None:
+    journal = Journal()
+    with pytest.raises(error, match="late"):
+        fit(Mean(), numbered(1), None, hooks(teardown=raising(error("late"))), journal)
+    assert journal.names[-1] == "teardown" and "on_exception" not in journal.names
+
+
+def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
+    def survive(trainer: jl.Trainer, module: Any) -> None:
+        with pytest.raises(RuntimeError, match="inside"):
+            trainer.save_checkpoint("kept")
+        module.log("after", 1.0)  # as on_train_epoch_end may, and on_save_checkpoint may not
+
+    inner = hooks(on_save_checkpoint=raising(RuntimeError("inside")))
+    trainer = fit(Mean(), numbered(1), None, hooks(on_train_epoch_end=survive), inner, enable_checkpointing=False)
+    assert trainer.callback_metrics["after"] == 1.0
+
+
+def test_an_answer_of_minus_one_in_any_integer_type_skips_and_nothing_else_does() -> None:
+    for answer, steps in ((-1, 0), (np.int64(-1), 0), (0, 2), (True, 2), ("-1", 2), (-1.0, 2)):
+        skip = hooks(on_train_batch_start=lambda *_, a=answer: a)
+        assert fit(Mean(), numbered(2), None, skip).global_step == steps, answer

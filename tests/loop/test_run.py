@@ -1,0 +1,424 @@
+"""Every argument that limits a loop, alone and together, against a model of the loop in plain Python."""
+
+import datetime
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from kit.batches import ROWS, Stream, numbered
+from kit.by_hand import mean
+from kit.journal import Journal, at_batch, hooks
+from kit.modules import Mean, module
+from kit.refusals import fit_refuses, warnings_of
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+
+
+def weight(model: Any) -> float:
+    return float(model.w[...][0])
+
+
+def validations(journal: Journal) -> list[int]:
+    """Return the steps at which validations began."""
+    return [step for *_, step in journal.named("on_validation_start")]
+
+
+# Limits in batches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "of_5", "of_3"), [(1, 1, 1), (4, 4, 3), (0.4, 2, 1), (1.0, 5, 3)])
+def test_a_limit_is_a_count_or_a_floored_fraction_in_every_stage_and_of_each_loader(
+    limit: float, of_5: int, of_3: int
+) -> None:
+    journal, model = Journal(), Mean()
+    limits = {f"limit_{stage}_batches": limit for stage in ("train", "val", "test", "predict")}
+    trainer = make_trainer(journal, max_epochs=2, num_sanity_val_steps=0, **limits)
+    loaders = [numbered(5, 11), numbered(3, 21)]
+    trainer.fit(model, numbered(5), loaders)
+    tested, predicted = trainer.test(model, loaders), trainer.predict(model, loaders)
+    trained, both = list(range(1, 1 + of_5)), [*range(11, 11 + of_5), *range(21, 21 + of_3)]
+    stages = {"train": trained * 2, "validation": both * 2, "test": both, "predict": both, "sanity": []}
+    assert journal.batches == stages
+    w = mean([[k] for k in trained * 2])
+    assert weight(model) == pytest.approx(w, rel=1e-6)
+    means = [11 + (of_5 - 1) / 2 - w, 21 + (of_3 - 1) / 2 - w]
+    assert tested == [{f"test/dataloader_idx_{i}": pytest.approx(x, rel=1e-6)} for i, x in enumerate(means)]
+    found = [[float(x[0, 0] + w) for x in outputs] for outputs in predicted]
+    assert found == [pytest.approx(range(11, 11 + of_5)), pytest.approx(range(21, 21 + of_3))]
+
+
+def test_each_stage_has_its_own_limit_and_0_leaves_it_without_batches() -> None:
+    for limits in ((4, 3, 2, 1), (2, 1, 0, 0)):
+        journal, model = Journal(), Mean()
+        names = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+        trainer = make_trainer(journal, num_sanity_val_steps=0, **dict(zip(names, limits, strict=True)))
+        trainer.fit(model, numbered(5), numbered(5))
+        for verb in ("validate", "test", "predict"):
+            getattr(trainer, verb)(model, numbered(5))
+        counts = {stage: len(found) for stage, found in journal.batches.items()}
+        expected = (limits[0], 2 * limits[1], *limits[2:], 0)
+        assert counts == dict(zip(("train", "validation", "test", "predict", "sanity"), expected, strict=True))
+
+
+@pytest.mark.parametrize(("overfit", "count"), [(2, 2), (0.5, 3)])
+def test_overfit_batches_takes_the_same_unshuffled_batches_every_epoch_and_validates_on_as_many(
+    overfit: float, count: int
+) -> None:
+    journal, model = Journal(), Mean()
+    rows = {"x": np.repeat(np.arange(1, 7, dtype=np.float32), ROWS)[:, None]}
+    loader = jl.ArrayLoader(rows, ROWS, shuffle=True, seed=3)
+    before = [batch["x"].tolist() for batch in loader]
+    arguments = {"max_epochs": 3, "overfit_batches": overfit, "num_sanity_val_steps": 0}
+    fit(model, loader, numbered(6, 31), journal, **arguments)
+    assert journal.batches["train"] == list(range(1, 1 + count)) * 3
+    assert journal.batches["validation"] == list(range(31, 31 + count)) * 3
+    assert weight(model) == pytest.approx(mean([[k] for k in range(1, 1 + count)] * 3), rel=1e-6)
+    assert [batch["x"].tolist() for batch in loader] == before  # the caller's loader still shuffles
+
+
+def test_overfit_batches_takes_the_same_batches_of_a_loader_that_shuffles_itself() -> None:
+    journal, count = Journal(), itertools.count()
+    endless = Stream({"x": np.full((ROWS, 1), n, np.float32)} for n in count)  # type: ignore[arg-type]
+    fit(Mean(), endless, None, journal, overfit_batches=2, max_epochs=3)
+    assert journal.batches["train"] == [0, 1] * 3
+
+
+@pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])
+def test_fast_dev_run_takes_that_many_batches_of_everything_once(given: int, count: int) -> None:
+    journal, model = Journal(), Mean()
+    once = {"max_epochs": 7, "val_check_interval": 0.25, "check_val_every_n_epoch": 5, "min_epochs": 3}
+    trainer = make_trainer(journal, fast_dev_run=given, **once)
+    trainer.fit(model, numbered(5), [numbered(5, 11), numbered(2, 21)])
+    for first, verb in zip((31, 41, 51), ("validate", "test", "predict"), strict=True):
+        getattr(trainer, verb)(model, numbered(5, first))
+    in_fit = [*range(11, 11 + count), *range(21, 21 + min(count, 2))]
+    assert journal.batches == {
+        "train": list(range(1, 1 + count)),
+        "validation": [*in_fit, *range(31, 31 + count)],
+        "test": list(range(41, 41 + count)),
+        "predict": list(range(51, 51 + count)),
+        "sanity": [],
+    }
+    assert (trainer.current_epoch, trainer.global_step) == (1, count)
+
+
+def test_fast_dev_run_leaves_out_loggers_early_stopping_and_files(tmp_path: Any) -> None:
+    rows: list[int] = []
+    own = hooks(on_log=lambda trainer, values, step: rows.append(step))
+    brings = module(configure_callbacks=lambda self: [jl.callbacks.EarlyStopping("no such metric")])
+    for logger in (jl.callbacks.CSVLogger(), own):
+        stopping, journal = jl.callbacks.EarlyStopping("no such metric"), Journal()
+        folder = tmp_path / "run"
+        arguments = {"fast_dev_run": True, "logger": logger, "log_every_n_steps": 1, "default_root_dir": folder}
+        trainer = fit(brings, numbered(3), numbered(3), stopping, journal, **arguments)
+        assert trainer.loggers == [] and trainer.early_stopping_callback is None and journal.names
+        assert not folder.exists()
+    assert rows == []
+
+
+def test_fast_dev_run_false_or_0_is_no_limit() -> None:
+    for off in (False, 0):
+        fit_refuses(ArgumentError, "no limit", fast_dev_run=off)
+
+
+# When validation comes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "epochs", "arguments", "after"),
+    [
+        (6, 1, {"val_check_interval": 0.5}, [3, 6]),
+        (6, 2, {"val_check_interval": 2}, [2, 4, 6, 8, 10, 12]),
+        (6, 2, {"val_check_interval": 4}, [4, 10]),
+        (6, 2, {"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12]),
+        (3, 3, {"val_check_interval": 5, "check_val_every_n_epoch": None}, [5]),
+        (3, 4, {"check_val_every_n_epoch": 2}, [6, 12]),
+        (4, 4, {"check_val_every_n_epoch": 2, "val_check_interval": 0.5}, [6, 8, 14, 16]),
+        (5, 1, {"val_check_interval": 0.3}, [1, 2, 3, 4, 5]),
+        (5, 1, {"val_check_interval": 0.7}, [3]),
+        (6, 1, {"val_check_interval": 0.5, "limit_train_batches": 4}, [2, 4]),
+        (3, 2, {"val_check_interval": 1.0}, [3, 6]),
+        (4, 1, {"val_check_interval": 1, "accumulate_grad_batches": 3}, [1, 2, 3, 4]),
+    ],
+)
+def test_validation_comes_after_the_batches_that_the_interval_names(
+    batches: int, epochs: int, arguments: dict[str, Any], after: list[int]
+) -> None:
+    done, found = [], []
+    watch = hooks(
+        on_train_batch_end=lambda *args: done.append(args[-1]), on_validation_start=lambda *_: found.append(len(done))
+    )
+    arguments = {"max_epochs": epochs, "num_sanity_val_steps": 0} | arguments
+    fit(Mean(), numbered(batches), numbered(1), watch, **arguments)
+    assert found == after and len(done) == epochs * min(batches, arguments.get("limit_train_batches", batches))
+
+
+class Clock:
+    """A clock that only the test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> Callable[..., None]:
+        def tick(*_: Any) -> None:
+            self.now += seconds
+
+        return tick
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(time, "monotonic", fake)
+    return fake
+
+
+# How long a batch and a validation take, the interval and other arguments, and at which steps it validates.
+BY_CLOCK = [
+    # 2 seconds are over at 2.4; each validation begins them anew: 4.8, 7.2.
+    *((0.8, 0, x, {}, 5, [3, 6, 9]) for x in ("00:00:00:02", {"seconds": 2}, datetime.timedelta(seconds=2))),
+    (3, 0, {"seconds": 2}, {"max_epochs": 4, "check_val_every_n_epoch": 2}, 2, [3, 4, 7, 8]),
+    (1, 10, {"seconds": 3}, {"max_epochs": 1}, 7, [3, 6]),  # one longer than it does not come after every batch
+]
+
+
+@pytest.mark.parametrize(("batch", "validation", "interval", "arguments", "count", "at"), BY_CLOCK)
+def test_a_duration_between_validations_is_counted_by_the_clock_across_epochs(
+    clock: Clock, batch: float, validation: float, interval: Any, arguments: Any, count: int, at: list[int]
+) -> None:
+    journal = Journal()
+    tick = hooks(on_train_batch_end=clock.advance(batch), on_validation_batch_end=clock.advance(validation))
+    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": interval} | arguments
+    fit(Mean(), numbered(count), numbered(1), tick, journal, **BARE, **arguments)
+    assert validations(journal) == at
+
+
+# max_time, min_epochs, min_steps, max_steps ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_time", "seconds"),
+    [
+        ("00:00:01:00", 25),
+        ({"hours": 1, "seconds": 30}, 1500),
+        ("01:00:00:00", 40_000),
+        (datetime.timedelta(seconds=60), 20),
+    ],
+)
+def test_max_time_ends_after_the_batch_in_which_it_is_over_and_a_last_validation(
+    clock: Clock, max_time: Any, seconds: float
+) -> None:
+    journal = Journal()
+    tick = hooks(on_train_batch_end=clock.advance(seconds))
+    arguments = {"max_epochs": None, "max_time": max_time, "num_sanity_val_steps": 0} | BARE
+    trainer = fit(Mean(), numbered(2), numbered(1), tick, journal, **arguments)
+    # Every case is over in the third batch: the first of the second epoch.
+    assert journal.named("on_validation_start") == [(None, None, 0, 2), (None, None, 1, 3)]
+    assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 3, True)
+    assert trainer.stop_reason.startswith("max_time")
+
+
+def test_max_time_counts_from_the_start_of_each_fit_and_0_ends_after_one_batch(clock: Clock) -> None:
+    tick = hooks(on_train_batch_end=clock.advance(1))
+    trainer = make_trainer(tick, max_epochs=None, max_time={"seconds": 2}, **BARE)
+    for _ in range(2):
+        trainer.fit(Mean(), numbered(5))
+        assert trainer.global_step == 2
+        clock.now += 100
+    assert fit(Mean(), numbered(5), max_epochs=None, max_time={"seconds": 0}, **BARE).global_step == 1
+
+
+def test_max_time_ends_a_training_whose_epochs_are_all_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count()
+    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1)
+    trainer = make_trainer(skip, max_epochs=None, max_time=datetime.timedelta(seconds=5), **BARE)
+    monkeypatch.setattr(time, "monotonic", lambda: next(count))
+    trainer.fit(Mean(), numbered(3))
+    assert trainer.global_step == 0 and trainer.stop_reason.startswith("max_time")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "epochs", "steps"),
+    [
+        ({}, 1, 2),
+        ({"min_epochs": 1}, 1, 3),
+        ({"min_epochs": 2}, 2, 6),
+        ({"min_steps": 5, "min_epochs": 0}, 2, 5),
+        ({"min_steps": 2, "min_epochs": 0}, 1, 2),
+        ({"min_steps": 2}, 1, 3),  # a least number of steps alone also keeps the first epoch going
+        ({"min_steps": 4, "min_epochs": 2}, 2, 6),
+        ({"min_steps": 7, "min_epochs": 2}, 3, 7),
+        ({"min_epochs": 9, "max_epochs": 9, "max_steps": 4}, 2, 4),
+        ({"min_steps": 4, "max_steps": 4}, 2, 4),
+        ({"min_steps": 3, "min_epochs": 0, "accumulate_grad_batches": 2}, 2, 3),
+    ],
+)
+def test_a_stop_waits_for_min_epochs_and_min_steps(arguments: dict[str, Any], epochs: int, steps: int) -> None:
+    asked = at_batch(1, lambda trainer, module: trainer.stop("early"))
+    trainer = fit(Mean(), numbered(3), None, asked, **({"max_epochs": 9} | arguments))
+    assert (trainer.current_epoch, trainer.global_step) == (epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "max_steps", "batches", "windows"),
+    [
+        (1, 4, [1, 2, 3, 4], [[1], [2], [3], [4]]),
+        (1, 7, [1, 2, 3, 4, 5, 1, 2], [[1], [2], [3], [4], [5], [1], [2]]),
+        (3, 1, [1, 2, 3], [[1, 2, 3]]),
+        (3, 2, [1, 2, 3, 4, 5], [[1, 2, 3], [4, 5]]),
+        (3, 3, [1, 2, 3, 4, 5, 1, 2, 3], [[1, 2, 3], [4, 5], [1, 2, 3]]),
+        (9, 1, [1, 2, 3, 4, 5], [[1, 2, 3, 4, 5]]),
+    ],
+)
+def test_max_steps_counts_optimizer_steps_and_ends_at_once(
+    accumulate: int, max_steps: int, batches: list[int], windows: list[list[int]]
+) -> None:
+    journal, model = Journal(), Mean()
+    arguments = {"max_epochs": None, "max_steps": max_steps, "accumulate_grad_batches": accumulate}
+    trainer = fit(model, numbered(5), numbered(1), journal, num_sanity_val_steps=0, **arguments)
+    assert journal.batches["train"] == batches and trainer.global_step == int(trainer.state.step) == max_steps
+    assert weight(model) == pytest.approx(mean(windows), rel=1e-6)
+    assert len(validations(journal)) == len(batches) // 5  # only an epoch that ended is validated
+    assert len(journal.named("on_train_epoch_end")) == trainer.current_epoch == -(-len(batches) // 5)
+
+
+# Loaders that are made again -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+@pytest.mark.parametrize(("every", "at"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (9, [0])])
+def test_loader_hooks_are_asked_again_every_n_epochs(every: int, at: list[int], owner: str) -> None:
+    asked: dict[str, list[int]] = {"train": [], "val": []}
+
+    def loader(stage: str, first: int) -> Callable[[Any], Any]:
+        def load(self: Any) -> Any:
+            asked[stage].append(self.trainer.current_epoch)
+            return numbered(1, first + self.trainer.current_epoch)
+
+        return load
+
+    loads = {"train_dataloader": loader("train", 1), "val_dataloader": loader("val", 11)}
+    journal, model = Journal(), module(**(loads if owner == "module" else {}))
+    given = {"datamodule": type("Data", (jl.DataModule,), loads)()} if owner == "datamodule" else {}
+    arguments = {"reload_dataloaders_every_n_epochs": every, "num_sanity_val_steps": 0, "max_epochs": 5}
+    fit(model, None, None, journal, **arguments, **given)
+    assert asked == {"train": at, "val": at}
+    loaded = [max(epoch for epoch in at if epoch <= e) for e in range(5)]
+    assert journal.batches["train"] == [1 + epoch for epoch in loaded]
+    assert journal.batches["validation"] == [11 + epoch for epoch in loaded]
+    assert weight(model) == pytest.approx(mean([[1 + epoch] for epoch in loaded]), rel=1e-6)
+
+
+def test_a_reloaded_loader_may_have_another_length() -> None:
+    lengths: list[Any] = []
+    journal = Journal()
+    watch = hooks(on_train_epoch_start=lambda trainer, module: lengths.append(trainer.num_training_batches))
+    model = module(train_dataloader=lambda self: numbered(2 + 2 * self.trainer.current_epoch))
+    arguments = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
+    fit(model, None, numbered(1), watch, journal, max_epochs=2, **arguments)
+    assert lengths == [2, 4]
+    assert validations(journal) == [1, 2, 4, 6]
+
+
+# Counts ----------------------------------------------------------------------------------------------------
+
+
+def test_batch_counts_are_there_before_the_first_hook_that_may_ask() -> None:
+    seen: list[Any] = []
+    look = hooks(
+        on_fit_start=lambda trainer, module: seen.append((trainer.num_training_batches, trainer.num_val_batches))
+    )
+    trainer = make_trainer(look, limit_train_batches=0.5, limit_val_batches=2)
+    trainer.fit(Mean(), numbered(5), [numbered(3), numbered(1)])
+    trainer.fit(Mean(), numbered(4))
+    assert seen == [(2, [2, 1]), (2, [])]
+    assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "epochs"),
+    [
+        ({"max_epochs": 3}, 15, 3),
+        ({"max_epochs": 3, "accumulate_grad_batches": 2}, 9, 3),
+        ({"max_epochs": 3, "max_steps": 4}, 4, 1),
+        ({"max_epochs": 1, "max_steps": 40}, 5, 1),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 6, 3),
+        ({"max_epochs": 3, "limit_train_batches": 3, "accumulate_grad_batches": 2}, 6, 3),
+        ({"max_epochs": None, "max_steps": 7}, 7, 2),
+        ({"max_epochs": -1, "max_steps": 4, "accumulate_grad_batches": 2}, 4, 2),
+        ({"max_epochs": 2, "overfit_batches": 3}, 6, 2),
+        ({"fast_dev_run": 2}, 2, 1),
+    ],
+)
+def test_estimated_stepping_batches_are_the_steps_that_fit_then_takes(
+    arguments: dict[str, Any], steps: int, epochs: int
+) -> None:
+    asked: list[Any] = []
+
+    def configure(self: Any) -> Any:
+        asked.append(self.trainer.estimated_stepping_batches)
+        return Mean.configure_optimizers(self)
+
+    trainer = fit(module(configure_optimizers=configure), numbered(5), **arguments)
+    assert asked == [steps] and (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("loader", "arguments", "expected"),
+    [
+        (Stream(numbered(4)), {"max_epochs": 2}, float("inf")),
+        (Stream(numbered(4)), {"max_epochs": 2, "max_steps": 3}, 3),
+        (Stream(numbered(4)), {"max_epochs": 2, "limit_train_batches": 3}, 6),
+        (numbered(4), {"max_epochs": None, "max_time": "00:00:00:00"}, float("inf")),
+    ],
+    ids=["unknown", "max_steps", "limit", "max_time"],
+)
+def test_estimated_stepping_batches_are_infinite_where_nothing_bounds_them(
+    loader: Any, arguments: dict[str, Any], expected: float
+) -> None:
+    told: list[float] = []
+    look = lambda self, stage: told.append(self.trainer.estimated_stepping_batches)  # noqa: E731
+    fit(module(on_fit_start=lambda self: look(self, "fit")), loader, **arguments)
+    assert told == [expected]
+
+
+def test_a_skipped_last_batch_is_not_told_as_short(caplog: pytest.LogCaptureFixture) -> None:
+    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 2 else None)
+    fit(Mean(), numbered(3), None, skip)
+    assert warnings_of(caplog) == []
+
+
+# Debugging -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "debug", "eager"),
+    # Not eagerly a per-replica body: operation by operation that takes half a minute even on one device.
+    [(name, True, False) for name in STRATEGIES]
+    + [(name, False, True) for name in ("single", "fsdp", "simulate:2")]
+    + [("single", True, True)],
+)
+def test_debug_and_disable_jit_give_the_numbers_of_a_normal_run(strategy: str, debug: bool, eager: bool) -> None:
+    rows: list[Any] = []
+    watch = hooks(on_log=lambda trainer, values, step: rows.append((step, values)))
+    model, batches = Mean(), [*numbered(2), {"x": np.arange(5, dtype=np.float32)[:, None]}]
+    arguments = {"accumulate_grad_batches": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0, "debug": debug}
+    with jax.disable_jit(eager):
+        trainer = fit(model, batches, numbered(2, 3), watch, strategy=strategy, **arguments)
+    # A window of two batches, a window of the short one, and a validation, whose row comes beside that of its step.
+    w = 0.5 * (0.75 + 2.0)
+    expected = [
+        (0, pytest.approx({"loss": 2.5, "epoch": 0}, rel=1e-6)),
+        (1, pytest.approx({"val": 3.5 - w, "epoch": 0}, rel=1e-6)),
+        (1, pytest.approx({"loss": 2.0 + (2.0 - 0.75) ** 2, "epoch": 0}, rel=1e-6)),
+    ]
+    assert sorted(rows, key=lambda row: (row[0], "loss" in row[1])) == expected
+    assert weight(model) == pytest.approx(w, rel=1e-6) and trainer.global_step == 2

@@ -1,0 +1,274 @@
+"""The training loop: where it skips and stops, what it waits for, what a second fit begins from, what a step costs."""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import numbered, random
+from kit.by_hand import HandLoop, assert_same, mean
+from kit.journal import Journal, Rows, at_batch, hooks
+from kit.modules import Linear, Mean, module
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer
+
+import jaxlit as jl
+
+
+def weight(model: Any) -> float:
+    return float(model.w[...][0])
+
+
+# Stopping --------------------------------------------------------------------------------------------------
+
+BEFORE, ONE_BATCH, ONE_EPOCH, ALL = (0, 0), (1, 1), (1, 3), (3, 9)
+STOPPED = {
+    "setup": BEFORE,
+    "on_fit_start": BEFORE,
+    "on_sanity_check_start": BEFORE,
+    "on_sanity_check_end": BEFORE,
+    "on_train_start": BEFORE,
+    "on_train_epoch_start": (1, 0),
+    "on_train_batch_start": ONE_BATCH,
+    "on_train_batch_end": ONE_BATCH,
+    "on_log": (1, 2),  # a row comes one step late
+    "on_validation_start": ONE_EPOCH,
+    "on_validation_epoch_start": ONE_EPOCH,
+    "on_validation_batch_start": ONE_EPOCH,
+    "on_validation_batch_end": ONE_EPOCH,
+    "on_validation_epoch_end": ONE_EPOCH,
+    "on_validation_end": ONE_EPOCH,
+    "on_train_epoch_end": ONE_EPOCH,
+    "on_train_end": ALL,
+    "on_fit_end": ALL,
+    "teardown": ALL,
+}
+
+
+@pytest.mark.parametrize("hook", STOPPED)
+def test_stop_in_a_hook_ends_at_the_next_safe_place(hook: str) -> None:
+    journal = Journal()
+
+    def stop(trainer: jl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking or "sanity" in hook:
+            trainer.stop(hook)
+            trainer.stop("a second reason, which is not kept")
+
+    arguments = {"max_epochs": 3, "log_every_n_steps": 1}
+    trainer = fit(Mean(), numbered(3), numbered(2), hooks(**{hook: stop}), journal, **arguments)
+    epochs, steps = STOPPED[hook]
+    # An epoch that a stop has left without a batch does not count.
+    assert (trainer.current_epoch or epochs, trainer.global_step) == (epochs, steps)
+    assert (trainer.should_stop, trainer.stop_reason) == (True, hook)
+    started = hook not in ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end")
+    assert ("on_train_start" in journal.names) == ("on_train_end" in journal.names) == started
+    assert journal.names[-2:] == ["on_fit_end", "teardown"]
+    # Nothing is cut off: what has started ends, and is validated once an epoch at most.
+    for what in ("train_epoch", "train_batch", "validation", "validation_batch", "sanity_check"):
+        assert journal.names.count(f"on_{what}_start") == journal.names.count(f"on_{what}_end")
+    in_fit = [event for event in journal.named("on_validation_start") if event[-1] > 0]
+    assert len(in_fit) == (trainer.current_epoch if steps else 0)
+
+
+def test_a_stop_holds_for_one_fit() -> None:
+    trainer = make_trainer(max_epochs=2)
+    trainer.stop("before fit")
+    trainer.fit(Mean(), numbered(2))
+    assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 4, False)
+
+
+def test_a_stop_in_a_window_drops_it() -> None:
+    model = Mean()
+    stop = at_batch(3, lambda trainer, module: trainer.stop("now"))
+    trainer = fit(model, numbered(6), None, stop, max_epochs=3, accumulate_grad_batches=3)
+    assert (trainer.current_epoch, trainer.global_step) == (1, 1)
+    assert weight(model) == mean([[1, 2, 3]])
+
+
+# Skipping --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["module", "callback"])
+def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: str) -> None:
+    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 1 else None)
+    model = (
+        Mean() if owner == "callback" else module(on_train_batch_start=lambda self, batch, i: -1 if i == 1 else None)
+    )
+    # Every callback is asked, also behind the one that skips.
+    journals = [Journal(), Journal()]
+    callbacks = [journals[0], *([skip] if owner == "callback" else []), journals[1]]
+    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    trainer = fit(model, numbered(3), numbered(1), *callbacks, **arguments)
+    one = [
+        "on_train_epoch_start",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_safe_point",
+        "on_train_batch_start",
+    ]
+    epoch = [*one, "on_train_epoch_end", "on_safe_point"]  # it is not validated
+    expected = ["setup", "on_fit_start", "on_train_start", *epoch, *epoch, "on_train_end", "on_fit_end", "teardown"]
+    assert journals[0].names == journals[1].names == expected
+    assert (trainer.current_epoch, trainer.global_step) == (2, 2)
+    assert weight(model) == mean([[1], [1]])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strategy: str) -> None:
+    drops = lambda trainer, module, batch, i: -1 if (trainer.current_epoch, i) == (0, 3) else None  # noqa: E731
+    model, rows = Mean(), Rows()
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "strategy": strategy, "log_every_n_steps": 1}
+    trainer = fit(model, numbered(5), None, hooks(on_train_batch_start=drops), rows, **arguments)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 4)
+    assert weight(model) == pytest.approx(mean([[1, 2], [1, 2], [3, 4], [5]]), rel=1e-6)
+    w = mean([[1, 2]])
+    assert rows.of("loss")[1] == pytest.approx(((1 - w) ** 2 + (2 - w) ** 2) / 2, rel=1e-6)  # nothing of the batch 3
+
+
+def test_an_epoch_may_be_skipped_from_its_first_batch() -> None:
+    model, skip = Mean(), hooks(on_train_batch_start=lambda trainer, module, batch, i: -1)
+    trainer = fit(model, numbered(3), None, skip, max_epochs=2)
+    assert (trainer.current_epoch, trainer.global_step, weight(model)) == (2, 0, 0.0)
+
+
+# More than one fit -----------------------------------------------------------------------------------------
+
+
+def test_a_second_fit_of_a_trainer_is_that_of_a_fresh_one() -> None:
+    def run(trainer: jl.Trainer, journal: Journal, rows: Rows) -> tuple[Any, ...]:
+        journal.events.clear()
+        rows.rows.clear()
+        model = Mean()
+        trainer.fit(model, numbered(5, 2), numbered(2))
+        counts = (trainer.current_epoch, trainer.global_step, int(trainer.state.step))
+        return weight(model), counts, list(journal.events), list(rows.rows), dict(trainer.callback_metrics)
+
+    def make() -> tuple[jl.Trainer, Journal, Rows]:
+        journal, rows = Journal(), Rows()
+        arguments = {"max_steps": 4, "accumulate_grad_batches": 2, "log_every_n_steps": 1, "val_check_interval": 3}
+        arguments |= {"max_epochs": None, "check_val_every_n_epoch": None, "enable_checkpointing": False}
+        return make_trainer(journal, rows, **arguments), journal, rows
+
+    used = make()
+    used[0].fit(Mean(), numbered(4, 70), numbered(1))
+    assert run(*used) == run(*make())
+
+
+@pytest.mark.smoke
+def test_a_second_fit_trains_on_from_the_weights_with_a_fresh_optimizer_and_the_first_batch() -> None:
+    model, batches = Linear(), random(4)
+    loader = jl.ArrayLoader({key: np.concatenate([batch[key] for batch in batches]) for key in ("x", "y")}, 8)
+    trainer = make_trainer(max_epochs=None, max_steps=2)
+    for _ in range(2):
+        trainer.fit(model, loader)
+        assert (trainer.current_epoch, trainer.global_step) == (1, 2)
+    by_hand = HandLoop(Linear())(*batches[:2])
+    assert_same(model, HandLoop(by_hand.module)(*batches[:2]).module)
+
+
+def test_a_trainer_may_fit_again_after_an_error_from_the_weights_of_the_last_step() -> None:
+    failed: list[bool] = []
+
+    def fail(trainer: jl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1 and not failed:
+            failed.append(True)
+            raise RuntimeError("once")
+
+    model, trainer = Mean(), make_trainer(hooks(on_train_batch_end=fail))
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.fit(model, numbered(2))
+    assert weight(model) == mean([[1]])
+    trainer.fit(model, numbered(2))
+    assert weight(model) == mean([[1], [1], [2]])
+
+
+# Steps in flight -------------------------------------------------------------------------------------------
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
+    """Count how often a run of 24 batches waits for a result."""
+    found: list[int] = []
+    cls = type(jnp.zeros(()))
+    original = cls.block_until_ready
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "block_until_ready", lambda self: (found.append(1), original(self))[1])
+        trainer = make_trainer(log_every_n_steps=0, prefetch=0, nan_policy="ignore", **BARE, **arguments)
+        getattr(trainer, verb)(Mean(), numbered(24))
+    return len(found)
+
+
+@pytest.mark.parametrize(("limit", "times"), [(1, 24), (2, 23), (8, 5)])
+def test_the_loop_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = waits(monkeypatch, "fit", max_in_flight=100)
+    assert waits(monkeypatch, "fit", max_in_flight=limit) == free + times
+
+
+@pytest.mark.parametrize(("limit", "times"), [(2, 24), (8, 6)])
+def test_an_evaluation_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = waits(monkeypatch, "validate", max_in_flight=100)
+    assert waits(monkeypatch, "validate", max_in_flight=limit) == free + times
+
+
+# What a step costs -----------------------------------------------------------------------------------------
+
+
+class Profiled:
+    """A loader that reads the number of Python calls at two of its batches."""
+
+    def __init__(self, first: int, last: int, beside: str) -> None:
+        self.calls, self._beside = 0, beside
+        self._first, self._last, self._noted = first, last, {}
+
+    def count(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event == "call" and not frame.f_code.co_filename.startswith(self._beside)
+
+    def __iter__(self) -> Iterator[Any]:
+        for k, batch in enumerate(numbered(self._last + 1)):
+            self._noted[k] = self.calls
+            yield batch
+
+    @property
+    def per_step(self) -> float:
+        return (self._noted[self._last] - self._noted[self._first]) / (self._last - self._first)
+
+
+def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
+    """Count the Python calls of the steps 20 to 60, also those of helper threads.
+
+    On several devices without jax's own: to split one array over them jax alone makes more than a hundred.
+    """
+
+    def step(self: Any, batch: Any) -> jax.Array:
+        loss = jnp.mean(self.error(batch) ** 2)
+        for i in range(metrics):
+            self.log(f"metric_{i}", loss, on_step=True, on_epoch=True)
+        return loss
+
+    beside = "no file" if strategy == "single" else str(Path(jax.__file__).parent)
+    loader = Profiled(20, 60, beside)
+    trainer = make_trainer(strategy=strategy, log_every_n_steps=log_every, **BARE)
+    before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # jax has a hook in the collector
+    threading.setprofile(loader.count)
+    sys.setprofile(loader.count)
+    try:
+        trainer.fit(module(step), loader)
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        gc.enable()
+    assert trainer.global_step == 61
+    return loader.per_step
+
+
+@pytest.mark.parametrize(("strategy", "log_every"), [("single", 1000), ("single", 1), ("ddp", 1000)])
+def test_a_step_costs_at_most_60_python_calls_whatever_it_logs(strategy: str, log_every: int) -> None:
+    one, five = calls_per_step(strategy, 1, log_every), calls_per_step(strategy, 5, log_every)
+    assert one == five
+    assert 10 <= one <= 60  # fewer, and the counter has seen nothing

@@ -1,0 +1,77 @@
+"""Strategies by name: one that a user registers, the names that there are, and what `auto` chooses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from kit.batches import random
+from kit.inside import registered_strategies
+from kit.modules import Mean, Net
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+
+
+@pytest.fixture
+def columns() -> Iterator[type[jl.Strategy]]:
+    """Register a strategy for one test."""
+
+    @jl.register_strategy("columns")
+    class Columns(jl.Strategy):
+        """Split every matrix along its last dim."""
+
+        axis = "model"
+
+        def state_sharding(self, state: Any) -> Any:
+            def spec(x: Any) -> P:
+                return P(None, self.axis) if len(x.shape) == 2 and x.shape[1] % self.mesh.size == 0 else P()
+
+            return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
+
+    yield Columns
+    del registered_strategies["columns"]
+
+
+def test_a_users_strategy_trains_like_a_single_device(columns: Any) -> None:
+    build = lambda: Net(rngs=nnx.Rngs(0))  # noqa: E731
+    jl.testing.assert_same_training(build, random(), strategies=["columns", columns()], devices=(1, 8), max_epochs=2)
+    kernel = fit(build(), random(), strategy="columns").state.params["inner"]["kernel"]
+    assert kernel.sharding.spec == P(None, "model")
+    assert kernel.addressable_shards[0].data.shape == (3, 2)
+
+
+def test_a_name_is_registered_once(columns: Any) -> None:
+    for name in ("columns", "ddp"):
+        with pytest.raises(ValueError, match="the name is taken"):
+            jl.register_strategy(name)
+    with pytest.raises(TypeError, match=r"takes a subclass of jaxlit\.Strategy"):
+        jl.register_strategy("mine")(Mean)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, "SingleDevice"), (2, "DDP"), ("auto", "DDP")])
+def test_auto_is_single_on_one_device_and_ddp_on_more(devices: Any, expected: str) -> None:
+    strategy = make_trainer(strategy="auto", devices=devices).strategy
+    assert type(strategy).__name__ == expected
+    assert "(auto: " in strategy.describe()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP", "ShardMapDDP", "PMap"])
+def test_a_strategy_object_of_two_trainers_runs_on_the_devices_of_each(kind: str) -> None:
+    strategy, batches = getattr(jl.strategies, kind)(), random()
+    trainers = {count: make_trainer(strategy=strategy, devices=count) for count in (8, 2)}
+    weights = []
+    for count in (8, 2, 8):
+        model = Net(rngs=nnx.Rngs(0))
+        trainers[count].fit(model, batches)
+        weights.append(model.outer.kernel[...])
+        assert weights[-1].sharding.device_set == set(jax.devices()[:count])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    np.testing.assert_allclose(np.asarray(weights[0]), np.asarray(weights[1]), rtol=1e-4)
+    # A Trainer keeps its devices when another takes its strategy object.
+    found = trainers[2].apply(Net.predict_step, batches[0])
+    assert found.sharding.device_set == set(jax.devices()[:2])

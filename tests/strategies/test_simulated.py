@@ -1,0 +1,65 @@
+"""One data-parallel step three ways: n devices simulated on one, n devices, and a loop by hand over n shards."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from kit.batches import random
+from kit.by_hand import assert_same, params_of
+from kit.journal import Losses
+from kit.modules import Linear, module
+from kit.trainers import fit
+
+RATE = 0.1
+
+
+def loss_and_grads(params: Any, batch: dict[str, np.ndarray]) -> tuple[Any, Any]:
+    loss = lambda p: ((batch["x"] @ p["['kernel']"] + p["['bias']"] - batch["y"]) ** 2).mean()  # noqa: E731
+    return jax.value_and_grad(loss)(params)
+
+
+def shards_of(batch: Any, count: int) -> list[Any]:
+    return [jax.tree.map(lambda x, i=i: np.split(x, count)[i], batch) for i in range(count)]
+
+
+def by_hand(batches: list[Any], count: int) -> tuple[list[float], Any]:
+    """Train by a Python loop over shards: the mean of their gradients, one update a step."""
+    params, losses = params_of(Linear()), []
+    for batch in batches:
+        found = [loss_and_grads(params, shard) for shard in shards_of(batch, count)]
+        losses.append(float(np.mean([loss for loss, _ in found])))
+        params = jax.tree.map(lambda p, *g: p - RATE * sum(g) / count, params, *(grads for _, grads in found))
+    return losses, params
+
+
+def drifting(batch: Any, count: int) -> Any:
+    """Return what an update for each shard, in place of one for all, makes of the parameters."""
+    params = params_of(Linear())
+    for shard in shards_of(batch, count):
+        params = jax.tree.map(lambda p, g: p - RATE * g, params, loss_and_grads(params, shard)[1])
+    return params
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "count"),
+    [
+        ("simulate:1", "auto", 1),
+        ("simulate:4", "auto", 4),
+        ("shard_map", 4, 4),
+        ("pmap", 2, 2),
+        ("simulate:8", "auto", 8),
+    ],
+)
+def test_a_step_is_one_update_on_the_mean_of_the_shards(strategy: str, devices: Any, count: int) -> None:
+    model, losses, batches = module(base=Linear, tx=optax.sgd(RATE)), Losses(), random(4)
+    trainer = fit(model, batches, None, losses, strategy=strategy, devices=devices)
+    for shards in (count, 1):  # the full batch is the same
+        expected, params = by_hand(batches, shards)
+        np.testing.assert_allclose(losses.losses, expected, rtol=1e-5)
+        assert_same(model, params)
+    assert trainer.global_step == 4
+    if count > 1:
+        once = by_hand(batches[:1], count)[1]
+        assert np.abs(drifting(batches[0], count)["['kernel']"] - once["['kernel']"]).max() > 1e-2
