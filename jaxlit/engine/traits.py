@@ -1,6 +1,5 @@
 """What compiled programs were made of, beside the arrays that are given to them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,18 +63,18 @@ def _methods(module: TrainModule) -> list[Any]:
 
     The classes of the libraries below are left out: who changes these changes more than a module.
     """
-    kinds = dict.fromkeys(cls for _, node in nnx.iter_graph(module) for cls in type(node).__mro__)
-    own = [cls for cls in kinds if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    kinds = dict.fromkeys([type(node) for _, node in nnx.iter_graph(module)])
+    classes = dict.fromkeys([cls for kind in kinds for cls in kind.__mro__])
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _LIBRARIES]
     members = [member for cls in own for member in vars(cls).values()]
     return [part for member in members if hasattr(member, "__get__") for part in _parts(member)]
 
 
-def _parts(member: Any) -> Iterator[Any]:
-    """Yield a method and its code, also of one that is wrapped, by `property` or `jax.jit` say."""
-    yield member
+def _parts(member: Any) -> list[Any]:
+    """Return a method and its code, also of one that is wrapped, by `property` or `jax.jit` say."""
     # IPython's autoreload puts the new code into the old function, which stays the same object.
-    for function in (member, *(getattr(member, name, None) for name in ("__func__", "__wrapped__", "fget"))):
-        yield getattr(function, "__code__", None)
+    functions = [member, *[getattr(member, name, None) for name in ("__func__", "__wrapped__", "fget")]]
+    return [member, *[getattr(function, "__code__", None) for function in functions]]
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
