@@ -165,8 +165,6 @@ class Session:
 
     def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
         check_model(model, stage)
-        # Another Trainer with the same strategy object may have set it up for other devices.
-        self.strategy.use(self.settings.device_count)
         return self._engines.module_of(model, stage, loaders, self.settings)
 
     # A run ------------------------------------------------------------------------------------------

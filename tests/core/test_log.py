@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
     },
     "batch_size array": (lambda m, x: m.log("a", 1.0, batch_size=np.ones(2)), ("batch_size=", "must be a scalar")),
     **{
-        f"reduce_fx {fx!r}": (
+        f"reduce_fx {getattr(fx, '__name__', fx)}": (
             lambda m, x, f=fx: m.log("a", 1.0, reduce_fx=f),
             ("reduce_fx", "'mean', 'sum', 'min', 'max'"),
         )

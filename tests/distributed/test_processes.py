@@ -20,8 +20,8 @@ import pytest
 from flax import nnx
 from kit.inside import key_value_store
 from kit.processes import Ended, launch, say
+from kit.scale import Scale
 from kit.trainers import BARE
-from scale import Scale
 
 import jaxlit as jl
 from jaxlit.distributed.exchange import agree, fetch

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from kit.batches import Stream, numbered
+from kit.by_hand import mean
 from kit.checkpoints import names, state_of
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, module
@@ -150,12 +151,15 @@ def test_it_takes_no_checkpoint_of_an_earlier_fit() -> None:
         trainer.fit(Mean(), batches([1.0, 2.0, BAD, 4.0]))
 
 
-def test_it_takes_no_checkpoint_of_a_later_step_that_an_earlier_training_left() -> None:
+def test_it_takes_what_training_was_resumed_from_and_no_later_step_that_an_earlier_training_left() -> None:
     given: Any = {"default_root_dir": "run", "nan_policy": "rollback"}
     fit(Mean(), numbered(6), None, at_batch(1, lambda t, m: t.save_checkpoint("run/early")), **given)
     assert names() == ["step_00000006"]
-    with pytest.raises(NonFiniteError, match="no checkpoint yet"):
-        fit(Mean(), batches([1.0, 2.0, 3.0, BAD, 5.0, 6.0]), ckpt_path="run/early", **given)
+    made = Mean()
+    trainer = fit(made, batches([1.0, 2.0, 3.0, BAD, 5.0, 6.0]), ckpt_path="run/early", **given)
+    # Looked at when the epoch was over: all batches since then are left out.
+    assert trainer.global_step == 2
+    assert float(made.w[...][0]) == mean([[1], [2]])
 
 
 def test_it_takes_the_checkpoint_that_training_was_resumed_from_and_not_the_newest_in_the_folder() -> None:
@@ -187,3 +191,14 @@ def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
     trainer, made = train([1, 2, 3, BAD, 5, 6], Every2(), enable_checkpointing=False)
     assert trainer.global_step == 4
     assert float(made.w[...][0]) == pytest.approx(by_hand([[1], [2], [5], [6]]), rel=1e-6)
+
+
+def test_on_load_checkpoint_finds_the_weights_of_the_checkpoint_in_a_module_that_was_just_read() -> None:
+    found: list[float] = []
+    read = lambda module: float(module.w[...][0])  # noqa: E731
+    watch = hooks(
+        on_train_batch_end=lambda trainer, module, *_: read(module),
+        on_load_checkpoint=lambda trainer, module, checkpoint: found.append(read(module)),
+    )
+    train([1.0, 2.0, 3.0, BAD, 5.0, 6.0], watch, ModelCheckpoint(every_n_train_steps=2))
+    assert found == [pytest.approx(by_hand([[1.0], [2.0]]), abs=1e-6)]

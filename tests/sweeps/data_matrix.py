@@ -37,7 +37,7 @@ def trained_by_numpy(w: np.ndarray, data: dict[str, np.ndarray], batch_size: int
 
 def largest_error(strategy: str, devices: int, rows: int, batch_size: int) -> float:
     """Train, validate and predict, and return the largest error, relative for numbers above 1."""
-    from scale import Scale
+    from kit.scale import Scale
 
     import jaxlit as jl
 

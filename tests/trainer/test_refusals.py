@@ -170,7 +170,7 @@ def arguments() -> Iterator[Any]:
             for x in values:
                 given = {x: 1} if name == "no argument" else {name: x}
                 shown = [words] if x == [SAME, SAME] else [rf"{re.escape(repr(x))}", words]
-                yield pytest.param(kind, given, (name, *shown), id=f"{name}={x!r}"[:60])
+                yield pytest.param(kind, given, (name, *shown), id=re.sub(r" at 0x\w+", "", f"{name}={x!r}")[:60])
     yield from SEVERAL
 
 
