@@ -1,5 +1,6 @@
 """Eight simulated devices, and tests that leave nothing behind."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from kit.processes import CHEAP
 
 os.environ |= CHEAP  # here, since no test file may use jax before
+
+import jax
 
 from jaxlit.testing import fake_devices
 
@@ -27,6 +30,14 @@ def hermetic_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             (folder / kind).mkdir()
             patch.setenv(f"WANDB_{kind}", str(folder / kind))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Let go of a file's programs behind it: a worker would come to hold gigabytes of them."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -141,19 +141,21 @@ def test_while_a_second_fit_is_set_up_there_is_nothing_of_the_first() -> None:
     assert not Path("kept").exists()
 
 
-def test_behind_a_fit_that_could_not_begin_all_tell_that_nothing_was_trained() -> None:
+def test_a_fit_that_could_not_begin_has_trained_nothing_and_loses_nothing_of_the_one_before() -> None:
     class Saves(jl.Callback):
         def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            if trainer.saver.has_trained:
-                trainer.save_checkpoint("kept/error")
+            told.append((trainer.global_step, trainer.saver.has_trained))
 
+    told: list[Any] = []
     trainer = trained(Saves())
+    module, epochs = trainer.module, trainer.current_epoch
     with pytest.raises(jl.errors.DataError):
         trainer.fit(Line(), [])
-    assert (trainer.global_step, trainer.current_epoch, trainer.saver.has_trained) == (0, 0, False)
-    with pytest.raises(CheckpointError, match="no training to save"):
-        trainer.save_checkpoint("kept/after")
-    assert not Path("kept").exists()
+    assert told == [(0, False)]
+    assert (trainer.global_step, trainer.current_epoch, trainer.saver.has_trained) == (6, epochs, True)
+    assert trainer.module is module
+    trainer.save_checkpoint("kept/after")
+    assert state_at("kept/after")["global_step"] == 6
 
 
 def test_a_validation_saves_the_fit_before_it() -> None:

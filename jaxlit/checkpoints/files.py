@@ -155,7 +155,7 @@ def candidates(folder: Path) -> list[Path]:
 
 def last_order(folder: Path) -> int:
     """Return the order of the checkpoint that was written last in a folder, 0 if there is none."""
-    return max((manifest.order_of(path) or 0 for path in candidates(folder)), default=0)
+    return max([0, *(manifest.order_of(path) or 0 for path in candidates(folder))])
 
 
 def folder_of(path: Path) -> Path:

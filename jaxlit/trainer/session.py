@@ -203,6 +203,7 @@ class Session:
             own: Whether the module's arrays are the Trainer's to overwrite.
             resume: A checkpoint to begin with.
         """
+        before = self.fitted, self.position, self.module
         self.running, self.current, self.module, self.control.interrupted = True, None, module, False
         outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
@@ -220,6 +221,8 @@ class Session:
             if self.current is not None:
                 self.current.end_clock()
             self.running = False
+            if self.fitted is None and before[0] is not None:  # a fit that could not begin loses nothing of the last
+                self.fitted, self.position, self.module = before
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
 

@@ -231,7 +231,7 @@ def test_a_resume_without_the_loggers_state_drops_rows_by_their_step():
 
 
 def kinds_of(**arguments: Any) -> list[str]:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = jl.Trainer(max_epochs=1, strategy="single", **quiet, **arguments)
     assert trainer.callbacks == trainer.loggers
     return [type(c).__name__ for c in trainer.callbacks]

@@ -28,7 +28,9 @@ def test_the_root_folder_of_another_trainer_is_refused_by_its_file(
     tmp_path: Path, filename: str, validates_first: bool
 ) -> None:
     def make() -> jl.Trainer:
-        return make_trainer(jl.callbacks.CSVLogger(filename), default_root_dir=tmp_path, log_every_n_steps=1)
+        # Without checkpoints, which would be found first.
+        arguments = {"log_every_n_steps": 1, "enable_checkpointing": False}
+        return make_trainer(jl.callbacks.CSVLogger(filename), default_root_dir=tmp_path, **arguments)
 
     make().fit(Line(), make_batches(8))
     second = make()
