@@ -1,5 +1,6 @@
 """Arrays of callbacks are what a loop written by hand has, split as the parameters are, and saved with them."""
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, CheckpointError, ModuleError
@@ -124,13 +126,26 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(data(x)).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("keeper", [EMA, Lookahead, Norms])
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (1, CLIP), (3, CLIP)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+WINDOWS = ((1, None), (1, CLIP), (3, CLIP))
+OFTEN = (
+    ("single", (3, CLIP), EMA),
+    ("ddp", (1, CLIP), Norms),
+    ("fsdp", (1, CLIP), EMA),
+    ("fsdp", (3, CLIP), Lookahead),
+    ("shard_map", (1, None), Lookahead),
+    ("shard_map", (3, CLIP), Norms),
+    ("pmap", (1, CLIP), EMA),
+    ("zero1", (1, None), EMA),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "window", "keeper"), thinned(itertools.product(STRATEGIES, WINDOWS, (EMA, Lookahead, Norms)), *OFTEN)
+)
 def test_arrays_and_parameters_are_those_of_a_loop_by_hand(
-    strategy: str, accumulate: int, clip: float | None, keeper: type[jl.Callback]
+    strategy: str, window: tuple[int, float | None], keeper: type[jl.Callback]
 ) -> None:
-    batches, callback = make_batches(6), keeper()
+    batches, callback, (accumulate, clip) = make_batches(6), keeper(), window
     trainer, module = train(
         callback, batches, strategy=strategy, accumulate_grad_batches=accumulate, gradient_clip_val=clip
     )

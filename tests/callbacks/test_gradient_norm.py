@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import GradientNorm
@@ -77,7 +78,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "pmap"))
 def test_it_is_the_norm_of_all_gradients_before_clipping(strategy: str) -> None:
     rows, _ = train(GradientNorm(every_n_steps=1), strategy)
     expected = [float(optax.tree.norm(g)) for g in gradients()]

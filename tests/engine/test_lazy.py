@@ -11,7 +11,7 @@ from kit.by_hand import HandLoop, assert_same, params_of
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import STRATEGIES, THREE, fit, make_trainer, splitting
+from kit.trainers import STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ModuleError
@@ -32,7 +32,9 @@ def assert_bit_equal(found: dict[str, np.ndarray], model: Any) -> None:
 PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
 
 
-@pytest.mark.parametrize(("strategy", "devices"), PLACES)
+@pytest.mark.parametrize(
+    ("strategy", "devices"), thinned(PLACES, ("single", "auto"), ("fsdp", "auto"), ("fsdp", 2), ("shard_map", "auto"))
+)
 def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy: str, devices: Any) -> None:
     found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))

@@ -1,6 +1,9 @@
 """Trainers as users get them: checkpoints, bar, summary and CSV file are on."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 import jaxlit as jl
 
@@ -23,6 +26,19 @@ def splitting(name: str) -> Any:
     """Return a strategy by its name; the sharding ones, "zero2" among them, split even the smallest array."""
     stage = {"fsdp": 3, "zero2": 2, "zero1": 1}.get(name)
     return name if stage is None else jl.strategies.FSDP(stage=stage, min_size=0)
+
+
+def thinned(cases: Iterable[Any], *often: Any) -> list[Any]:
+    """Return the cases of a parametrised test, all but a few of them `full`.
+
+    Args:
+        cases: The cases.
+        *often: Those that every run of the tests has; at least one.
+    """
+    every = list(cases)
+    assert often and all(case in every for case in often), often
+    as_args = lambda case: case if isinstance(case, tuple) else (case,)  # noqa: E731
+    return [case if case in often else pytest.param(*as_args(case), marks=pytest.mark.full) for case in every]
 
 
 def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:

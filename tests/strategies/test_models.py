@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from kit.trainers import thinned
 from models import CASES
 from models.by_hand import by_hand
 from models.case import Case
@@ -49,7 +50,7 @@ def checked(name: str) -> Checked:
     return Checked(BY_NAME[name])
 
 
-@pytest.mark.parametrize(("name", "strategy", "devices"), EQUAL)
+@pytest.mark.parametrize(("name", "strategy", "devices"), thinned(EQUAL, *EQUAL[::3]))
 def test_a_model_trains_as_in_a_hand_written_loop(name: str, strategy: str, devices: int) -> None:
     outcome = checked(name).outcome(strategy, devices)
     assert outcome.startswith("equal"), outcome
