@@ -13,7 +13,7 @@ from kit.journal import hooks
 from kit.trainers import STRATEGIES, make_trainer, splitting
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, ModuleError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, ModuleError, StateError
 
 MIXED = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}
 
@@ -147,6 +147,8 @@ def test_a_state_is_a_pytree_that_copies_and_rebuilds(strategy: str) -> None:
 
     after, _ = step(rebuilt, batches[1])
     assert_params(after.params, history[1])
+    with pytest.raises(StateError, match=r"a state that an earlier step has overwritten\. Go on with the one"):
+        step(state, batches[1])
     # What the step took is gone, in whichever state it was; the copy is not, and trains alike.
     for old in (state, rebuilt):
         with pytest.raises(RuntimeError, match="deleted"):

@@ -183,17 +183,6 @@ def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog: p
     assert "No checkpoint of the error's place was written" in caplog.text and names() == ["step_00000003"]
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Handle signals as a program does that has set up nothing."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize(
     ("hook", "at", "number"),
     [

@@ -235,17 +235,6 @@ def test_sigterm_finishes_the_step_tears_down_and_exits_with_143(start: Callable
 STAGES = ("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_exception", "teardown")
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Handle signals as a program does that has set up nothing."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def run(hook: str, *numbers: int) -> tuple[Any, list[str], Any]:
     """Train, with signals at the first call of a hook; returns the Trainer, what was called, and what was raised."""
     called, left = list[str](), list(numbers)
