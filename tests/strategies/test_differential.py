@@ -1,10 +1,10 @@
 """A sample of tests/sweeps/differential.py: trainings equal a plain NNX loop, or are refused before they begin."""
 
 import pytest
-from differential import hand_loop
-from differential.case import Case, is_sound
-from differential.outcome import try_case
 from kit.trainers import thinned
+from sweeps.mixed import hand_loop
+from sweeps.mixed.case import Case, is_sound
+from sweeps.mixed.outcome import try_case
 
 # Together they touch each option, each strategy, and each way in which a part holds or writes state.
 CASES = (
@@ -50,8 +50,8 @@ def test_a_loop_that_differs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_mix_is_the_same_for_a_seed_and_meets_every_strategy() -> None:
     pytest.importorskip("hypothesis")
-    from differential.case import STRATEGIES
-    from differential.generate import mix
+    from sweeps.mixed.case import STRATEGIES
+    from sweeps.mixed.generate import mix
 
     cases = mix(12, 3)
     assert cases == mix(12, 3) != mix(12, 4)

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from kit.trainers import thinned
-from models import CASES
-from models.by_hand import by_hand
-from models.case import Case
 from sweeps.hand_loops import Checked, Wrong, check_draws, compare
+from sweeps.models import CASES
+from sweeps.models.by_hand import by_hand
+from sweeps.models.case import Case
 
 BY_NAME = {case.name: case for case in CASES}
 EQUAL = [

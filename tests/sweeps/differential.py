@@ -41,18 +41,18 @@ def main() -> int:
     fake_devices(8)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    from differential.case import Case
+    from sweeps.mixed.case import Case
 
     if given.case:
         case = eval(given.case, {"Case": Case})
         return _one(case)
-    from differential.generate import mix
+    from sweeps.mixed.generate import mix
 
     return _many(mix(given.cases, given.seed), time.monotonic() + 60 * given.minutes)
 
 
 def _one(case: Any) -> int:
-    from differential.outcome import try_case
+    from sweeps.mixed.outcome import try_case
 
     outcome = try_case(case)
     print(f"{case}\n{outcome.kind}, largest difference {outcome.error:.1e} {outcome.message}\n{outcome.details}")
@@ -91,7 +91,7 @@ def _many(cases: list[Any], deadline: float) -> int:
 
 
 def _quietly(case: Any) -> Any:
-    from differential.outcome import try_case
+    from sweeps.mixed.outcome import try_case
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return try_case(case)
@@ -99,7 +99,7 @@ def _quietly(case: Any) -> Any:
 
 def _is_in(failure: tuple[Any, Any, list[Any]], case: Any, outcome: Any) -> bool:
     """Tell whether a failure that is known is part of a case that failed in the same way."""
-    from differential.case import KINDS, PER_REPLICA
+    from sweeps.mixed.case import KINDS, PER_REPLICA
 
     smallest, known, _ = failure
     if known.head.split(" ")[0] != outcome.head.split(" ")[0]:  # numbers, refused, raised
@@ -117,7 +117,7 @@ def _is_in(failure: tuple[Any, Any, list[Any]], case: Any, outcome: Any) -> bool
 
 def _shrink(case: Any, outcome: Any) -> tuple[Any, Any]:
     """Return the smallest case found that fails in the same way."""
-    from differential.generate import smaller
+    from sweeps.mixed.generate import smaller
 
     start, tried, left = time.monotonic(), {case}, SHRINKS
     again = True

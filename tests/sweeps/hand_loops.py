@@ -95,7 +95,7 @@ class Checked:
 
     def outcome(self, strategy: str, devices: int) -> str:
         """Train under a strategy, and return `equal (...)`, `refused (...)` or `FAILED ...`."""
-        from models.case import Trained
+        from sweeps.models.case import Trained
 
         from jaxlit.errors import JaxlitError, NonFiniteError
 
@@ -152,8 +152,8 @@ class Checked:
             replicas: None for strategies whose step sees the global batch.
             draws: The random numbers of each step, if it is not to draw its own.
         """
-        from models.by_hand import by_hand
-        from models.case import Trained
+        from sweeps.models.by_hand import by_hand
+        from sweeps.models.case import Trained
 
         loop, replicas = self.case.by_hand or by_hand, replicas if self.case.by_hand else None
         key = (replicas, *(drawn.tobytes() for drawn in draws))
@@ -172,7 +172,7 @@ class Checked:
 
     def witness(self, devices: int) -> Any:
         """Return the training of as many replicas on one device."""
-        from models.case import Trained
+        from sweeps.models.case import Trained
 
         if devices not in self._witness:
             train(self.case, "simulate", devices, kept := Trained())
@@ -199,7 +199,7 @@ def largest_difference(expected: Any, got: Any, tolerance: float) -> float:
     Raises:
         Wrong: It is above the tolerance, or they hold different things.
     """
-    from models.case import Trained
+    from sweeps.models.case import Trained
 
     assert isinstance(expected, Trained) and isinstance(got, Trained)
     if expected.modes != got.modes:
@@ -262,7 +262,7 @@ def main(names: list[str]) -> int:
     from jaxlit.testing import fake_devices
 
     fake_devices(8)
-    from models import CASES
+    from sweeps.models import CASES
 
     failed, count = 0, 0
     for case in CASES:

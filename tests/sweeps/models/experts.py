@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-
-from models.by_hand import by_shards
-from models.case import TWENTY, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.by_hand import by_shards
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, normal_rows, rows
 
 IN, HIDDEN, EXPERTS, BEST = 4, 6, 4, 2
 

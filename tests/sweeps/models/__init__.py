@@ -1,6 +1,6 @@
 """Models of many kinds, each with a training loop that is written by hand."""
 
-from models import (
+from sweeps.models import (
     counters,
     dqn,
     experts,

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from differential.case import Case
-from differential.net import LOGS, Net, data_of, make_net, make_tx, wrt_of
-from differential.record import Record
 from flax import nnx
+from sweeps.mixed.case import Case
+from sweeps.mixed.net import LOGS, Net, data_of, make_net, make_tx, wrt_of
+from sweeps.mixed.record import Record
 
 CLIP = 0.1
 

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-from models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
 
 
 class Key(nnx.Variable):

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-
-from models.by_hand import by_shards
-from models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.by_hand import by_shards
+from sweeps.models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
 
 
 class Sum(Shared):

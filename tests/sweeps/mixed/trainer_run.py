@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from differential.case import PER_REPLICA, Case
-from differential.hand_loop import CLIP
-from differential.net import LOGS, data_of, make_net, make_tx, wrt_of
-from differential.record import Record
 from flax import nnx
+from sweeps.mixed.case import PER_REPLICA, Case
+from sweeps.mixed.hand_loop import CLIP
+from sweeps.mixed.net import LOGS, data_of, make_net, make_tx, wrt_of
+from sweeps.mixed.record import Record
 
 import jaxlit as jl
 from jaxlit.errors import JaxlitError

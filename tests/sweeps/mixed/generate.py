@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from differential.case import (
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from sweeps.mixed.case import (
     COUNTERS,
     DEVICES,
     EVALUATING,
@@ -19,8 +21,6 @@ from differential.case import (
     features,
     is_sound,
 )
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
-from hypothesis import strategies as st
 
 AHEAD = 250  # cases that are looked at for each one that is taken
 

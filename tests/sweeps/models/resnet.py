@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
-from models.case import TWENTY, Batch, Case, Logs, Shared, rows
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, rows
 
 SIZE, C, CLASSES = 8, 4, 3
 

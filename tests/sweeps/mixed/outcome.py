@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from differential import hand_loop, trainer_run
-from differential.case import Case
-from differential.record import Record
-from differential.trainer_run import Refused
+from sweeps.mixed import hand_loop, trainer_run
+from sweeps.mixed.case import Case
+from sweeps.mixed.record import Record
+from sweeps.mixed.trainer_run import Refused
 
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
-from models.by_hand import by_shards
-from models.case import TWENTY, Batch, Case, Logs, Shared, rows
+from sweeps.models.by_hand import by_shards
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, rows
 
 T, C, V, HEADS, LAYERS = 8, 16, 32, 2, 2
 SMOOTHING = 0.1

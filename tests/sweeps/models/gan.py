@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-
-from models.case import TWENTY, Batch, Case, Logs, Shared, rows
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, rows
 
 DATA, NOISE, HIDDEN = 2, 3, 8
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-
-from models.case import TWENTY, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, normal_rows, rows
 
 
 class LoRA(Shared):

@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from differential.parts import WIDTH, Batch
 from flax import nnx
+from sweeps.mixed.parts import WIDTH, Batch
 
 
 class Count(nnx.Variable):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
-from models.case import Batch, Case, Logs, Trained
+from sweeps.models.case import Batch, Case, Logs, Trained
 
 
 def by_hand(case: Case, batches: list[Batch], replicas: int | None = None) -> Trained:

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
-from models.case import TWENTY, Batch, Case, Logs, Shared, rows
+from sweeps.models.case import TWENTY, Batch, Case, Logs, Shared, rows
 
 T, C, V, LAYERS = 6, 8, 11, 3
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from differential import parts, writers
-from differential.case import Case
 from flax import nnx
+from sweeps.mixed import parts, writers
+from sweeps.mixed.case import Case
 
 # How an epoch adds up each name that the loss logs.
 LOGS = {"loss": "mean", "error": "mean", "masked": "mean", "hits": "sum", "peak": "max", "low": "min"}

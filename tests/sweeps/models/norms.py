@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-from models.case import FEW, FULL, TAIL, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.case import FEW, FULL, TAIL, Batch, Case, Logs, Shared, normal_rows, rows
 
 
 class Normed(Shared):

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-from models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
+from sweeps.models.case import FEW, Batch, Case, Logs, Shared, normal_rows, rows
 
 
 class Targets(Shared):
