@@ -1,5 +1,6 @@
 """Eight simulated devices, and tests that leave nothing behind."""
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def bounded_memory() -> Iterator[None]:
     yield
     jax.clear_caches()
     gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 @pytest.fixture(autouse=True)

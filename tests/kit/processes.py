@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 CHEAP = {
     "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "MALLOC_ARENA_MAX": "2",  # else glibc keeps for each compiling thread what it once needed
     "XLA_FLAGS": " ".join(
         dict.fromkeys(
             [

@@ -14,7 +14,7 @@ from kit.by_hand import mean
 from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, warnings_of
-from kit.trainers import BARE, STRATEGIES, fit, make_trainer
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
@@ -399,12 +399,13 @@ def test_a_skipped_last_batch_is_not_told_as_short(caplog: pytest.LogCaptureFixt
 # Debugging -------------------------------------------------------------------------------------------------
 
 
+# Not eagerly a per-replica body: operation by operation that takes half a minute even on one device.
+EAGER = [(name, False, True) for name in ("single", "fsdp", "simulate:2")] + [("single", True, True)]
+DEBUGGED = [*((name, True, False) for name in STRATEGIES), *EAGER]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "debug", "eager"),
-    # Not eagerly a per-replica body: operation by operation that takes half a minute even on one device.
-    [(name, True, False) for name in STRATEGIES]
-    + [(name, False, True) for name in ("single", "fsdp", "simulate:2")]
-    + [("single", True, True)],
+    ("strategy", "debug", "eager"), thinned(DEBUGGED, ("single", True, False), ("pmap", True, False), EAGER[0])
 )
 def test_debug_and_disable_jit_give_the_numbers_of_a_normal_run(strategy: str, debug: bool, eager: bool) -> None:
     rows: list[Any] = []

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.leaf_names import leaf_name
@@ -86,7 +87,7 @@ def reference() -> Training:
     return by_hand(Net(rngs=nnx.Rngs(0)), batches, optax.adamw(1e-2, eps=1e-3))
 
 
-@pytest.fixture(scope="module", params=GLOBAL)
+@pytest.fixture(scope="module", params=thinned(GLOBAL, "single", "sharded"))
 def training(request: pytest.FixtureRequest) -> Training:
     strategy = jl.strategies.FSDP(min_size=0) if request.param == "sharded" else request.param
     devices = "auto" if request.param == "single" else 8

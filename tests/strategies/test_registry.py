@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.inside import registered_strategies
 from kit.modules import Mean, Net
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -60,7 +60,7 @@ def test_auto_is_single_on_one_device_and_ddp_on_more(devices: Any, expected: st
     assert "(auto: " in strategy.describe()
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP", "ShardMapDDP", "PMap"])
+@pytest.mark.parametrize("kind", thinned(["DDP", "FSDP", "ShardMapDDP", "PMap"], "FSDP", "PMap"))
 def test_a_strategy_object_of_two_trainers_runs_on_the_devices_of_each(kind: str) -> None:
     strategy, batches = getattr(jl.strategies, kind)(), random()
     trainers = {count: make_trainer(strategy=strategy, devices=count) for count in (8, 2)}
