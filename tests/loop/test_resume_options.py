@@ -28,6 +28,7 @@ from kit.resume_model import (
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.errors import CheckpointError
@@ -116,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", thinned(OPTIONS, *[*OPTIONS][1:4:2]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 
@@ -189,18 +190,12 @@ def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) ->
     assert csv(last) == csv(whole)
 
 
-@pytest.mark.parametrize(
-    ("hook", "number", "batches"),
-    [("on_validation_batch_start", 22, 29 + 7)],
-)
-def test_training_cut_by_ctrl_c_goes_on(
-    hook: str, number: int, batches: int, whole: jl.Trainer, tmp_path: Path
-) -> None:
-    stop = Interrupts(hook, number)
+def test_training_cut_by_ctrl_c_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
+    stop = Interrupts("on_validation_batch_start", 22)
     cut = fit(make_trainer("single", tmp_path / "run", [stop], max_epochs=2, enable_checkpointing=True))
     assert cut.interrupted
     last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
-    assert_is_the_end_of(journal(last), journal(whole), batches)
+    assert_is_the_end_of(journal(last), journal(whole), 29 + 7)
     assert final(last) == final(whole)
     assert csv(last) == csv(whole)
 
@@ -309,9 +304,7 @@ def test_finished_training_resumed_changes_no_file(finished: Any, whole: jl.Trai
     assert final(again) == final(whole)
 
 
-@pytest.mark.parametrize(
-    "name", ["its own", *[pytest.param(x, marks=pytest.mark.full) for x in ("on_train_end", "on_fit_end", "after fit")]]
-)
+@pytest.mark.parametrize("name", thinned(["its own", "on_train_end", "on_fit_end", "after fit"], "its own"))
 def test_raising_max_epochs_continues(name: str, finished: Any, long: jl.Trainer, tmp_path: Path) -> None:
     more = make_trainer("single", tmp_path / "more", max_epochs=EPOCHS)
     fit(more, ckpt_path=checkpoints(finished)[name])
