@@ -10,7 +10,7 @@ from kit.batches import sized
 from kit.inside import Metric
 from kit.journal import Rows
 from kit.modules import logging
-from kit.trainers import STRATEGIES, THREE, fit
+from kit.trainers import STRATEGIES, THREE, fit, thinned
 
 from jaxlit.core.device_sums import Table
 
@@ -33,9 +33,10 @@ def masked_mean(batches: Any) -> float:
     return float(x[y[:, 0] > 0, 0].mean())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulate"), [(name, 1) for name in STRATEGIES] + [(name, 2) for name in (*THREE, "pmap")]
-)
+REDUCED = [(name, 1) for name in STRATEGIES] + [(name, 2) for name in (*THREE, "pmap")]
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), thinned(REDUCED, ("single", 1), ("fsdp", 2), ("shard_map", 2)))
 def test_each_reduction_is_that_of_all_rows_of_a_step_a_window_and_an_epoch(strategy: str, accumulate: int) -> None:
     rows, batches = Rows(), [dict(batch) for batch in BATCHES]
     batches[0]["x"] = 3 * batches[0]["x"]  # the extremes of its window are not those of the last batch

@@ -12,7 +12,7 @@ from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.journal import hooks
 from kit.modules import Linear, Mean, module
-from kit.trainers import THREE, fit, make_trainer
+from kit.trainers import THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import NonFiniteError
@@ -52,7 +52,7 @@ def running(batches: list[Any], key: str) -> float:
     return found
 
 
-@pytest.mark.parametrize(("policy", "accumulate", "strategy"), CASES)
+@pytest.mark.parametrize(("policy", "accumulate", "strategy"), thinned(CASES, *CASES[:6], *CASES[7::2]))
 def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, accumulate: int, strategy: str) -> None:
     model, batches = Tracked(), with_nan()
     arguments = {"strategy": strategy, "nan_policy": policy, "accumulate_grad_batches": accumulate}
@@ -173,7 +173,7 @@ def test_a_variable_that_a_step_rounds_is_kept_rounded(precision: str) -> None:
     assert float(model.third[...]) == 0.333984375
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_parameters_outside_of_wrt_stay_as_they_were(strategy: str) -> None:
     wrt = nnx.All(nnx.Param, nnx.PathContains("bias"))
     model, batches = module(base=Linear, tx=jl.Optimizer(optax.sgd(0.1), wrt=wrt)), random()
@@ -184,7 +184,7 @@ def test_parameters_outside_of_wrt_stay_as_they_were(strategy: str) -> None:
     assert [x.shape for x in jax.tree.leaves(trainer.state.params)] == [(1,)]
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_layers_that_compute_in_bfloat16_train_float32_parameters(strategy: str) -> None:
     def init(self: Any) -> None:
         self.layer = nnx.Linear(3, 1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
@@ -203,7 +203,7 @@ def test_layers_that_compute_in_bfloat16_train_float32_parameters(strategy: str)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_variables_of_ones_own_kind_advance_with_each_batch(strategy: str, accumulate: int) -> None:
     model, batches = Tracked(), random(5)
     fit(model, batches, strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)

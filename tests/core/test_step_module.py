@@ -14,7 +14,7 @@ from kit.inside import Replica
 from kit.journal import hooks
 from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
-from kit.trainers import THREE, fit, make_trainer
+from kit.trainers import THREE, fit, make_trainer, thinned
 
 from jaxlit.core.step_module import fold_keys
 
@@ -45,7 +45,7 @@ def outputs_of(name: str, seen: list[Any]) -> Any:
     return hooks(on_train_batch_end=lambda t, m, outputs, *_: seen.append(np.array(outputs[name])))
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(strategy: str) -> None:
     model, batches, seen = Dropping(), random(2, rows=64), []
     trainer = fit(model, batches, batches[:1], outputs_of("ones", seen), strategy=strategy)
@@ -56,7 +56,7 @@ def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(str
     np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_the_sanity_check_does_not_change_training(strategy: str) -> None:
     models = [Dropping(), Dropping()]
     for model, steps in zip(models, (2, 0), strict=True):
@@ -80,7 +80,7 @@ class Normed(Linear):
         return self.norm(batch["x"])
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_batch_norm_keeps_running_statistics_and_predicts_with_them(strategy: str) -> None:
     model, batches = Normed(), random(3, rows=16)
     trainer = fit(model, batches, strategy=strategy)
@@ -105,7 +105,7 @@ def by_hand() -> dict[str, np.ndarray]:
     return state_of(HandLoop(net, loss=loss)(*random()).module)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp"))
 def test_statistics_random_keys_and_counts_are_carried_as_in_a_loop_by_hand(strategy: str) -> None:
     model = Net(rate=0.5, rngs=nnx.Rngs(0))
     fit(model, random(), strategy=strategy)
@@ -154,7 +154,7 @@ class Probing(Linear):
         self.log("dropped", jnp.mean(self.dropout(jnp.ones_like(batch["x"])) == 0))
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_part_in_eval_mode_stays_in_it_and_the_rest_trains(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     model, frozen, trained = Probing(), [], []
     model.backbone.eval()
@@ -192,7 +192,7 @@ class Drawing(Linear):
         return jax.random.normal(self.rngs.noise(), (len(batch["x"]),))
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_an_evaluation_draws_anew_for_each_batch_and_alike_in_each_run(strategy: str) -> None:
     model, trainer, batches = Drawing(), make_trainer(strategy=strategy), random(3)
     before = state_of(model)

@@ -34,7 +34,7 @@ class Block(nnx.Module):
 class Transformer(jl.TrainModule):
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
     def training_step(self, tokens: jax.Array) -> jax.Array:
