@@ -1,5 +1,6 @@
 """What a strategy is."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,18 +25,37 @@ class Program:
 
     Attributes:
         name: The name under which it compiles, `train_step` say.
+        kind: "train" for an optimizer step, "micro" for a batch of a window that goes on, "eval" for an evaluation.
         fn: The body.
-        in_shardings: One list of shardings for each state.
-        out_shardings: The shardings of the results: lists for states, `LOGS`, or a pytree of `ROWS` and
-            `SHARED` for a step's outputs.
+        inputs: How each array of each state lies.
+        outputs: How the results lie: a list of `Lying` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
+        parts: Of an optimizer step its two halves, whose composition `fn` is, for a strategy that runs them apart:
+            `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
+            parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
+            and runs the optimizer on global arrays.
     """
 
     name: str
+    kind: str
     fn: Callable[..., Any]
-    in_shardings: tuple[list[NamedSharding], ...]
-    out_shardings: tuple[Any, ...]
+    inputs: tuple[list["Lying"], ...]
+    outputs: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How an array of a state lies on the devices.
+
+    Attributes:
+        sharding: The global array's.
+        own: Each replica has a part of its own along a leading dim, which its step body does not see.
+    """
+
+    sharding: NamedSharding
+    own: bool = False
 
 
 class Out:
@@ -71,8 +91,8 @@ class Strategy(ABC):
         >>> trainer = jl.Trainer(strategy="copies", max_epochs=1, logger=False)
     """
 
-    axis = "data"
-    """The mesh axis that the batch's rows are split over."""
+    batch_axes: tuple[str, ...] = ("data",)
+    """The mesh axes that the batch's rows are split over, together."""
 
     reason = ""
     """Why "auto" chose this strategy; empty if it was named."""
@@ -87,10 +107,25 @@ class Strategy(ABC):
 
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh over `devices`; called once a fit, before anything else."""
-        if self.given_mesh is None:
-            self.mesh = jax.sharding.Mesh(np.asarray(devices), (self.axis,), axis_types=(AxisType.Auto,))
-        else:
+        if self.given_mesh is not None:
             self.mesh = self.given_mesh
+            return
+        shape = self.mesh_shape(len(devices))
+        if math.prod(shape.values()) != len(devices):
+            raise ArgumentError(
+                f"{type(self).__name__}: a mesh of {shape} has {math.prod(shape.values())} devices, and there are "
+                f"{len(devices)}. Its sizes must multiply to the number of devices."
+            )
+        grid = np.asarray(devices).reshape(*shape.values())
+        self.mesh = jax.sharding.Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Return the size of each mesh axis, by name; here all devices stand on `data`.
+
+        Args:
+            device_count: How many devices there are; the sizes multiply to it.
+        """
+        return {"data": device_count}
 
     def use(self, devices: int | None) -> None:
         """Choose devices and build the mesh.
@@ -158,7 +193,18 @@ class Strategy(ABC):
     @property
     def num_replicas(self) -> int:
         """How many ways the rows of a batch are split."""
-        return self.mesh.shape[self.axis]
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    def batch_spec(self, x: Any) -> P:
+        """Return how a leaf of a batch is split: its rows over `batch_axes`, and a number on each device.
+
+        The one place that says how a batch lies, whether it is placed, or met inside a step. A strategy that splits
+        another dim as well, over the words of a text say, overrides it.
+
+        Args:
+            x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
+        """
+        return rows_over(self.batch_axes) if x.ndim else P()
 
     @property
     def window_replicas(self) -> int | None:
@@ -174,6 +220,11 @@ class Strategy(ABC):
     def replicated(self) -> NamedSharding:
         """The sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, P())
+
+    @property
+    def home(self) -> NamedSharding:
+        """Where the counters, the metrics' sums and the loss scale lie."""
+        return self.replicated
 
     def constrain_grads(self, grads: Any) -> Any:
         """Shard gradients inside the step; here XLA decides."""
@@ -235,9 +286,8 @@ class Strategy(ABC):
             return batch
         whole = isinstance(batch, Whole) or num_rows(batch) * self.num_processes % self.num_replicas
         batch = batch.batch if isinstance(batch, Whole) else batch
-        rows = self.replicated if whole else NamedSharding(self.mesh, P(self.axis))
-        shardings = jax.tree.map(lambda x: rows if x.ndim else self.replicated, batch)
-        return jax.make_array_from_process_local_data(shardings, batch)
+        lies = (lambda _: self.replicated) if whole else self._batch_sharding
+        return jax.make_array_from_process_local_data(jax.tree.map(lies, batch), batch)
 
     def place_inputs(self, inputs: Any) -> Any:
         """Place the inputs of `Trainer.apply`: each split over the devices where its rows divide."""
@@ -246,8 +296,8 @@ class Strategy(ABC):
 
         def place(x: Any) -> jax.Array:
             x = x if isinstance(x, jax.Array) else np.asarray(x)
-            split = x.ndim and x.shape[0] % self.mesh.shape[self.axis] == 0
-            return jax.device_put(x, NamedSharding(self.mesh, P(self.axis)) if split else self.replicated)
+            split = x.ndim and x.shape[0] % self.num_replicas == 0
+            return jax.device_put(x, self._batch_sharding(x) if split else self.replicated)
 
         return jax.tree.map(place, inputs)
 
@@ -255,8 +305,11 @@ class Strategy(ABC):
         if self.mesh.size == 1:
             return batch
         # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too.
-        rows = NamedSharding(self.mesh, P(self.axis))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows) if x.ndim else x, batch)
+        split = lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x  # noqa: E731
+        return jax.tree.map(split, batch)
+
+    def _batch_sharding(self, x: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, self.batch_spec(x))
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
         """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
@@ -273,7 +326,8 @@ class Strategy(ABC):
         body = named(program.name, partial(program.fn, self.replica))
         # What a step returns beside the state and the metrics may lie as XLA likes.
         out = tuple(
-            x if isinstance(x, list) else self.replicated if isinstance(x, Out) else None for x in program.out_shardings
+            held if held is not None else self.replicated if isinstance(x, Out) else None
+            for held, x in zip(state_shardings(program), program.outputs, strict=True)
         )
         return jax.jit(body, out_shardings=out, donate_argnums=program.donate)
 
@@ -287,12 +341,13 @@ class Strategy(ABC):
         return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
 
 
-def own_mesh(strategy: Strategy, mesh: Any) -> None:
-    """Make a strategy use a mesh of the user's own, whose batch axis it takes over.
+def own_mesh(strategy: Strategy, mesh: Any, known: tuple[str, ...] = ("data",)) -> None:
+    """Make a strategy use a mesh of the user's own, whose batch axes it takes over.
 
     Args:
         strategy: The strategy.
         mesh: The mesh, or None. Its axes become automatic: XLA places what no rule places.
+        known: The names of axes that split the batch; an only axis splits it whatever its name.
 
     Raises:
         ArgumentError: It is no mesh, or it does not tell which axis splits the batch.
@@ -302,15 +357,20 @@ def own_mesh(strategy: Strategy, mesh: Any) -> None:
     name = type(strategy).__name__
     if not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentError(f"{name}(mesh=...) takes a jax.sharding.Mesh, got {mesh!r}. Make one by jax.make_mesh.")
-    if strategy.axis not in mesh.axis_names:
-        if len(mesh.axis_names) > 1:
-            raise ArgumentError(
-                f"{name}(mesh=...) splits the batch over an axis named {strategy.axis!r}, got axes {mesh.axis_names}. "
-                "Rename one of them."
-            )
-        (strategy.axis,) = map(str, mesh.axis_names)
+    axes = tuple(axis for axis in known if axis in mesh.axis_names)
+    if not axes and len(mesh.axis_names) > 1:
+        raise ArgumentError(
+            f"{name}(mesh=...) splits the batch over an axis named {' or '.join(map(repr, known))}, got axes "
+            f"{mesh.axis_names}. Rename one of them."
+        )
+    strategy.batch_axes = axes or tuple(map(str, mesh.axis_names))
     automatic = (AxisType.Auto,) * len(mesh.axis_names)
     strategy.given_mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
+
+
+def rows_over(axes: tuple[str, ...]) -> P:
+    """Return the partition of an array whose rows are split over these mesh axes together."""
+    return P(axes[0] if len(axes) == 1 else axes)
 
 
 def abstract_batch(batch: Any) -> Any:
@@ -330,7 +390,7 @@ def state_shardings(program: Program) -> tuple[Any, ...]:
     Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
     compile again.
     """
-    return tuple(x if isinstance(x, list) else None for x in program.out_shardings)
+    return tuple([lying.sharding for lying in x] if isinstance(x, list) else None for x in program.outputs)
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel, and its smaller sibling that shards only the optimizer (ZeRO)."""
+"""Fully sharded data parallel: its stages (ZeRO), and copies of its shards (HSDP)."""
 
 import math
 from dataclasses import replace
@@ -10,48 +10,89 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import Strategy, own_mesh
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies.base import Strategy, own_mesh, rows_over
 from jaxlit.strategies.like_params import like_params
 
 
 class FSDP(Strategy):
     """Shard the state over the devices that split the batch.
 
-    Each array is split along its largest dim that divides by the device count; arrays of at most
+    Each array is split along its largest dim that divides by the number of shards; arrays of at most
     `min_size` elements, and those with no such dim, stay whole. Random state, batch statistics and
     counters stay whole too. The step sees the global batch, so the numbers are those of `single`.
 
-    The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+    The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
+    is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
+    https://arxiv.org/abs/2304.11277): parameters are gathered within a group, the batch is split over all devices.
 
     Args:
         stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too.
         min_size: The most elements of an array that stays whole.
-        mesh: A mesh of your own: batch and state are split over its axis `fsdp`, or over its only axis.
+        replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
+            the number of processes, and 2 in a single one.
+        mesh: A mesh of your own: the batch is split over its axes `data` and `fsdp`, the state over `fsdp`; with one
+            of the two, or with an only axis, both are split over that.
 
     Raises:
-        ArgumentError: A value is out of its set, or the mesh has several axes and none named `fsdp`.
+        ArgumentError: A value is out of its set, or the mesh has several axes and none of these names.
 
     Example:
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(strategy=jl.strategies.FSDP(min_size=4096), max_epochs=1, logger=False)
+        >>> strategy = jl.strategies.FSDP(replicas=2)  # on 8 devices: two copies, each split over four
     """
 
-    axis = "fsdp"
-
-    def __init__(self, *, stage: int = 3, min_size: int = 1024, mesh: jax.sharding.Mesh | None = None) -> None:
-        whole = isinstance(min_size, int) and min_size >= 0
+    def __init__(
+        self,
+        *,
+        stage: int = 3,
+        min_size: int = 1024,
+        replicas: int | str = 1,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> None:
+        whole = check.is_int(min_size, low=0)
         check.require(stage in (1, 2, 3), "stage", stage, "must be 1, 2 or 3", owner="FSDP")
         check.require(whole, "min_size", min_size, "must be an int of at least 0", owner="FSDP")
-        self.stage, self.min_size = stage, min_size
-        own_mesh(self, mesh)
+        known = replicas == "auto" or check.is_int(replicas, low=1)
+        check.require(known, "replicas", replicas, "must be a positive int or 'auto'", owner="FSDP")
+        alone = mesh is None or replicas == 1
+        check.require(alone, "replicas", replicas, "is said by the mesh where one is given: leave it out", owner="FSDP")
+        self.stage, self.min_size, self.replicas = stage, min_size, replicas
+        if replicas != 1:
+            self.batch_axes = ("data", "fsdp")
+        own_mesh(self, mesh, known=("data", "fsdp"))
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each.
+
+        Raises:
+            ArgumentError: The copies do not divide the devices.
+        """
+        if self.replicas == 1:
+            return super().mesh_shape(device_count)
+        several = jax.process_count() if jax.process_count() > 1 else min(2, device_count)
+        replicas = several if isinstance(self.replicas, str) else self.replicas
+        if device_count % replicas:
+            raise ArgumentError(
+                f"FSDP(replicas={self.replicas!r}): {device_count} devices do not divide into {replicas} copies of the "
+                "state. Give a divisor."
+            )
+        return {"data": replicas, "fsdp": device_count // replicas}
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the state is split over, together."""
+        return ("fsdp",) if "fsdp" in self.batch_axes else self.batch_axes
 
     def spec(self, shape: tuple[int, ...]) -> P:
         """Return how an array of this shape is split."""
-        dividing = [d for d, size in enumerate(shape) if size % self.num_replicas == 0]
+        parts = math.prod(self.mesh.shape[axis] for axis in self.shard_axes)
+        dividing = [d for d, size in enumerate(shape) if size % parts == 0]
         if math.prod(shape) <= self.min_size or not dividing:
             return P()
         largest = max(dividing, key=lambda d: shape[d])
-        return P(*(self.axis if d == largest else None for d in range(largest + 1)))
+        return P(*(None,) * largest, *rows_over(self.shard_axes))
 
     def state_sharding(self, state: TrainState) -> Any:
         """Return sharded parameters and optimizer state, and the rest whole."""

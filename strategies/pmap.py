@@ -45,7 +45,7 @@ class PMap(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""
-        axes = tuple([0 if self.is_own(s) else None for s in shardings] for shardings in program.in_shardings)
+        axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
         mapped = jax.pmap(
             partial(program.fn, replica),
             axis_name=self.axis,
@@ -56,7 +56,7 @@ class PMap(PerReplica):
 
         def call(*args: Any) -> Any:
             join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
-            return jax.tree.map(join, program.out_shardings, mapped(*args))
+            return jax.tree.map(join, program.outputs, mapped(*args))
 
         # jit around it takes pmap off its slower path, and names what compiles.
         out = state_shardings(program)

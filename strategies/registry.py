@@ -23,6 +23,8 @@ _registry: dict[str, Callable[..., Strategy]] = {
     "ddp": DDP,
     "fsdp": FSDP,
     "zero1": partial(FSDP, stage=1),
+    "zero2": partial(FSDP, stage=2),
+    "hsdp": partial(FSDP, replicas="auto"),
     "shard_map": ShardMapDDP,
     "pmap": PMap,
     "simulate": Simulated,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import EACH, ROWS, Program, Strategy, Whole, abstract_batch, with_rows
+from jaxlit.strategies.base import EACH, ROWS, Lying, Program, Strategy, Whole, abstract_batch, rows_over, with_rows
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,13 @@ class PerReplica(Strategy, ABC):
     def state_sharding(self, state: TrainState) -> Any:
         """Return the whole state on every device, and each replica's accumulation window on its own."""
         whole = jax.tree.map(lambda _: self.replicated, state)
-        own = NamedSharding(self.mesh, P(self.axis))
+        own = NamedSharding(self.mesh, rows_over(self.batch_axes))
         return replace(whole, window=jax.tree.map(lambda _: own, state.window))
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that the replicas stand on."""
+        return self.batch_axes[0]
 
     @property
     def window_replicas(self) -> int | None:
@@ -113,19 +118,15 @@ class PerReplica(Strategy, ABC):
         # Keys are not folded and nothing is summed there: every replica computes the same.
         return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, whole=True)))
 
-    def is_own(self, sharding: NamedSharding) -> bool:
-        """Tell whether each replica has its own part of an array, along a leading dim."""
-        return bool(sharding.spec) and sharding.spec[0] == self.axis
-
     def out_tree(self, program: Program, replica: Replica, own: Any, shared: Any) -> tuple[Any, ...]:
         """Return the results' layout: `own` where each replica has a part, else `shared`."""
 
         def layout(x: Any) -> Any:
-            if isinstance(x, NamedSharding):
-                return own if self.is_own(x) else shared
+            if isinstance(x, Lying):
+                return own if x.own else shared
             return own if x is EACH or (x is ROWS and replica.splits) else shared
 
-        return jax.tree.map(layout, program.out_shardings)
+        return jax.tree.map(layout, program.outputs)
 
 
 def row_specs(batch: Any, axis: str) -> Any:

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import EACH, Program, named, own_mesh, state_shardings
+from jaxlit.strategies.base import EACH, Lying, Program, named, own_mesh, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 
@@ -47,7 +47,7 @@ class ShardMapDDP(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
-        specs = tuple([s.spec for s in shardings] for shardings in program.in_shardings)
+        specs = tuple([lying.sharding.spec for lying in state] for state in program.inputs)
         out_specs = self.out_tree(program, replica, own=P(self.axis), shared=P())
 
         def call(*args: Any) -> Any:
@@ -71,13 +71,13 @@ class ShardMapDDP(PerReplica):
         # A replica's own arrays come as a block with a leading dim of one.
         *states, batch = args
         states = [
-            [x[0] if self.is_own(s) else x for x, s in zip(state, shardings, strict=True)]
-            for state, shardings in zip(states, program.in_shardings, strict=True)
+            [x[0] if lying.own else x for x, lying in zip(state, lies, strict=True)]
+            for state, lies in zip(states, program.inputs, strict=True)
         ]
         results = program.fn(replica, *states, batch)
 
         def stack(layout: Any, x: Any) -> Any:
-            own = self.is_own(layout) if isinstance(layout, NamedSharding) else layout is EACH
+            own = layout.own if isinstance(layout, Lying) else layout is EACH
             return x[None] if own else x
 
-        return jax.tree.map(stack, program.out_shardings, results)
+        return jax.tree.map(stack, program.outputs, results)

@@ -5,12 +5,11 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import EACH, ROWS, Program, named
+from jaxlit.strategies.base import EACH, ROWS, Lying, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -64,7 +63,7 @@ class Simulated(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and vmap."""
-        axes = tuple([0 if self.is_own(s) else None for s in shardings] for shardings in program.in_shardings)
+        axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
         n = self.num_replicas
 
         def call(*args: Any) -> Any:
@@ -77,11 +76,11 @@ class Simulated(PerReplica):
             def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
                 if layout is ROWS and replica.splits:
                     return x.reshape(-1, *x.shape[2:])
-                own = self.is_own(layout) if isinstance(layout, NamedSharding) else layout is EACH
+                own = layout.own if isinstance(layout, Lying) else layout is EACH
                 # What is the same on every replica is that of the first, as on devices.
                 return x if own else jax.tree.map(lambda leaf: leaf[0], x)
 
-            return jax.tree.map(join, program.out_shardings, mapped(*states, batch))
+            return jax.tree.map(join, program.outputs, mapped(*states, batch))
 
         return jax.jit(named(program.name, call), donate_argnums=program.donate)
 

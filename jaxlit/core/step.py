@@ -58,11 +58,25 @@ class TrainStep:
         return self.layout.flatten(state), self._logs(table, state), loss, outputs
 
     def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
-        """Take an optimizer step with one batch, or with the window that it completes.
+        """Take an optimizer step with one batch, or with the window that it completes: `gradients`, then `apply`.
 
         Returns:
             The state, the table of the batch or window, the batch's loss if it ends a window, its outputs, and with
             traced functions a tuple of their results.
+        """
+        new, grads, table, loss, outputs = self.gradients(replica, leaves, batch)
+        new, logs, *seen = self.apply(leaves, new, grads, table)
+        return new, logs, loss, outputs, *seen
+
+    def gradients(
+        self, replica: Replica, leaves: list[Any], batch: Any
+    ) -> tuple[list[Any], Any, jax.Array, jax.Array | None, Any]:
+        """Return what an optimizer step is made of: the first half of `update`, which sees the batch.
+
+        Returns:
+            The state with what the user's step has written and an empty window, the gradients as the parameters, the
+            table of the batch or window, the batch's loss if it ends a window, and its outputs. Gradients and table
+            are those of all replicas.
         """
         old = self.layout.unflatten(leaves)
         if old.window is None:
@@ -82,11 +96,25 @@ class TrainStep:
             grads, rows = replica.psum((new.window.grads, rows))
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
             new = replace(new, window=self._empty_window(new.window))
-        grads = replica.constrain_grads(grads)
-        params = new.params  # as the batch left them
-        new, updates = self._apply(old, new, grads, table)
-        seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
-        return self.layout.flatten(new), self._logs(table, new), loss, outputs, *([seen] if self.traced else [])
+        return self.layout.flatten(new), replica.constrain_grads(grads), table, loss, outputs
+
+    def apply(self, old: list[Any], new: list[Any], grads: Any, table: jax.Array) -> tuple[Any, ...]:
+        """Clip, check and take the optimizer's step: the second half of `update`, which sees no batch and no replica.
+
+        Args:
+            old: The state before the batch.
+            new: The state, the gradients and the table that `gradients` returned.
+            grads: See `new`.
+            table: See `new`.
+
+        Returns:
+            The state, the table as it leaves the step, and with traced functions a tuple of their results.
+        """
+        before, after = self.layout.unflatten(old), self.layout.unflatten(new)
+        params = after.params  # as the batch left them
+        after, updates = self._apply(before, after, grads, table)
+        seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
+        return self.layout.flatten(after), self._logs(table, after), *([seen] if self.traced else [])
 
     @property
     def table(self) -> Table:

@@ -33,7 +33,7 @@ from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
-from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy, abstract_batch
+from jaxlit.strategies.base import EACH, ROWS, SHARED, Lying, Program, Strategy, abstract_batch, state_shardings
 
 _logger = logging.getLogger("jaxlit")
 
@@ -99,7 +99,7 @@ class Engine:
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
         self._next_epoch = jax.jit(
-            lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=strategy.replicated
+            lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=strategy.home
         )
 
     def evaluator(self) -> "Engine":
@@ -132,16 +132,23 @@ class Engine:
             state.put(at.sums, table.empty_sums())
         out = _outputs(self.pure, "training")
         loss = None if at.window is None else EACH
-        programs = {"train_step": (step.update, SHARED)}
+        # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
+        train = Program(
+            name="train_step",
+            kind="train",
+            fn=step.update,
+            inputs=(state.lying,),
+            outputs=(state.lying, SHARED, loss, out),
+            donate=(0,),
+            parts=(step.gradients, step.apply),
+        )
+        self._programs["train_step"] = self._compile(train)
         if at.window is not None:
             if not fits:
                 state.put(at.window.metrics, state.stacked(table.empty()))
-            programs["micro_step"] = (step.micro, EACH)
-        # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
-        for name, (fn, logs) in programs.items():
-            self._programs[name] = self._compile(
-                Program(name, fn, (state.shardings,), (state.shardings, logs, loss, out), donate=(0,))
-            )
+            micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None)
+            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
+        self._train_program = train
         self.train_step = partial(self._train, self._programs["train_step"])
         self.micro_step = partial(self._train, self._programs.get("micro_step", _never))
 
@@ -162,12 +169,9 @@ class Engine:
         """
         state = self.state
         if traced not in self._programs:
-            loss = None if state.at.window is None else EACH
-            out = (state.shardings, SHARED, loss, _outputs(self.pure, "training"), SHARED)
-            step = replace(self._step, traced=traced)
-            self._programs[traced] = self._compile(
-                Program("train_step_traced", step.update, (state.shardings,), out, donate=(0,))
-            )
+            step, train = replace(self._step, traced=traced), self._train_program
+            train = replace(train, name="train_step_traced", fn=step.update, parts=(step.gradients, step.apply))
+            self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
         state.leaves, logs, loss, outputs, seen = self._programs[traced](state.leaves, batch)
         return logs, loss, outputs, seen
 
@@ -239,7 +243,7 @@ class Engine:
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
         # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.replicated)]
+        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.home)]
 
     # Evaluation -------------------------------------------------------------------------------------
 
@@ -267,12 +271,16 @@ class Engine:
 
         trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
         step = EvalStep(pure, stage, loader, state.eval_layout)
-        sums = [state.own, self.strategy.replicated]
+        sums = [Lying(state.own, own=state.has_own), Lying(self.strategy.home)]
         entry = EACH if pure.table(stage, loader).has_steps else None
-        shardings = [state.shardings[i] for i in state.eval_at]
-        out = (sums, entry, _outputs(pure, stage, loader))
-        # Only the sums are donated: the weights are the training's, or the next evaluation's.
-        program = Program(STAGES[stage].program, step.run, (shardings, sums), out, donate=(1,))
+        program = Program(
+            name=STAGES[stage].program,
+            kind="eval",
+            fn=step.run,
+            inputs=([state.lying[i] for i in state.eval_at], sums),
+            outputs=(sums, entry, _outputs(pure, stage, loader)),
+            donate=(1,),  # the weights are the training's, or the next evaluation's
+        )
         return EvalProgram(pure, stage, loader, like, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
@@ -335,8 +343,8 @@ def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any
 
     def call(*args: Any) -> tuple[Any, ...]:
         args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
-        pairs = zip(run(*args), program.out_shardings, strict=True)
-        return tuple(jax.device_put(x, to) if isinstance(to, list) else x for x, to in pairs)
+        pairs = zip(run(*args), state_shardings(program), strict=True)
+        return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
 
     return call
 

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import Lying, Strategy, rows_over
 from jaxlit.strategies.like_params import like_params
 
 
@@ -37,6 +36,7 @@ class FlatState:
         leaves: The newest arrays; random keys as their raw data.
         layout: How the list becomes a `TrainState`.
         shardings: That of each array.
+        lying: How each array lies, as a program takes it.
         at: A `TrainState` whose leaves are places in the list.
         eval_at: The places of what an evaluation reads: counters, parameters and the module's other state.
         eval_layout: How those become a tuple of the four.
@@ -53,6 +53,8 @@ class FlatState:
             lambda *inputs: self.layout.flatten(init(*inputs)), self.shardings, *variables, donate=donate
         )
         at = self.at = jax.tree.unflatten(self.layout.treedef, range(len(self.leaves)))
+        own = set(jax.tree.leaves(at.window)) if self.has_own else set()
+        self.lying = [Lying(sharding, own=i in own) for i, sharding in enumerate(self.shardings)]
         self.eval_at: list[int] = jax.tree.leaves((at.counters, at.params, at.frozen, at.model_state))
         self.eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
         self._variable_at: list[int] = []  # the place of each Variable of the module
@@ -190,10 +192,15 @@ class FlatState:
     # What replicas have their own of ----------------------------------------------------------------
 
     @property
+    def has_own(self) -> bool:
+        """Whether each replica has a window and sums of its own."""
+        return self._strategy.window_replicas is not None
+
+    @property
     def own(self) -> NamedSharding:
         """The sharding of what each replica has its own of."""
         strategy = self._strategy
-        return NamedSharding(strategy.mesh, P(strategy.axis)) if strategy.window_replicas else strategy.replicated
+        return NamedSharding(strategy.mesh, rows_over(strategy.batch_axes)) if self.has_own else strategy.home
 
     def stacked(self, table: np.ndarray) -> np.ndarray:
         """Return one copy of a table of metrics for each replica that has its own."""
@@ -207,9 +214,9 @@ class FlatState:
         extras = like_params(abstract.extras, abstract.params, shardings.params, self._strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)
-        whole = self._strategy.replicated
-        scale = None if abstract.loss_scale is None else whole
-        return replace(shardings, counters=whole, sums=whole, window=window, loss_scale=scale, extras=extras)
+        home = self._strategy.home
+        scale = None if abstract.loss_scale is None else home
+        return replace(shardings, counters=home, sums=home, window=window, loss_scale=scale, extras=extras)
 
 
 def _kind_of(state: Any) -> str:

@@ -36,8 +36,8 @@ class Trainer:
     `max_time` or `fast_dev_run`.
 
     Args:
-        strategy: A name ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8", "auto" or a
-            registered one) or a `Strategy`.
+        strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8",
+            "auto" or a registered one) or a `Strategy`.
         devices: How many devices, or "auto" for all; `single` uses one.
         precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
             loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are

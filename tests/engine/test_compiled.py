@@ -276,18 +276,21 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize(
-    ("kind", "axes", "axis", "replicas"),
+    ("kind", "axes", "batch_axes", "replicas"),
     (
         ("DDP", {"rows": 8}, "rows", 8),
         ("DDP", {"data": 2, "model": 4}, "data", 2),
         ("FSDP", {"data": 8}, "data", 8),
         ("FSDP", {"fsdp": 4, "model": 2}, "fsdp", 4),
+        ("FSDP", {"data": 2, "fsdp": 4}, "data fsdp", 8),
         ("ShardMapDDP", {"rows": 2}, "rows", 2),
         ("ShardMapDDP", {"data": 4, "model": 2}, "data", 4),
     ),
     ids=str,
 )
-def test_a_strategy_trains_on_a_mesh_of_ones_own(kind: str, axes: dict[str, int], axis: str, replicas: int) -> None:
+def test_a_strategy_trains_on_a_mesh_of_ones_own(
+    kind: str, axes: dict[str, int], batch_axes: str, replicas: int
+) -> None:
     mesh = mesh_of(**axes)
     more = {"min_size": 0} if kind == "FSDP" else {}
     strategy = getattr(jl.strategies, kind)(mesh=mesh, **more)
@@ -297,11 +300,11 @@ def test_a_strategy_trains_on_a_mesh_of_ones_own(kind: str, axes: dict[str, int]
     trainer = make_trainer(strategy=strategy, accumulate_grad_batches=1)
     trainer.fit(module, batches)
     assert_params(params_of(module), history[-1])
-    assert (strategy.axis, strategy.num_replicas) == (axis, replicas)
+    assert (strategy.batch_axes, strategy.num_replicas) == (tuple(batch_axes.split()), replicas)
     kernel = trainer.state.params["kernel"]
     assert kernel.sharding.device_set == set(mesh.devices.flat)
     assert kernel.sharding.mesh.axis_names == mesh.axis_names
-    part = 8 // replicas if kind == "FSDP" else 8
+    part = 8 // axes.get("fsdp", replicas) if kind == "FSDP" else 8
     assert {x.data.shape for x in kernel.addressable_shards} == {(part, 1)}
     # Rows are split over the named axis and no other.
     if kind != "ShardMapDDP":
@@ -337,7 +340,7 @@ def test_what_is_no_mesh_is_refused(kind: str, mesh: Any) -> None:
         getattr(jl.strategies, kind)(mesh=mesh)
 
 
-@pytest.mark.parametrize(("kind", "axis"), (("DDP", "data"), ("FSDP", "fsdp"), ("ShardMapDDP", "data")))
+@pytest.mark.parametrize(("kind", "axis"), (("DDP", "data"), ("FSDP", "data"), ("ShardMapDDP", "data")))
 def test_a_mesh_that_does_not_tell_the_batch_axis_is_refused(kind: str, axis: str) -> None:
     with pytest.raises(ArgumentError, match=rf"{kind}\(mesh=\.\.\.\).*'{axis}'.*'rows'.*'model'"):
         getattr(jl.strategies, kind)(mesh=mesh_of(rows=4, model=2))

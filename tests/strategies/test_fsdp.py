@@ -10,8 +10,10 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from kit.batches import sized
 from kit.inside import laid_out
-from kit.trainers import fit
+from kit.modules import Net
+from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
 
@@ -79,6 +81,45 @@ def test_what_each_of_8_devices_holds_of_a_transformer(
     assert held == 1.0 if grads == 1.0 else 0.125 <= held <= grads
 
 
+@pytest.mark.parametrize(("stage", "replicas"), ((1, 2), (2, 4), (3, 2), (3, 4)))
+def test_copies_of_the_shards_hold_what_a_group_of_devices_splits(stage: int, replicas: int) -> None:
+    strategy = jl.strategies.FSDP(stage=stage, replicas=replicas)
+    state, shardings = laid_out(strategy, transformer(), accumulate=True)
+    assert strategy.mesh.axis_names == ("data", "fsdp") and strategy.num_replicas == 8
+    part = replicas / 8  # and what is not split
+    for name, of, least in (("params", state.params, 3), ("opt_state", state.opt_state, 1)):
+        held = share(of, getattr(shardings, name))
+        assert held == 1.0 if stage < least else part <= held <= part + 0.02, name
+    held = share(state.window.grads, shardings.window.grads)
+    assert held == 1.0 if stage < 2 else part <= held <= part + 0.02
+
+
+@pytest.mark.parametrize(
+    ("replicas", "accumulate"),
+    (pytest.param(2, 1, marks=pytest.mark.full), pytest.param(4, 1, marks=pytest.mark.full), (2, 2)),
+)
+def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumulate: int) -> None:
+    jl.testing.assert_same_training(
+        lambda: Net(rngs=nnx.Rngs(0)),
+        sized(16, 16, 5),
+        strategies=[jl.strategies.FSDP(replicas=replicas, min_size=0)],
+        devices=(8,),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=0.5,
+    )
+
+
+def test_hsdp_has_two_copies_in_one_process_and_copies_must_divide_the_devices() -> None:
+    strategy = make_trainer(strategy="hsdp").strategy
+    assert strategy.describe() == "FSDP on mesh data=2 x fsdp=4"
+    assert make_trainer(strategy="zero2").strategy.stage == 2
+    with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=3\): 8 devices do not divide into 3 copies"):
+        make_trainer(strategy=jl.strategies.FSDP(replicas=3))
+    mesh = jax.make_mesh((8,), ("data",))
+    with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=...\) is said by the mesh"):
+        jl.strategies.FSDP(replicas=2, mesh=mesh)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "accumulate"), ((1, 1), (2, 2), (3, 2)))
 def test_every_stage_trains_like_a_single_device(stage: int, accumulate: int) -> None:
@@ -131,7 +172,7 @@ AWKWARD = ((1257, 96), (1025, 64), (10,), (7, 13))
 def test_shapes_that_divide_in_one_dim_or_none_train() -> None:
     trainer = fit(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
     weights = trainer.state.params["weights"]
-    assert [weights[i].sharding.spec for i in range(4)] == [P(None, "fsdp"), P(None, "fsdp"), P(), P()]
+    assert [weights[i].sharding.spec for i in range(4)] == [P(None, "data"), P(None, "data"), P(), P()]
     for i, shape in enumerate(AWKWARD):
         start = jax.random.normal(jax.random.key(0), shape)
         np.testing.assert_allclose(weights[i], start - 2 * start / start.size, rtol=1e-5, atol=1e-7)
@@ -140,13 +181,13 @@ def test_shapes_that_divide_in_one_dim_or_none_train() -> None:
 @pytest.mark.parametrize(
     ("shape", "spec"),
     (
-        ((64, 128), P(None, "fsdp")),
-        ((128, 64), P("fsdp")),
-        ((100, 64), P(None, "fsdp")),
+        ((64, 128), P(None, "data")),
+        ((128, 64), P("data")),
+        ((100, 64), P(None, "data")),
         ((32, 32), P()),  # 1024 elements stay whole
         ((33, 31), P()),  # nothing divides
         ((), P()),
-        ((4, 16, 32), P(None, None, "fsdp")),
+        ((4, 16, 32), P(None, None, "data")),
     ),
 )
 def test_the_largest_dim_that_divides_is_split(shape: tuple[int, ...], spec: P) -> None:
@@ -179,7 +220,10 @@ def test_optimizer_state_is_split_as_its_parameters_are(name: str) -> None:
     assert all(spec == specs[shape] for shape, spec in moments)
 
 
-@pytest.mark.parametrize("arguments", ({"stage": 0}, {"stage": "3"}, {"min_size": -1}, {"min_size": 1.5}))
+@pytest.mark.parametrize(
+    "arguments",
+    ({"stage": 0}, {"stage": "3"}, {"min_size": -1}, {"min_size": 1.5}, {"replicas": 0}, {"replicas": "all"}),
+)
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any]) -> None:
     (name,) = arguments
     with pytest.raises(jl.errors.ArgumentError, match=rf"FSDP\({name}=...\)"):

@@ -25,11 +25,14 @@ def columns() -> Iterator[type[jl.Strategy]]:
     class Columns(jl.Strategy):
         """Split every matrix along its last dim."""
 
-        axis = "model"
+        batch_axes = ("model",)
+
+        def mesh_shape(self, device_count: int) -> dict[str, int]:
+            return {"model": device_count}
 
         def state_sharding(self, state: Any) -> Any:
             def spec(x: Any) -> P:
-                return P(None, self.axis) if len(x.shape) == 2 and x.shape[1] % self.mesh.size == 0 else P()
+                return P(None, "model") if len(x.shape) == 2 and x.shape[1] % self.mesh.size == 0 else P()
 
             return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
 

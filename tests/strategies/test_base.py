@@ -1,0 +1,101 @@
+"""What a strategy of one's own can override: the two halves of a step, how a batch lies, the mesh."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from kit.batches import random
+from kit.by_hand import HandLoop, assert_same
+from kit.modules import Linear, Net
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies.base import Program
+
+
+class Apart(jl.strategies.DDP):
+    """Runs the two halves of an optimizer step as two programs, and the rest as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
+
+    def compile(self, program: Program) -> Any:
+        self.kinds.append(program.kind)
+        if program.kind != "train":
+            return super().compile(program)
+        assert program.parts is not None
+        gradients, apply = program.parts
+        first, second = jax.jit(partial(gradients, self.replica)), jax.jit(apply)
+
+        def run(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+            new, grads, table, loss, outputs = first(leaves, batch)
+            leaves, logs, *seen = second(leaves, new, grads, table)
+            return leaves, logs, loss, outputs, *seen
+
+        return run
+
+
+@pytest.mark.parametrize(("accumulate", "kinds"), [(1, ["train", "eval"]), (2, ["train", "micro", "eval"])])
+def test_the_halves_of_a_step_run_apart_with_clipping_accumulation_and_metrics(accumulate: int, kinds: Any) -> None:
+    strategy, batches, model = Apart(), random(4), Linear()
+    arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    trainer = fit(model, batches, batches[:1], strategy=strategy, num_sanity_val_steps=0, **arguments)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
+    loop = HandLoop(Linear(), tx)
+    for i in range(0, 4, accumulate):
+        loop.window(*batches[i : i + accumulate])
+    assert_same(model, loop.module)
+    assert strategy.kinds == kinds and trainer.global_step == 4 // accumulate
+
+
+class Columns(jl.Strategy):
+    """Splits rows over one axis and columns over another, of batches and of matrices."""
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        return {"data": 2, "columns": device_count // 2}
+
+    def batch_spec(self, x: Any) -> P:
+        columns = self.mesh.shape["columns"]
+        return P("data", "columns") if x.ndim == 2 and x.shape[1] % columns == 0 else super().batch_spec(x)
+
+    def state_sharding(self, state: Any) -> Any:
+        spec = lambda x: P(None, "columns") if len(x.shape) == 2 and x.shape[1] % 4 == 0 else P()  # noqa: E731
+        return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
+
+
+def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def training_step(self, batch: Any) -> jax.Array:
+            jax.debug.inspect_array_sharding(batch["wide"], callback=seen.append)
+            return super().training_step(batch) + 0 * batch["wide"].sum()
+
+    strategy, rows = Columns(), random(2)
+    batches = [batch | {"wide": np.ones((8, 16), np.float32)} for batch in rows]
+    model = Looks(rngs=nnx.Rngs(0))
+    trainer = fit(model, batches, strategy=strategy)
+    assert (trainer.strategy.num_replicas, dict(trainer.strategy.mesh.shape)) == (2, {"data": 2, "columns": 4})
+    placed = trainer.strategy.shard_batch(batches[0])
+    assert placed["wide"].sharding.spec == P("data", "columns") and placed["x"].sharding.spec == P("data")
+    assert trainer.strategy.place_inputs(batches[0])["wide"].sharding.spec == P("data", "columns")
+    assert {sharding.shard_shape((8, 16)) for sharding in seen} == {(4, 4)}
+    by_hand = HandLoop(Net(rngs=nnx.Rngs(0)), loss=lambda net, batch: net.loss(batch))(*rows).module
+    assert_same(model.inner, by_hand.inner)
+
+
+def test_a_mesh_that_is_not_made_of_all_devices_is_refused_by_its_sizes() -> None:
+    class Wrong(Columns):
+        def mesh_shape(self, device_count: int) -> dict[str, int]:
+            return {"data": 2, "columns": 3}
+
+    with pytest.raises(ArgumentError, match=r"Wrong: a mesh of \{'data': 2, 'columns': 3\} has 6 devices.* are 8"):
+        make_trainer(strategy=Wrong())
