@@ -1,9 +1,10 @@
 """How training is laid out over devices; every strategy is `jaxlit.strategies.X`."""
 
-from jaxlit.strategies.base import Program, Strategy
+from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.pmap import PMap
+from jaxlit.strategies.program import Program
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.strategies.replicas import PerReplica
 from jaxlit.strategies.shard_map import ShardMapDDP

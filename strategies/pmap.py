@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import ROWS, Program, named, state_shardings
+from jaxlit.strategies.program import ROWS, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica
 
 

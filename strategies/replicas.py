@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import EACH, ROWS, Lying, Program, Strategy, Whole, abstract_batch, rows_over, with_rows
+from jaxlit.strategies.base import Strategy, Whole, abstract_batch, rows_over, with_rows
+from jaxlit.strategies.program import EACH, ROWS, Lying, Program
 
 
 @dataclass(frozen=True)

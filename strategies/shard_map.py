@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import EACH, Lying, Program, named, own_mesh, state_shardings
+from jaxlit.strategies.base import own_mesh
+from jaxlit.strategies.program import EACH, Lying, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 

@@ -9,7 +9,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import EACH, ROWS, Lying, Program, named
+from jaxlit.strategies.program import EACH, ROWS, Lying, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 

@@ -33,7 +33,8 @@ from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
-from jaxlit.strategies.base import EACH, ROWS, SHARED, Lying, Program, Strategy, abstract_batch, state_shardings
+from jaxlit.strategies.base import Strategy, abstract_batch
+from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, state_shardings
 
 _logger = logging.getLogger("jaxlit")
 

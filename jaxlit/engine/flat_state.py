@@ -16,8 +16,9 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.strategies.base import Lying, Strategy, rows_over
+from jaxlit.strategies.base import Strategy, rows_over
 from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.program import Lying
 
 
 class FlatState:

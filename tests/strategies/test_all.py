@@ -183,7 +183,7 @@ def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.nd
     return params, clipped
 
 
-@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "zero2"], "single", "zero2", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "zero2", "hsdp"], "single", "hsdp", "shard_map"))
 def test_windows_are_clipped_steps_on_all_their_rows_and_validation_leaves_them_alone(strategy: str) -> None:
     data, rows = sized(*WINDOWED, features=8), Rows()
     windows = [data[:3], data[3:6], data[6:]]

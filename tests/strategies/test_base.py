@@ -17,7 +17,7 @@ from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import Program
+from jaxlit.strategies.program import Program
 
 
 class Apart(jl.strategies.DDP):

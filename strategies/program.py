@@ -1,0 +1,74 @@
+"""A step that a strategy compiles, and how its arrays come and go."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step to compile: `fn(replica, *states, batch)`, where a state is a flat list of arrays.
+
+    Attributes:
+        name: The name under which it compiles, `train_step` say.
+        kind: "train" for an optimizer step, "micro" for a batch of a window that goes on, "eval" for an evaluation.
+        fn: The body.
+        inputs: How each array of each state lies.
+        outputs: How the results lie: a list of `Lying` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
+        donate: Indices of the states that the step may overwrite.
+        parts: Of an optimizer step its two halves, whose composition `fn` is, for a strategy that runs them apart:
+            `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
+            parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
+            and runs the optimizer on global arrays.
+    """
+
+    name: str
+    kind: str
+    fn: Callable[..., Any]
+    inputs: tuple[list["Lying"], ...]
+    outputs: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Lying:
+    """How an array of a state lies on the devices.
+
+    Attributes:
+        sharding: The global array's.
+        own: Each replica has a part of its own along a leading dim, which its step body does not see.
+    """
+
+    sharding: NamedSharding
+    own: bool = False
+
+
+class Out:
+    """How an output that is no state leaves a step."""
+
+
+SHARED = Out()  # the same on every replica
+EACH = Out()  # one value a replica, stacked along a new leading dim
+ROWS = Out()  # one row for each row of the batch
+
+
+def state_shardings(program: Program) -> tuple[Any, ...]:
+    """Return the shardings of the states that leave a program; what is no state may lie as XLA likes.
+
+    Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
+    compile again.
+    """
+    return tuple([lying.sharding for lying in x] if isinstance(x, list) else None for x in program.outputs)
+
+
+def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` under another name: what it compiles is reported by it."""
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
