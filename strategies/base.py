@@ -203,6 +203,7 @@ class Strategy(ABC):
             return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
 
         given = [None if is_key(x) else x for x in leaves]
+        build = self.in_mesh(build)
         made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
         # Without jit nothing follows out_shardings.
         return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
@@ -264,6 +265,20 @@ class Strategy(ABC):
     def _batch_sharding(self, x: Any) -> NamedSharding:
         return NamedSharding(self.mesh, self.batch_spec(x))
 
+    def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` with the mesh in context while it is traced, so that what it runs may name the mesh's axes.
+
+        A mesh that is in context already, by `jax.set_mesh`, stays.
+        """
+
+        def call(*args: Any) -> Any:
+            if not jax.sharding.get_abstract_mesh().empty:
+                return fn(*args)
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return fn(*args)
+
+        return call
+
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
         """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
 
@@ -272,11 +287,11 @@ class Strategy(ABC):
             states: Pytrees of arrays or `jax.ShapeDtypeStruct`s.
             batch: The host batch.
         """
-        jax.eval_shape(partial(fn, self.replica), *states, abstract_batch(batch))
+        jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
 
     def compile(self, program: Program) -> Callable[..., Any]:
         """Return a function of `(*states, batch)` that runs the program, compiled at its first call."""
-        body = named(program.name, partial(program.fn, self.replica))
+        body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
         # What a step returns beside the state and the metrics may lie as XLA likes.
         out = tuple(
             held if held is not None else self.replicated if isinstance(x, Out) else None

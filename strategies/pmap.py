@@ -1,7 +1,7 @@
 """Data parallel by jax.pmap."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,15 +46,18 @@ class PMap(PerReplica):
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""
         axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
-        mapped = jax.pmap(
-            partial(program.fn, replica),
-            axis_name=self.axis,
-            in_axes=(*axes, 0),
-            out_axes=self.out_tree(program, replica, own=0, shared=None),
-            devices=list(self.mesh.devices.flat),
-        )
 
         def call(*args: Any) -> Any:
+            *states, batch = args
+            # Each leaf of the batch is stacked already, one a replica.
+            shares = self.local(program, replace(replica, whole=True), states, jax.tree.map(lambda x: x[0], batch))
+            mapped = jax.pmap(
+                self.on_replica(program, replica, *shares),
+                axis_name=self.axis,
+                in_axes=(*axes, 0),
+                out_axes=self.out_tree(program, replica, own=0, shared=None),
+                devices=list(self.mesh.devices.flat),
+            )
             join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
             return jax.tree.map(join, program.outputs, mapped(*args))
 

@@ -1,19 +1,21 @@
 """Strategies whose step sees one replica's rows: the same body under three ways of mapping it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import Strategy, Whole, abstract_batch, rows_over, with_rows
+from jaxlit.programs.alone import trace_alone
+from jaxlit.strategies.base import Strategy, Whole, rows_over, with_rows
 from jaxlit.strategies.program import EACH, ROWS, Lying, Program
 
 
@@ -98,21 +100,40 @@ class PerReplica(Strategy, ABC):
         """Return the program, mapped over the replicas and compiled at its first call."""
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn` under `jax.shard_map`, whatever maps the step later: it needs no devices."""
-        states, batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states), abstract_batch(batch)
-        if (rest := num_rows(batch) % self.num_replicas) != 0:
-            # Checked on a batch that divides: only there replicas can differ.
-            batch = with_rows(batch, num_rows(batch) + self.num_replicas - rest)
-        specs = (*(P() for _ in states), row_specs(batch, self.axis))
-        mapped = jax.shard_map(
-            partial(fn, self.replica), mesh=self.trace_mesh, in_specs=specs, out_specs=P(), check_vma=False
-        )
-        jax.eval_shape(mapped, *states, batch)
+        """Run `fn` on one replica's rows; a batch that does not divide is taken for one that does."""
+        states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
+        # Only on a batch that divides replicas can differ.
+        share = with_rows(batch, -(-num_rows(batch) // self.num_replicas))
+        self.traced(partial(fn, self.replica), *states, share)
 
-    @property
-    def trace_mesh(self) -> Any:
-        """A mesh of as many devices as there are replicas; they need not exist."""
-        return AbstractMesh((self.num_replicas,), (self.axis,), axis_types=(AxisType.Auto,))
+    def traced(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Return the program of `fn` on one replica, traced outside of any map, and the structure of its results."""
+        return trace_alone(fn, self.mesh.axis_names, self.axis, self.num_replicas, *args)
+
+    def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
+        """Return the body of a program, to be mapped.
+
+        Args:
+            program: The program.
+            replica: What its body sees.
+            *args: What one replica has, of arrays or their shapes and dtypes.
+        """
+        body = partial(program.fn, replica)
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return body
+        closed, treedef = self.traced(body, *args)
+        run = jaxpr_as_fun(closed)
+        return lambda *args: treedef.unflatten(run(*jax.tree.leaves(args)))
+
+    def local(self, program: Program, replica: Replica, states: Sequence[Any], batch: Any) -> tuple[Any, ...]:
+        """Return the shapes and dtypes of what one replica has of a program's states and of a global batch."""
+
+        def of(lying: Lying, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape[1:] if lying.own else x.shape, x.dtype)
+
+        found = [list(map(of, lies, state)) for lies, state in zip(program.inputs, states, strict=True)]
+        rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
+        return *found, with_rows(batch, rows)
 
     def compile(self, program: Program) -> "ByDivision":
         """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""

@@ -35,11 +35,6 @@ class ShardMapDDP(PerReplica):
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
         own_mesh(self, mesh)
 
-    @property
-    def trace_mesh(self) -> jax.sharding.Mesh:
-        """The mesh itself, so that the step shares the trace."""
-        return self.mesh
-
     def place(self, batch: Any, *, whole: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
         rows = P() if whole else P(self.axis)
@@ -52,10 +47,11 @@ class ShardMapDDP(PerReplica):
         out_specs = self.out_tree(program, replica, own=P(self.axis), shared=P())
 
         def call(*args: Any) -> Any:
-            batch = args[-1]
+            *states, batch = args
+            body = self.on_replica(program, replica, *self.local(program, replica, states, batch))
             batch_specs = row_specs(batch, self.axis) if replica.splits else jax.tree.map(lambda _: P(), batch)
             mapped = jax.shard_map(
-                partial(self._body, program, replica),
+                partial(self._blocks, program, body),
                 mesh=self.mesh,
                 in_specs=(*specs, batch_specs),
                 out_specs=out_specs,
@@ -68,14 +64,14 @@ class ShardMapDDP(PerReplica):
         out = state_shardings(program)
         return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
-    def _body(self, program: Program, replica: Replica, *args: Any) -> Any:
+    def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.
         *states, batch = args
         states = [
             [x[0] if lying.own else x for x, lying in zip(state, lies, strict=True)]
             for state, lies in zip(states, program.inputs, strict=True)
         ]
-        results = program.fn(replica, *states, batch)
+        results = body(*states, batch)
 
         def stack(layout: Any, x: Any) -> Any:
             own = layout.own if isinstance(layout, Lying) else layout is EACH

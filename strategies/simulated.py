@@ -1,7 +1,6 @@
 """Data parallel training of n replicas on one device, to see what n devices would compute."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -68,10 +67,11 @@ class Simulated(PerReplica):
 
         def call(*args: Any) -> Any:
             *states, batch = args
+            body = self.on_replica(program, replica, *self.local(program, replica, states, batch))
             if replica.splits:
                 batch = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]) if x.ndim else x, batch)
             rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
-            mapped = jax.vmap(partial(program.fn, replica), in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
+            mapped = jax.vmap(body, in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
 
             def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
                 if layout is ROWS and replica.splits:

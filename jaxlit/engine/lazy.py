@@ -15,7 +15,7 @@ from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import set_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
-from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy
 
 
@@ -75,16 +75,7 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
         graphs.append(graphdef)
         return nnx.as_pure(params), nnx.as_pure(rest)
 
-    try:
-        params, rest = jax.eval_shape(init)
-    except ValueError as error:
-        if "mesh" not in str(error):
-            raise
-        raise ModuleError(
-            f"jl.lazy({model.cls.__name__}): a Variable is annotated with mesh axes, which flax looks up as it is made "
-            f"({error}). Build the module under a mesh with these axes and give it to the Trainer: "
-            f"with jax.set_mesh(mesh): module = {model.cls.__name__}(...)."
-        ) from error
+    params, rest = jax.eval_shape(strategy.in_mesh(init))
     blank = _abstract_state(params, rest)
     shardings = strategy.state_sharding(blank)  # known before an array is: none is ever whole on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))

@@ -65,7 +65,7 @@ def overwrites(eqn: Any) -> bool:
 def _input_of(eqn: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
     """Return which input of an equation its output at `place` is, or None."""
     name, params = eqn.primitive.name, eqn.params
-    if name in ("copy", "copy_p", "sharding_constraint"):
+    if name in ("copy", "copy_p", "sharding_constraint", "reshard"):
         return 0
     if name == "convert_element_type":
         return 0 if {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype} == set(rounded) else None

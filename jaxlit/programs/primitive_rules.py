@@ -317,7 +317,18 @@ _ELEMENTWISE = (  # by name, since jax does not export them all
 RULES: dict[str, Callable[[Equation], Relation]] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(
-        ("neg", "copy", "copy_p", "stop_gradient", "real", "imag", "reduce_precision", "sharding_constraint"), _linear
+        (
+            "neg",
+            "copy",
+            "copy_p",
+            "stop_gradient",
+            "real",
+            "imag",
+            "reduce_precision",
+            "sharding_constraint",
+            "reshard",
+        ),
+        _linear,
     ),
     **dict.fromkeys(("add", "sub", "add_any"), _add),
     **dict.fromkeys(

@@ -23,7 +23,7 @@ OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
 
 
 def splitting(name: str) -> Any:
-    """Return a strategy by its name; the sharding ones, "zero2" and "hsdp" among them, split even the smallest array."""
+    """Return a strategy by its name; the sharding ones, "zero2" and "hsdp" too, split even the smallest array."""
     sharding = {"fsdp": {}, "hsdp": {"replicas": 2}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}.get(name)
     return name if sharding is None else jl.strategies.FSDP(**sharding, min_size=0)
 

@@ -4,16 +4,17 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
-from kit.trainers import fit, make_trainer
+from kit.trainers import STRATEGIES, fit, make_trainer, splitting
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
@@ -99,3 +100,67 @@ def test_a_mesh_that_is_not_made_of_all_devices_is_refused_by_its_sizes() -> Non
 
     with pytest.raises(ArgumentError, match=r"Wrong: a mesh of \{'data': 2, 'columns': 3\} has 6 devices.* are 8"):
         make_trainer(strategy=Wrong())
+
+
+# The mesh in context ------------------------------------------------------------------------------------
+
+
+class Constrained(Net):
+    """Says of its values how they lie on the axis `data`, in each step, also inside of a scan."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, P("data", None))
+        layer = lambda h, _: (jax.lax.with_sharding_constraint(jnp.tanh(h), P("data")), None)  # noqa: E731
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, None, length=2)
+        return super().__call__(x)
+
+
+class Free(Net):
+    """The same without saying so."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(jnp.tanh(jnp.tanh(x)))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp"])
+def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
+    models, found = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
+    batches = random(2)
+    for model in models:
+        trainer = fit(model, batches, batches[:1], strategy=splitting(strategy))
+        outputs = [trainer.apply(lambda module, batch: module(batch["x"]), batches[0])]
+        found.append([np.asarray(x) for x in outputs + trainer.predict(model, batches[:1])])
+    assert_same(models[0], models[1])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_may_map_over_the_mesh_itself(strategy: str) -> None:
+    class Maps(Linear):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            swap = lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])  # noqa: E731
+            turned = jax.shard_map(swap, in_specs=P("data"), out_specs=P("data"))(x)
+            return super().__call__(x) + 0 * turned.sum()
+
+    model, batches = Maps(), random(2)
+    fit(model, batches, strategy=strategy)
+    assert_same(model, HandLoop(Linear())(*batches).module)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_variables_that_are_annotated_with_mesh_axes_are_built_and_trained(lazy: bool) -> None:
+    class Annotated(Net):
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            super().__init__(rngs=rngs)
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
+            self.inner = nnx.Linear(3, 16, kernel_init=init, rngs=rngs)
+
+    if lazy:
+        model: Any = jl.lazy(Annotated, rngs=nnx.Rngs(0))
+    else:
+        with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+            model = Annotated(rngs=nnx.Rngs(0))
+    trainer = fit(model, random(2), strategy="ddp")
+    assert trainer.module.inner.kernel.out_sharding == (None, "data")
+    assert trainer.global_step == 2
