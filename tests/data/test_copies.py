@@ -148,7 +148,9 @@ def test_a_callers_arrays_are_never_changed(strategy):
     trainer = make_trainer(strategy=strategy, max_epochs=2)
     trainer.fit(Mean(), batches, jl.ArrayLoader({"x": whole}, ROWS))
     trainer.fit(Mean(), jl.ArrayLoader({"x": whole}, ROWS), batches)
-    assert_same([*[b["x"] for b in batches], whole], [*map(content, range(6)), np.concatenate([*map(content, range(6))])])
+    assert_same(
+        [*[b["x"] for b in batches], whole], [*map(content, range(6)), np.concatenate([*map(content, range(6))])]
+    )
 
 
 class Tensor:

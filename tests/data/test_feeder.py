@@ -12,7 +12,7 @@ import pytest
 from kit.batches import Stream, counted, numbered, rows_of
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.inside import Clock
+from kit.inside import Clock, feeder_of
 from kit.journal import Batches, hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
@@ -21,7 +21,6 @@ from kit.trainers import BARE, fit, make_trainer
 import jaxlit as jl
 from jaxlit.data import feeder
 from jaxlit.data.kinds import source_of
-from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 from jaxlit.strategies.single import SingleDevice
 
@@ -223,17 +222,9 @@ def test_what_the_first_batch_and_evaluations_loaders_raise_is_noted_with_its_pl
 
 def test_a_feeder_gives_what_comes_before_an_error_first():
     loader = Loader(9, instead={3: OSError})
-    fed = feeder.Feeder(
-        lambda batch: batch,
-        num_replicas=1,
-        num_processes=1,
-        prefetch=3,
-        watchdog=Watchdog(None),
-        interrupted=lambda: False,
-    )
     used = []
     with pytest.raises(OSError, match="disk"):
-        for _, host, is_last, _ in fed.batches(source_of(loader, "loader"), 0, None):
+        for _, host, is_last, _ in feeder_of(3).batches(source_of(loader, "loader"), 0, None):
             used.append((int(host["x"][0, 0]), is_last))
     assert used == [(0, False), (1, False), (2, False)]
 

@@ -6,7 +6,7 @@ import pytest
 from kit.batches import Stream
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.journal import HOOKS, hooks
+from kit.journal import HOOKS
 from kit.modules import module
 from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, STRATEGIES, make_trainer, thinned

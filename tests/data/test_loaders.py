@@ -154,7 +154,10 @@ def test_a_limit_of_0_trains_or_validates_nothing(limit):
 
 @pytest.mark.parametrize("which", ["train", "val"])
 def test_a_fraction_of_less_than_one_batch_or_of_a_loader_without_length_is_refused(which):
-    few, endless = rf"limit_{which}_batches=0\.01\) of 3 batches.*0\.333", rf"limit_{which}_batches=0\.5.*no length.*int"
+    few, endless = (
+        rf"limit_{which}_batches=0\.01\) of 3 batches.*0\.333",
+        rf"limit_{which}_batches=0\.5.*no length.*int",
+    )
     fit_refuses(ArgumentError, few, train=counted(2, 2, 2), val=counted(2, 2, 2), **{f"limit_{which}_batches": 0.01})
     loaders = {"train": counted(2), "val": counted(2)} | {which: iter(counted(2))}
     fit_refuses(ArgumentError, rf"{which}_dataloaders", endless, **loaders, **{f"limit_{which}_batches": 0.5})
