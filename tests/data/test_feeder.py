@@ -189,8 +189,7 @@ def test_grains_threads_end_with_a_run_that_stops_early(prefetch):
 def test_what_a_loader_raises_comes_behind_the_batches_before_it_and_with_its_place(given, words, prefetch):
     heard, made = [], Mean()
     watch = hooks(on_exception=lambda trainer, module, exception: heard.append(exception))
-    opened = iter([Loader(4), bad := Loader(9, instead={3: given})])
-    loader = type("Reopened", (), {"__iter__": lambda self: iter(next(opened))})()
+    loader = Stream(Loader(4), bad := Loader(9, instead={3: given}))
     call = lambda: fit(made, loader, None, watch, max_epochs=3, prefetch=prefetch)  # noqa: E731
     error = refuses((OSError, DataError), call, words)
     assert error.__notes__ == [f"It was raised by {TRAIN} in epoch 1, batch 3."] and heard == [error]
@@ -208,10 +207,9 @@ def test_what_the_first_batch_and_evaluations_loaders_raise_is_noted_with_its_pl
     with compiles() as compiled:
         assert notes(lambda: draw(broken(0), prefetch=prefetch)) == [f"It was raised by {TRAIN} in epoch 0, batch 0."]
     assert compiled == []
-    loaders = [numbered(2, rows=2), Stream(numbered(2, rows=2), [*numbered(2, rows=2)])]
-    val = type("Later", (), {"__iter__": lambda self, opened=iter([Loader(2), broken(2)]): iter(next(opened))})()
+    val = Stream(Loader(2), broken(2))
     trainer = make_trainer(max_epochs=3, num_sanity_val_steps=0, prefetch=prefetch)
-    found = notes(lambda: trainer.fit(made, numbered(3, rows=2), [loaders[0], val]))
+    found = notes(lambda: trainer.fit(made, numbered(3, rows=2), [numbered(2, rows=2), val]))
     assert found == [f"It was raised by {VAL}[1] in epoch 1, batch 2."]
     assert float(made.w[0]) == pytest.approx(mean([[1], [2], [3]] * 2), rel=1e-6)
     for verb, batch in (("validate", 0), ("test", 3), ("predict", 3)):

@@ -144,7 +144,8 @@ if __name__ == "__main__":
     for make in (dataset, loader):
         seen = Seen()
         make_trainer(callbacks=[seen]).fit(Mean(), make())
-        print("", sorted(seen.rows) == [*range(40)], len(seen.pids), os.getpid() in seen.pids, *map(is_alive, seen.pids))
+        own, alive = os.getpid() in seen.pids, [is_alive(pid) for pid in seen.pids]
+        print("", sorted(seen.rows) == [*range(40)], len(seen.pids), own, *alive)
     seen = Seen(kill_at=3)
     try:
         make_trainer(callbacks=[seen]).fit(Mean(), dataset())
