@@ -243,9 +243,13 @@ def test_two_sources_of_data_what_is_none_and_what_lacks_a_loader_are_refused_be
     assert first.called == second.called == []
 
 
-def test_a_data_module_beside_or_among_validation_loaders_is_refused():
+def test_what_cannot_go_together_is_refused():
     refuses(ArgumentError, lambda: fit(Mean(), Data(), numbered(1)), "val_dataloaders.*datamodule")
     refuses(ArgumentTypeError, lambda: fit(Mean(), numbered(1), Data()), "val_dataloaders.*Data")
+    reloads = lambda: fit(Mean(), numbered(1), numbered(1), reload_dataloaders_every_n_epochs=1)  # noqa: E731
+    refuses(ArgumentError, reloads, "reload_dataloaders_every_n_epochs=1")
+    forgets = data_with(on_before_batch_transfer=lambda self, batch, idx: None)
+    refuses(DataError, lambda: fit(Mean(), forgets), "returned None")
 
 
 HOOKS = [("fit", "train_dataloader"), *((verb, LOADERS[verb][-1].removeprefix("data ")) for verb in VERBS)]
@@ -261,11 +265,6 @@ def test_a_loader_hook_that_returns_no_loader_is_refused_by_its_name(verb, hook)
             error = (DataError, "returned None") if given is None else (ArgumentTypeError, "is no loader")
             refuses(error[0], call, rf"Wrong\.{hook}\(\) {error[1]}")
             assert owner is Own or made.called[-1] == f"data teardown {verb}"
-
-
-def test_a_batch_that_on_before_batch_transfer_forgets_to_return_is_refused():
-    data = data_with(on_before_batch_transfer=lambda self, batch, idx: None)
-    refuses(DataError, lambda: fit(Mean(), data), "returned None")
 
 
 @pytest.mark.parametrize(("every", "at"), [(0, [0]), (1, [0, 1, 2, 3]), (3, [0, 3])])
@@ -306,11 +305,6 @@ def test_a_reloaded_loader_is_checked_like_the_first_and_its_batches_compared_wi
     data = type("Reloads", (Data,), {"train_dataloader": lambda self: next(loaders)})()
     refuses(error, lambda: fit(Mean(), data, max_epochs=3, reload_dataloaders_every_n_epochs=1), words)
     assert data.called[-1] == "data teardown fit"
-
-
-def test_reloading_loaders_that_were_given_is_refused():
-    call = lambda: fit(Mean(), numbered(1), numbered(1), reload_dataloaders_every_n_epochs=1)  # noqa: E731
-    refuses(ArgumentError, call, "reload_dataloaders_every_n_epochs=1")
 
 
 def test_the_old_iteration_of_a_reloaded_loader_is_closed_before_the_next_is_opened():

@@ -139,29 +139,6 @@ def test_an_endless_loader_goes_on_across_its_epochs(kind, used, prefetch):
     assert take(fresh, 2, limit=4, prefetch=prefetch)[0] == stream[8:12]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "prefetch"),
-    [("ArrayLoader", 1, 3), ("MapDataset", 4, 0), ("DataLoader", 9, 3), ("iterable", 9, 0), ("state_dict", 4, 3)],
-)
-def test_the_trainers_position_is_that_of_the_last_step(kind, steps, prefetch):
-    source, fresh = make_source(kind), make_source(kind)
-    whole = [[rows_of([batch]) for batch, _ in source.epoch(epoch)] for epoch in range(3)]
-    trainer, seen = fit(LOADERS[kind](), max_epochs=-1, max_steps=steps, prefetch=prefetch)
-    epoch, count = (steps - 1) // 5, (steps - 1) % 5 + 1
-    assert [rows_of([batch]) for batch in itertools.chain(*seen.train)] == [*itertools.chain(*whole)][:steps]
-    fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(epoch, position_of(trainer).data))))
-    rest = [[rows_of([batch]) for batch in take(fresh, e)[0]] for e in range(epoch, 3)]
-    assert rest == [whole[epoch][count:], *whole[epoch + 1 :]]
-
-
-@pytest.mark.parametrize("kind", ["ArrayLoader", "MapDataset", "list"])
-def test_between_two_epochs_the_trainers_position_is_the_beginning_of_the_next(kind):
-    position, whole, fresh = position_of(fit(LOADERS[kind](), max_epochs=1)[0]), make_source(kind), make_source(kind)
-    assert position.epoch == 1
-    fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(position.epoch, position.data))))
-    assert [take(fresh, e)[0] for e in (1, 2)] == [take(whole, e)[0] for e in (0, 1, 2)][1:]
-
-
 def test_the_position_is_moved_by_training_alone_and_an_epoch_that_a_hook_cut_short_is_over():
     skip = hooks(on_train_batch_start=lambda t, m, batch, idx: -1 if idx == 2 else None)
     position = position_of(fit(batches(), None, skip, max_epochs=1, prefetch=3)[0])

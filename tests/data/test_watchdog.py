@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit.processes import CHEAP, ROOT
+from kit.trainers import thinned
 
 SCRIPT = """
 import os, signal, sys, threading
@@ -59,21 +60,14 @@ def finish(child):
 
 
 HANGS = [
-    ("in a thread", "make_trainer(data_timeout=1, prefetch=2).fit(Mean(), Loader(3))", "train_dataloaders", 3),
-    *[
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in (
-            ("the first batch", "make_trainer(data_timeout=1).fit(Mean(), Loader(0))", "train_dataloaders", 0),
-            ("without a thread", "make_trainer(data_timeout=1).fit(Mean(), Loader(2))", "train_dataloaders", 2),
-            ("in validation", "make_trainer(data_timeout=1).fit(Mean(), Loader(), Loader(1))", "val_dataloaders", 1),
-            ("in validate", "make_trainer(data_timeout=1).validate(Mean(), Loader(0))", "dataloaders", 0),
-        )
-    ],
+    ("make_trainer(data_timeout=1).fit(Mean(), Loader(0))", "train_dataloaders", 0),
+    ("make_trainer(data_timeout=1, prefetch=2).fit(Mean(), Loader(3))", "train_dataloaders", 3),
+    ("make_trainer(data_timeout=1).fit(Mean(), Loader(), Loader(1))", "val_dataloaders", 1),
 ]
 
 
-@pytest.mark.parametrize(("where", "script", "argument", "batch"), HANGS)
-def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(where, script, argument, batch):
+@pytest.mark.parametrize(("script", "argument", "batch"), thinned(HANGS, HANGS[1]))
+def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(script, argument, batch):
     code, _, errors = finish(start(script))
     assert code == 76, errors
     first = errors.index(f"{argument}=...) gave no batch {batch} of epoch 0 within Trainer(data_timeout=1) seconds")
