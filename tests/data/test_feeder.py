@@ -1,6 +1,8 @@
 """How batches come from a loader to the step: threads, the order of placing, errors, and what waiting costs."""
 
 import itertools
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -216,6 +218,24 @@ def test_what_the_first_batch_and_evaluations_loaders_raise_is_noted_with_its_pl
         run = getattr(make_trainer(prefetch=prefetch), verb)
         found = notes(lambda: run(Mean(), broken(batch)))  # noqa: B023
         assert found == [f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch}."]
+
+
+def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():
+    over, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Hangs:
+        def __iter__(self):
+            yield from numbered(3, rows=2)
+            os.kill(os.getpid(), signal.SIGINT)
+            over.wait(60)
+
+    trainer = make_trainer(prefetch=2, **BARE)
+    try:
+        trainer.fit(Mean(), Hangs())
+    finally:
+        over.set()
+        signal.signal(signal.SIGINT, before)
+    assert trainer.interrupted
 
 
 def test_a_feeder_gives_what_comes_before_an_error_first():

@@ -363,7 +363,7 @@ SCALARS = {"float32": np.float32, "float64": np.float64, "int64": np.int64, "flo
 SCALARS |= {"bool": lambda v: np.bool_(v % 2), "0-d array": lambda v: np.array(v, np.int16)}
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
 def test_every_row_meets_the_batchs_own_scalars_and_nothing_compiles_again(strategy):
     sizes = (8, 8, 3, 8, 3)  # a size that divides, and one that does not
     batches = [

@@ -14,7 +14,7 @@ from kit.refusals import fit_refuses, refuses, warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 
 
 def array_loader(rows=10, batch_size=4, **arguments):
@@ -60,9 +60,11 @@ def test_a_loader_is_opened_once_an_epoch_and_its_last_batch_known(kind):
     assert kind != "MapDataset" or trainer.num_training_batches == 3
 
 
-def test_tuples_of_arrays_and_a_generator_are_batches_of_one_epoch():
+def test_a_generator_is_one_epoch_and_refused_in_the_next():
     seen, batches = Batches(), ((np.full((2, 1), k, np.float32), np.ones(2, np.float32)) for k in range(3))
-    fit(module(lambda self, batch: jnp.mean((batch[0] - self.w) ** 2)), batches, None, seen)
+    of_tuples = module(lambda self, batch: jnp.mean((batch[0] - self.w) ** 2))
+    words = r"no batch when it was opened again.*iterator"
+    refuses(DataError, lambda: fit(of_tuples, batches, None, seen, max_epochs=2), words)
     assert [float(x[0, 0]) for x, _ in seen.train[0]] == [0.0, 1.0, 2.0]
 
 

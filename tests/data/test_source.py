@@ -14,6 +14,7 @@ from kit.inside import feeder_of, position_of
 from kit.journal import Batches, hooks
 from kit.modules import Mean
 from kit.refusals import refuses
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.data.kinds import source_of
@@ -250,7 +251,7 @@ def numbers(epochs):
     return [[int(batch["x"][0, 0]) // BATCH for batch in epoch] for epoch in epochs]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", thinned([0, 2], 2))
 def test_each_batch_is_given_once_whatever_the_loaders_habits(prefetch):
     train = lambda loader, **given: numbers(fit(loader, prefetch=prefetch, **({"max_epochs": 2} | given))[1].train)  # noqa: E731
     assert train(Indexed()) == [[0, 1, 2]] * 2

@@ -31,6 +31,7 @@ def test_own_rows_are_parts_that_differ_by_one_row_at_most(monkeypatch):
     ],
 )
 def test_initialize_refuses_arguments_that_do_not_fit(given, words):
+    assert jax.devices()  # so that what is not refused here is refused later
     refuses(ArgumentError, lambda: jl.distributed.initialize(**given), *words)
 
 
