@@ -160,15 +160,6 @@ def test_after_an_error_of_its_own_the_data_module_and_the_callbacks_tear_down(h
     assert hook == "teardown" or data.called[-2:] == [error, "data teardown fit"]
 
 
-def test_loaders_of_hooks_obey_the_limits():
-    made = Mean()
-    trainer = make_trainer(limit_train_batches=2, limit_test_batches=1, limit_predict_batches=0.5)
-    trainer.fit(made, Data())
-    assert_trained(made, 1, 2)
-    assert trainer.test(Mean(), Data())[1] == {"test/dataloader_idx_1": 22.0}
-    assert [x[0, 0] for x in trainer.predict(Mean(), Data())] == [31.0]
-
-
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_a_module_may_have_its_loaders_itself(is_lazy):
     trainer = make_trainer()
