@@ -20,11 +20,10 @@ class Rows(jl.TrainModule):
     """A loss that is a mean over rows."""
 
     def __init__(self, *, rngs):
-        self.hidden = nnx.Linear(12, 16, rngs=rngs)
-        self.out = nnx.Linear(16, 12, rngs=rngs)
+        self.hidden = nnx.Linear(12, 12, rngs=rngs)
 
     def training_step(self, batch):
-        return jnp.mean((self.out(nnx.tanh(self.hidden(batch["x"]))) - batch["y"]) ** 2)
+        return jnp.mean((self.hidden(batch["x"]) - batch["y"]) ** 2)
 
     def configure_optimizers(self):
         return optax.sgd(1e-2)
@@ -106,7 +105,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("strategies", "part", "words"), thinned(WRONG, *WRONG[:3]))
+@pytest.mark.parametrize(("strategies", "part", "words"), thinned(WRONG, WRONG[1]))
 def test_the_strategy_that_is_wrong_is_named_with_what_differs(strategies, part, words):
     with pytest.raises(AssertionError, match=words):
         compare(*strategies, module=Counting if part == "params" else Rows, compare=(part,), steps=1)
@@ -142,10 +141,11 @@ def test_a_loop_of_the_users_own_is_compared_with_on_batches_with_a_tail():
         compare("ddp", module=Counting, devices=(8,), steps=2, reference=reference)
 
 
+@pytest.mark.full
 def test_random_models_are_compared_with_another_strategy_never_with_themselves():
-    compare("shard_map", module=Random, steps=1)
+    wrong = forgetful(jl.strategies.ShardMapDDP)  # the right one before it is passed over
     with pytest.raises(AssertionError, match=f"{FIRST}Simulated on 2 and wrong on 2"):
-        compare(forgetful(jl.strategies.ShardMapDDP), module=Random, steps=1, compare=("grads",))
+        compare("shard_map", wrong, module=Random, steps=1, compare=("grads",))
 
 
 def test_a_comparison_with_nothing_and_an_unknown_part_are_refused():
