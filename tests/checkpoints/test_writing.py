@@ -256,10 +256,10 @@ def crash_at(at, half, operations, whole, folder):
 
 @pytest.mark.parametrize("every", thinned([False, True], False))
 def test_a_crash_at_every_operation_of_a_save_loses_nothing_that_was_verified(every, half, operations, whole, tmp_path):
-    """By default where names change: `every` operation of one save is above."""
+    """By default where names change, else at every third: `every` operation of one save is above."""
     few = [k for k, line in enumerate(operations, 1) if re.search("rename|MANIFEST", line)]
     assert 30 < len(operations) < 80 and len(few) > 3
-    chosen = range(1, len(operations) + 1) if every else few
+    chosen = range(1, len(operations) + 1, 3) if every else few
     found = [crash_at(at, half, operations, whole, tmp_path) for at in chosen]
     assert {*found} == {3, 6} and found == sorted(found)
 
