@@ -1,0 +1,226 @@
+"""Real trainings whose W&B runs a real server on this computer has received."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from kit.journal import hooks
+from kit.processes import say
+from kit.wandb_backend import Backend
+from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of, rows_of, start
+from matplotlib.figure import Figure
+from PIL import Image
+from sweeps.wandb_faults import FAULTS, problems
+from sweeps.wandb_faults import run as run_faulty
+
+import jaxlit as jl
+from jaxlit.callbacks import GradientNorm, ModelCheckpoint, WandbLogger
+
+# What the processes do
+
+
+def trainer_of(logger, *callbacks, **arguments):
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    return jl.Trainer(callbacks=[logger, *callbacks], **({"strategy": "single", "max_epochs": 3} | quiet | arguments))
+
+
+def log_media(trainer, module):
+    logger = trainer.loggers[0]
+    logger.log_image("image", PIXELS)
+    logger.log_table("table", ["name", "value"], [["one", 1], ["two", 2]])
+    logger.log_figure("figure", Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000"))
+    logger.log_histogram("histogram", [0.0, 1.0, 1.0, 2.0], bins=2)
+    logger.log_text("text", "some words")
+
+
+def fit_and_test_with_everything():
+    logger = WandbLogger(
+        "project",
+        **{"name": "shown", "group": "group", "job_type": "train", "tags": ["a", "b"], "notes": "why"},
+        config={"extra": {"size": 3, "password": "planted"}},
+        log_model="all",
+        watch="all",
+        watch_every_n_steps=2,
+    )
+    saves = ModelCheckpoint(monitor="val/loss", save_top_k=-1)
+    trainer = trainer_of(logger, hooks(on_train_end=log_media), GradientNorm(), saves, default_root_dir="whole")
+    trainer.fit(Wide(), data(), data())
+    trainer.test(dataloaders=data())
+    say("id", logger.id)
+    for name, log_model in (("kept", True), ("best", "best"), ("refused", "best")):
+        logger = WandbLogger("project", id=name, log_model=log_model)
+        trainer_of(logger, ModelCheckpoint(monitor="val/loss"), default_root_dir=name).fit(Wide(), data(), data())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """What a server has of these trainings, and what they left and printed."""
+    folder = tmp_path_factory.mktemp("served")
+    with Backend() as backend:
+        backend.refused = "refused"
+        (ended,) = start(fit_and_test_with_everything, folder, log_to=backend)
+        assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
+    run = backend.runs[ended.said["id"]]
+    return SimpleNamespace(
+        folder=folder, backend=backend, ended=ended, run=run, lines=lines_of(folder / "whole"), rows=rows_of(run)
+    )
+
+
+def test_every_row_arrives_and_a_test_after_the_fit_adds_its_own(served):
+    expected, grads, _ = by_hand(3)
+    losses = [row["val/loss"] for row in served.lines if "val/loss" in row]
+    assert served.rows == served.lines
+    expected.append({"step": 5, "epoch": 3, "test/loss": losses[-1]})
+    norms = [row.pop("grad_norm") for row in served.rows if "grad_norm" in row]
+    assert norms == pytest.approx([float(np.linalg.norm(grad)) for grad in grads], rel=1e-4)
+    assert len(served.rows) == len(expected)
+    for row, wanted in zip(served.rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    run, summary = served.run, served.run.summary
+    assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
+    assert losses == sorted(losses) and losses[0] < losses[-1] == summary["test/loss"]
+    assert summary["val/loss"] == {"min": losses[0], "last": losses[-1]}
+    assert (summary["best/val/loss"], summary["best/checkpoint"]) == (losses[0], "step_00000002")
+
+
+def test_the_run_holds_its_description_and_config(served):
+    run, config = served.run, served.run.config
+    named = (run.project, run.display_name, run.group, run.job_type, run.notes, sorted(run.tags))
+    assert named == ("project", "shown", "group", "train", "why", ["a", "b"])
+    assert (config["width"], config["api_key"]) == (3, "<redacted>")
+    assert config["extra"] == {"size": 3, "password": "<redacted>"}
+    assert (config["mesh"], config["num_params"], config["versions"]["jax"]) == ({"data": 1}, 120, jax.__version__)
+
+
+def test_images_figures_tables_histograms_and_texts_arrive(served):
+    found = {key: value for row in served.run.history for key, value in row.items()}
+    with Image.open(io.BytesIO(served.run.files[found["image"]["filenames"][0]])) as image:
+        np.testing.assert_array_equal(np.asarray(image), PIXELS)
+    with Image.open(io.BytesIO(served.run.files[found["figure"]["path"]])) as figure:
+        assert np.asarray(figure).shape[:2] == (100, 200)
+    table = json.loads(served.run.files[found["table"]["path"]])
+    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], ["two", 2]])
+    assert (found["histogram"]["values"], found["histogram"]["bins"]) == ([1, 3], [0.0, 1.0, 2.0])
+    assert found["text"] == "some words"
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters"])
+def test_watched_histograms_are_those_of_numpy(served, kind):
+    rows = [row for row in served.run.history if f"{kind}/kernel" in row]
+    assert [row[STEP] for row in rows] == [1, 3, 5]
+    _, grads, params = by_hand(3)
+    for row in rows:
+        entry, values = row[f"{kind}/kernel"], (grads if kind == "gradients" else params)[row[STEP]]
+        counts, edges = np.histogram(values, 64)
+        # No entry is so near to an edge that rounding could count it elsewhere.
+        assert np.sort(np.abs(values.reshape(-1, 1) - edges[1:-1]).ravel())[0] > 1e-5 * (edges[-1] - edges[0])
+        np.testing.assert_allclose(entry["bins"], edges, rtol=1e-4, atol=1e-5 * np.abs(edges).max())
+        assert entry["values"] == counts.tolist()
+
+
+def test_every_checkpoint_arrives_byte_for_byte_and_its_copy_is_gone(served):
+    losses = [row["val/loss"] for row in served.lines if "val/loss" in row]
+    artifacts, folder = served.backend.models_of(served.run.id), served.folder / "whole" / "checkpoints"
+    for epoch, (artifact, score) in enumerate(zip(artifacts, losses, strict=True), start=1):
+        name = f"step_{2 * epoch:08}"
+        assert artifact.files == files_of(folder / name)
+        assert {*artifact.aliases} == {name, "latest", *(["best"] if epoch == 1 else [])}
+        assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": "val/loss", "score": score}
+        assert artifact.name == f"model-{served.run.id}" and artifact.committed
+    assert [path.name for path in folder.iterdir() if not path.name.startswith(("step_", ".lock"))] == []
+
+
+def test_log_model_chooses_the_checkpoints_and_one_that_is_refused_is_said(served):
+    both = {"step_00000002": ["best"], "step_00000006": []}
+    for name, expected in (("kept", both), ("best", {"step_00000002": ["best"]})):
+        artifacts = served.backend.models_of(name)
+        # The SDK itself makes the last that is sent the latest.
+        assert [{*a.aliases} for a in artifacts] == [{step, "latest", *marks} for step, marks in expected.items()]
+        for artifact, step in zip(artifacts, expected, strict=True):
+            assert artifact.files == files_of(served.folder / name / "checkpoints" / step) and artifact.committed
+    (artifact,) = served.backend.models_of("refused")
+    assert not artifact.committed and served.backend.runs["refused"].exit_code == 0
+    (told,) = [line for line in served.ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
+    assert told.startswith("W&B: step_00000002 was not sent (") and "CommitArtifact fails on request" in told
+
+
+# Processes that are killed, that train together, and in which W&B fails
+
+
+def fit_or_go_on():
+    """Go on, or end by SIGKILL."""
+
+    def die(trainer, *rest):
+        if not begun[0] and trainer.global_step == 5:
+            trainer.checkpoint_callback.finish(trainer)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begun = []
+    kills = hooks(on_train_start=lambda trainer, module: begun.append(trainer.global_step), on_train_batch_end=die)
+    saves = ModelCheckpoint(every_n_train_steps=2)
+    trainer = trainer_of(WandbLogger("project"), saves, kills, max_epochs=4, default_root_dir="run", resume="auto")
+    trainer.fit(Wide(), data(), data())
+
+
+@pytest.mark.full
+def test_a_killed_training_goes_on_in_its_run(tmp_path):
+    with Backend() as backend:
+        (killed,) = start(fit_or_go_on, tmp_path, log_to=backend)
+        assert killed.code == -signal.SIGKILL, killed.output + killed.errors
+        (again,) = start(fit_or_go_on, tmp_path, log_to=backend)
+        assert (again.code, again.errors) == (0, ""), again.output + again.errors
+    ((name, run),) = backend.runs.items()
+    assert [*json.loads((tmp_path / "run/wandb_run_ids.json").read_text()).values()] == [name]
+    assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
+    lines, rows = lines_of(tmp_path / "run"), rows_of(run)
+    assert [line["step"] for line in lines] == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    # It goes on at step 4; what the killed process had not sent is in the files only.
+    tail = [line for line in lines if line["step"] >= 4]
+    assert rows[-len(tail) :] == tail
+    before = [row for row in rows[: -len(tail)] if row["step"] < 4]
+    assert before == lines[: len(before)]
+
+
+def fit_together():
+    for kind in ("shared", "group", "first"):
+        logger = WandbLogger("project", processes=kind)
+        note = hooks(on_train_end=lambda t, m: t.loggers[0].log_text("note", f"from process {jax.process_index()}"))
+        root = {"default_root_dir": Path("..") / kind, "enable_checkpointing": False}
+        trainer_of(logger, note, strategy="ddp", max_epochs=2, **root).fit(Wide(), data(), data())
+        say(kind, logger.id)
+
+
+@pytest.mark.full
+def test_two_processes_share_a_run_or_have_one_each_or_only_the_first_has_one(tmp_path):
+    with Backend() as backend:
+        ended = start(fit_together, tmp_path / "here", 2, log_to=backend)
+    assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
+    notes = ["from process 0"], ["from process 1"]
+    for kind in ("shared", "group"):
+        assert ended[0].said[kind] == ended[1].said[kind]
+    shared = backend.runs[ended[0].said["shared"]]
+    assert rows_of(shared) == lines_of(tmp_path / "shared") and shared.config["mesh"] == {"data": 8}
+    assert shared.notes_by_client == [*notes] and shared.labels == {"process_0", "process_1"}
+    assert (shared.sessions, shared.exit_code) == (2, 0)
+    group = ended[0].said["group"]
+    for index, name in enumerate((group, f"{group}-1")):
+        run = backend.runs[name]
+        assert (run.group, run.job_type, run.sessions, run.exit_code) == (group, f"process_{index}", 1, 0)
+        assert rows_of(run) == lines_of(tmp_path / "group") and run.notes_by_client == [notes[index]]
+    first = backend.runs[ended[0].said["first"]]
+    assert rows_of(first) == lines_of(tmp_path / "first") and first.notes_by_client == [notes[0]]
+    assert (first.sessions, first.exit_code, len(backend.runs)) == (1, 0, 1 + 2 + 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["wrong key", "log raises"])
+def test_a_fault_of_wandb_changes_nothing_and_is_said_in_one_line(tmp_path, fault):
+    """A sample of tests/sweeps/wandb_faults.py."""
+    found = run_faulty(tmp_path, FAULTS[fault])
+    assert problems(found, tmp_path) == [], found.output + found.errors
