@@ -122,7 +122,9 @@ def test_a_mode_that_is_set_later_counts(monkeypatch, capsys):
     opened(raises=True).finish()
     assert capsys.readouterr().out.startswith("W&B offline \N{MIDDLE DOT} upload") and len(run_files(".")) == 1
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert opened(raises=True).disabled and capsys.readouterr().out == "W&B disabled\n"
+    run = opened(raises=True)
+    run.finish()  # what is open would be used by others
+    assert run.disabled and capsys.readouterr().out == "W&B disabled\n"
 
 
 def test_without_the_package_the_error_says_what_to_do(monkeypatch):
@@ -163,8 +165,8 @@ def fit_test_and_hang():
     fit_and_test()
     wandb_run.MARGIN, wandb_start._EXIT = 0.0, 0.1
     stop = lambda *all: os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)  # noqa: E731
-    logger = WandbLogger(offline=True, finish_timeout=0.5, save_dir="../hangs")
-    trainer_of(logger, hooks(on_fit_end=stop), max_epochs=0, enable_checkpointing=False).fit(Wide(), data())
+    logger, given = WandbLogger(offline=True, finish_timeout=0.5), {"max_epochs": 0, "default_root_dir": "../hangs"}
+    trainer_of(logger, hooks(on_fit_end=stop), **given).fit(Wide(), data())
     say("ended", True)
 
 
