@@ -1,13 +1,11 @@
 """WandbLogger with the real SDK without network, read back by W&B's own reader."""
 
 import contextlib
-import hashlib
-import importlib.metadata
 import json
+import shutil
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import make_trainer
-from kit.wandb_runs import PIXELS, START, STEP, Wide, by_hand, data, history, lines_of, records, run_files, summary
+from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary
 from matplotlib.figure import Figure
-from PIL import Image
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, WandbLogger
@@ -60,140 +57,6 @@ def note(text):
     return lambda trainer, *rest: trainer.logger.log_text("note", text)
 
 
-# A training that logs one of everything
-
-
-def media(trainer, model):
-    logger, picture = trainer.loggers[0], PIXELS.copy()
-    logger.log_image("image", picture)
-    picture[:] = 0
-    Image.fromarray(PIXELS).save("picture.png")
-    logger.log_image("from a file", [Path("picture.png")])
-    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], captions=["first", "second"])
-    logger.log_table("table", ["name", "value"], [("one", 1), [2, "two"], [None, 2.5]])
-    logger.log_histogram("histogram", np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]]), bins=4)
-    logger.log_text("note", "a text")
-    logger.log_text("note", "another", step=7)
-    figure = Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000")
-    logger.log_figure("figure", figure)
-    figure.set_facecolor("#00ff00")
-    logger.log_hyperparams({"later": 1, "hf_token": "planted"})
-
-
-def digest(file):
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory):
-    """What a training of two epochs, of two steps each, and a test behind it have left."""
-    folder, hashes = tmp_path_factory.mktemp("fitted"), {}
-    # Before the logger, which sends each checkpoint as soon as it is there.
-    saved = hooks(
-        on_checkpoint_saved=lambda t, m, callback, path: hashes.update(
-            {file: digest(file) for file in path.rglob("*") if file.is_file()}
-        )
-    )
-    description = {"name": "shown", "id": "abc123", "entity": "team", "group": "sweep", "job_type": "train"}
-    config = {"extra": {"size": 3, "db_password": "planted"}, "strategy": "theirs"}
-    logger = WandbLogger(
-        "digits", **description, tags=["a", "b"], notes="why", offline=True, config=config, log_model="all"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        # At the same steps, so with the same names; what they know of themselves is different.
-        first = ModelCheckpoint("A", monitor="val/loss", save_top_k=-1)
-        second = ModelCheckpoint("B", monitor="val/other", mode="max", save_top_k=-1)  # by which the last is the best
-        trainer = trainer_of(saved, logger, hooks(on_train_end=media), first, second, max_epochs=2)
-        trainer.fit(Wide(), data(), data())
-        left = SimpleNamespace(records=records(), history=history(), **summary(), hashes=hashes)
-    left.files, left.folder, left.lines = (
-        run_files(folder / "run")[-1].parent / "files",
-        folder,
-        lines_of(folder / "run"),
-    )
-    return left
-
-
-def of_kind(fitted, kind):
-    return [record[kind] for record in fitted.records if record["type"] == kind]
-
-
-def test_every_row_of_a_training_comes_back_with_its_step_as_the_axis(fitted):
-    rows = [{"step": row.pop(STEP), **row} for row in map(dict, fitted.history) if "epoch" in row]
-    assert rows == fitted.lines and [list(row) for row in rows] != []
-    for row, expected in zip(rows, by_hand(2)[0], strict=True):
-        assert row == pytest.approx(expected, rel=1e-4)
-    axes = {m.get("glob_name") or m.get("name"): m.get("step_metric") for m in of_kind(fitted, "metric")}
-    assert axes == {STEP: None, "*": STEP, "val/loss": STEP, "val/other": STEP}
-
-
-def test_the_run_holds_its_description_and_the_best_of_what_is_monitored(fitted):
-    run, names = of_kind(fitted, "run")[0], ("project", "display_name", "run_id", "entity", "run_group", "job_type")
-    assert [run[k] for k in names] == ["digits", "shown", "abc123", "team", "sweep", "train"]
-    assert (run["tags"], run["notes"], fitted.exit_code) == (["a", "b"], "why", 0)
-    losses = [row["val/loss"] for row in fitted.lines if "val/loss" in row]
-    assert losses[0] < losses[1]
-    expected = {"val/loss": {"min": losses[0], "last": losses[1]}, "val/other": {"max": losses[1], "last": losses[1]}}
-    expected |= {"val/score": -losses[1], "best/val/loss": losses[0], "best/val/other": losses[1]}
-    expected["best/checkpoint"] = "step_00000002"
-    assert {name: fitted.summary[name] for name in expected} == expected
-
-
-def test_the_config_says_what_was_trained_and_how_without_secrets(fitted):
-    config, redacted = dict(fitted.config), "<redacted>"
-    trainer, versions = config.pop("trainer"), config.pop("versions")
-    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (2, "single", None)
-    assert trainer["callbacks"][:2] == ["Made", "WandbLogger"]
-    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "jaxlit")}
-    # The user's own names stay theirs.
-    assert config.pop("strategy") == "theirs" and config.pop("jaxlit/strategy").startswith("SingleDevice")
-    assert config == {
-        **{"mesh": {"data": 1}, "devices": {"kind": "cpu", "count": 1, "processes": 1}, "num_params": 120},
-        **{"width": 3, "api_key": redacted, "extra": {"size": 3, "db_password": redacted}},
-        **{"later": 1, "hf_token": redacted},
-    }
-
-
-def test_images_figures_tables_histograms_and_texts_arrive_as_they_were_when_logged(fitted):
-    def pixels(path):
-        with Image.open(fitted.files / path) as image:
-            return np.asarray(image)
-
-    found = fitted.summary
-    for name, expected in (("image", [PIXELS]), ("from a file", [PIXELS]), ("two", [PIXELS, PIXELS + 1])):
-        for path, picture in zip(found[name]["filenames"], expected, strict=True):
-            np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
-    assert found["two"]["captions"] == ["first", "second"]
-    figure = pixels(found["figure"]["path"])
-    assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
-    table = json.loads((fitted.files / found["table"]["path"]).read_text())
-    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
-    entry = found["histogram"]
-    assert (entry["values"], entry["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
-    texts = [row for row in fitted.history if "note" in row]
-    assert texts == [{"note": "a text", STEP: 3}, {"note": "another", STEP: 7}]
-
-
-def test_sending_checkpoints_of_the_same_name_changes_none_of_them(fitted):
-    folders = [fitted.folder / name for name in "AB"]
-    names = [sorted(path.name for path in folder.glob("step_*")) for folder in folders]
-    assert names == [["step_00000002", "step_00000004"]] * 2
-    assert {file: digest(file) for file in fitted.hashes} == fitted.hashes
-    there = {path for folder in folders for path in folder.glob("step_*/**/*") if path.is_file()}
-    assert there == set(fitted.hashes) and list(fitted.folder.rglob(".tmp-*")) == []
-    sent = [artifact for artifact in of_kind(fitted, "artifact") if artifact["type"] == "model"]
-    of = {"model-abc123": folders[0], "model-abc123-1": folders[1]}
-    assert sorted(artifact["name"] for artifact in sent) == sorted([*of] * 2)
-    for artifact in sent:
-        (step,) = {*artifact["aliases"]} - {"latest", "best"}
-        folder = of[artifact["name"]] / step
-        copies = {folder / entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
-        assert {file: digest(copy) for file, copy in copies.items()} == {
-            file: found for file, found in fitted.hashes.items() if file.is_relative_to(folder)
-        }
-
-
 # Stages
 
 
@@ -207,6 +70,8 @@ def test_a_run_needs_no_fit_before_it_and_has_the_config_of_the_module_it_evalua
     (row,) = history()
     assert row[{"validate": "val", "test": "test"}[stage]] == 1.5  # the mean of batches 1 and 2
     assert summary()["config"]["num_params"] == model.kernel.size == START.size
+    metrics = [record["metric"] for record in records() if record["type"] == "metric"]
+    assert {m.get("glob_name") or m.get("name"): m.get("step_metric") for m in metrics} == {STEP: None, "*": STEP}
 
 
 HOOKS = {
@@ -332,11 +197,13 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
 
 def test_an_error_marks_the_run_as_failed_and_the_closing_lines_name_it(capsys):
     fails = hooks(on_train_epoch_end=lambda *args: 1 / 0)
-    logger = WandbLogger(offline=True, save_dir="elsewhere")
+    logger = WandbLogger("digits", entity="team", offline=True, save_dir="elsewhere")
     with pytest.raises(ZeroDivisionError):
         run_stage(trainer_of(logger, fails, enable_progress_bar=True, logger=False))
     (report,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  report")]
     assert report.split() == ["report", str(run_files("elsewhere")[0].parent)]
+    (run,) = [record["run"] for record in records("elsewhere") if record["type"] == "run"]
+    assert (run["project"], run["entity"]) == ("digits", "team")
     assert summary("elsewhere")["exit_code"] == 1 and logger.experiment is None and not Path("run/wandb").exists()
 
 
@@ -365,6 +232,21 @@ def test_many_fits_leave_no_threads():
         if thread.name.startswith(("wandb", "jaxlit")):
             thread.join(10)  # it may be at its end just now
     assert sorted(thread.name for thread in set(threading.enumerate()) - before) == []
+
+
+def test_offline_a_copy_of_each_checkpoint_is_kept_until_it_is_synced():
+    found = {}
+    # Before the logger, which sends each checkpoint as soon as it is there.
+    saved = hooks(on_checkpoint_saved=lambda t, m, callback, path: found.update({path.name: files_of(path)}))
+    run_stage(trainer_of(saved, WandbLogger(offline=True, log_model="all"), ModelCheckpoint(every_n_train_steps=1)))
+    assert [*found] == ["step_00000001", "step_00000002"] and not list(Path().rglob(".tmp-*"))
+    shutil.rmtree("run/checkpoints")
+    sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
+    for artifact in sent:
+        (step,) = {*artifact["aliases"]} - {"latest", "best"}
+        copies = {entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
+        assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == found.pop(step)
+    assert not found
 
 
 @pytest.mark.parametrize("log_model", ["all", True])

@@ -1,5 +1,6 @@
 """Real trainings whose W&B runs a real server on this computer has received."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from sweeps.wandb_faults import run as run_faulty
 import jaxlit as jl
 from jaxlit.callbacks import GradientNorm, ModelCheckpoint, WandbLogger
 
-# What the processes do
+# A training with everything
 
 
 def trainer_of(logger, *callbacks, **arguments):
@@ -31,25 +32,30 @@ def trainer_of(logger, *callbacks, **arguments):
 
 
 def log_media(trainer, module):
-    logger = trainer.loggers[0]
-    logger.log_image("image", PIXELS)
-    logger.log_table("table", ["name", "value"], [["one", 1], ["two", 2]])
-    logger.log_figure("figure", Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000"))
-    logger.log_histogram("histogram", [0.0, 1.0, 1.0, 2.0], bins=2)
-    logger.log_text("text", "some words")
+    logger, picture = trainer.loggers[0], PIXELS.copy()
+    logger.log_image("image", picture)
+    picture[:] = 0
+    Image.fromarray(PIXELS).save("picture.png")
+    logger.log_image("from a file", [Path("picture.png")])
+    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], captions=["first", "second"])
+    logger.log_table("table", ["name", "value"], [("one", 1), [2, "two"], [None, 2.5]])
+    logger.log_histogram("histogram", np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]]), bins=4)
+    logger.log_text("note", "a text")
+    logger.log_text("note", "another", step=7)
+    figure = Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000")
+    logger.log_figure("figure", figure)
+    figure.set_facecolor("#00ff00")
+    logger.log_hyperparams({"later": 1, "hf_token": "planted"})
 
 
 def fit_and_test_with_everything():
-    logger = WandbLogger(
-        "project",
-        **{"name": "shown", "group": "group", "job_type": "train", "tags": ["a", "b"], "notes": "why"},
-        config={"extra": {"size": 3, "password": "planted"}},
-        log_model="all",
-        watch="all",
-        watch_every_n_steps=2,
-    )
-    saves = ModelCheckpoint(monitor="val/loss", save_top_k=-1)
-    trainer = trainer_of(logger, hooks(on_train_end=log_media), GradientNorm(), saves, default_root_dir="whole")
+    given = {"name": "shown", "group": "group", "job_type": "train", "tags": ["a", "b"], "notes": "why"}
+    config = {"extra": {"size": 3, "password": "planted"}, "strategy": "theirs"}
+    logger = WandbLogger("project", **given, config=config, log_model="all", watch="all", watch_every_n_steps=2)
+    # At the same steps, so with the same names; what they know of themselves is different.
+    first = ModelCheckpoint("A", monitor="val/loss", save_top_k=-1)
+    second = ModelCheckpoint("B", monitor="val/other", mode="max", save_top_k=-1)  # by which the last is the best
+    trainer = trainer_of(logger, hooks(on_train_end=log_media), GradientNorm(), first, second, default_root_dir="whole")
     trainer.fit(Wide(), data(), data())
     trainer.test(dataloaders=data())
     say("id", logger.id)
@@ -66,48 +72,62 @@ def served(tmp_path_factory):
         backend.refused = "refused"
         (ended,) = start(fit_and_test_with_everything, folder, log_to=backend)
         assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
-    run = backend.runs[ended.said["id"]]
-    return SimpleNamespace(
-        folder=folder, backend=backend, ended=ended, run=run, lines=lines_of(folder / "whole"), rows=rows_of(run)
-    )
+    run, lines = backend.runs[ended.said["id"]], lines_of(folder / "whole")
+    losses = [row["val/loss"] for row in lines if "val/loss" in row]
+    assert losses == sorted(losses) and losses[0] < losses[-1]
+    return SimpleNamespace(folder=folder, backend=backend, ended=ended, run=run, lines=lines, losses=losses)
 
 
 def test_every_row_arrives_and_a_test_after_the_fit_adds_its_own(served):
-    expected, grads, _ = by_hand(3)
-    losses = [row["val/loss"] for row in served.lines if "val/loss" in row]
-    assert served.rows == served.lines
-    expected.append({"step": 5, "epoch": 3, "test/loss": losses[-1]})
-    norms = [row.pop("grad_norm") for row in served.rows if "grad_norm" in row]
+    (expected, grads, _), rows, run = by_hand(3), rows_of(served.run), served.run
+    assert rows == served.lines
+    norms = [row.pop("grad_norm") for row in rows if "grad_norm" in row]
     assert norms == pytest.approx([float(np.linalg.norm(grad)) for grad in grads], rel=1e-4)
-    assert len(served.rows) == len(expected)
-    for row, wanted in zip(served.rows, expected, strict=True):
+    expected.append({"step": 5, "epoch": 3, "test/loss": served.losses[-1]})
+    for row, wanted in zip(rows, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
-    run, summary = served.run, served.run.summary
     assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
-    assert losses == sorted(losses) and losses[0] < losses[-1] == summary["test/loss"]
-    assert summary["val/loss"] == {"min": losses[0], "last": losses[-1]}
-    assert (summary["best/val/loss"], summary["best/checkpoint"]) == (losses[0], "step_00000002")
 
 
-def test_the_run_holds_its_description_and_config(served):
-    run, config = served.run, served.run.config
+def test_the_run_holds_its_description_its_config_without_secrets_and_the_best_of_what_is_monitored(served):
+    run, config, redacted = served.run, dict(served.run.config), "<redacted>"
     named = (run.project, run.display_name, run.group, run.job_type, run.notes, sorted(run.tags))
     assert named == ("project", "shown", "group", "train", "why", ["a", "b"])
-    assert (config["width"], config["api_key"]) == (3, "<redacted>")
-    assert config["extra"] == {"size": 3, "password": "<redacted>"}
-    assert (config["mesh"], config["num_params"], config["versions"]["jax"]) == ({"data": 1}, 120, jax.__version__)
+    trainer, versions = config.pop("trainer"), config.pop("versions")
+    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (3, "single", None)
+    assert trainer["callbacks"][:2] == ["WandbLogger", "Made"]
+    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "jaxlit")}
+    # The user's own names stay theirs.
+    assert config.pop("strategy") == "theirs" and config.pop("jaxlit/strategy").startswith("SingleDevice")
+    assert config == {
+        **{"mesh": {"data": 1}, "devices": {"kind": "cpu", "count": 1, "processes": 1}, "num_params": 120},
+        **{"width": 3, "api_key": redacted, "extra": {"size": 3, "password": redacted}},
+        **{"later": 1, "hf_token": redacted},
+    }
+    worst, best = served.losses[-1], served.losses[0]
+    expected = {"val/loss": {"min": best, "last": worst}, "val/other": {"max": worst, "last": worst}}
+    expected |= {"val/score": -worst, "best/val/loss": best, "best/val/other": worst, "test/loss": worst}
+    expected["best/checkpoint"] = "step_00000002"
+    assert {name: run.summary[name] for name in expected} == expected
 
 
-def test_images_figures_tables_histograms_and_texts_arrive(served):
+def test_images_figures_tables_histograms_and_texts_arrive_as_they_were_when_logged(served):
+    def pixels(path):
+        with Image.open(io.BytesIO(served.run.files[path])) as image:
+            return np.asarray(image)
+
     found = {key: value for row in served.run.history for key, value in row.items()}
-    with Image.open(io.BytesIO(served.run.files[found["image"]["filenames"][0]])) as image:
-        np.testing.assert_array_equal(np.asarray(image), PIXELS)
-    with Image.open(io.BytesIO(served.run.files[found["figure"]["path"]])) as figure:
-        assert np.asarray(figure).shape[:2] == (100, 200)
+    for name, expected in (("image", [PIXELS]), ("from a file", [PIXELS]), ("two", [PIXELS, PIXELS + 1])):
+        for path, picture in zip(found[name]["filenames"], expected, strict=True):
+            np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
+    assert found["two"]["captions"] == ["first", "second"]
+    figure = pixels(found["figure"]["path"])
+    assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
     table = json.loads(served.run.files[found["table"]["path"]])
-    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], ["two", 2]])
-    assert (found["histogram"]["values"], found["histogram"]["bins"]) == ([1, 3], [0.0, 1.0, 2.0])
-    assert found["text"] == "some words"
+    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
+    assert (found["histogram"]["values"], found["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
+    texts = [(row["note"], row[STEP]) for row in served.run.history if "note" in row]
+    assert texts == [("a text", 5), ("another", 7)]
 
 
 @pytest.mark.parametrize("kind", ["gradients", "parameters"])
@@ -125,15 +145,16 @@ def test_watched_histograms_are_those_of_numpy(served, kind):
 
 
 def test_every_checkpoint_arrives_byte_for_byte_and_its_copy_is_gone(served):
-    losses = [row["val/loss"] for row in served.lines if "val/loss" in row]
-    artifacts, folder = served.backend.models_of(served.run.id), served.folder / "whole" / "checkpoints"
-    for epoch, (artifact, score) in enumerate(zip(artifacts, losses, strict=True), start=1):
-        name = f"step_{2 * epoch:08}"
-        assert artifact.files == files_of(folder / name)
-        assert {*artifact.aliases} == {name, "latest", *(["best"] if epoch == 1 else [])}
-        assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": "val/loss", "score": score}
-        assert artifact.name == f"model-{served.run.id}" and artifact.committed
-    assert [path.name for path in folder.iterdir() if not path.name.startswith(("step_", ".lock"))] == []
+    artifacts = served.backend.models_of(served.run.id)
+    for writer, (name, monitor, best) in {"A": ("", "val/loss", 1), "B": ("-1", "val/other", 3)}.items():
+        mine = [artifact for artifact in artifacts if artifact.name == f"model-{served.run.id}{name}"]
+        for epoch, (artifact, score) in enumerate(zip(mine, served.losses, strict=True), start=1):
+            name = f"step_{2 * epoch:08}"
+            assert artifact.committed and artifact.files == files_of(served.folder / writer / name)
+            # By which the last is the best, each is the best when it is written.
+            assert {*artifact.aliases} == {name, "latest", *(["best"] if best == 3 or epoch == 1 else [])}
+            assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": monitor, "score": score}
+    assert len(artifacts) == 6 and list(served.folder.rglob(".tmp-*")) == []
 
 
 def test_log_model_chooses_the_checkpoints_and_one_that_is_refused_is_said(served):

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
@@ -28,14 +29,10 @@ _CONSTANT: dict[str, Json] = {"Viewer": {"viewer": _VIEWER}, "ArtifactType": {"p
 class ReceivedRun:
     """A run as the server knows it.
 
-    Only in shared mode does the SDK say which process sends something: by the header `X-Wandb-Async-Client-Id`. The
-    process's `x_label` stands in the names of its system metrics only (`.../l:label`).
-
-    In shared mode every process counts its lines from 0, otherwise a resumed process goes on where the run ended. So
-    lines are kept by client and offset: what is sent twice is kept once, and a process that starts at 0 overwrites.
+    In shared mode the SDK says by a header which process sends something, and every process counts its lines from 0;
+    otherwise a resumed process goes on where the run ended. So lines are kept by client and offset, "" for no client.
 
     Args:
-        id: What `wandb.init` was given.
         sessions: How many times a process has opened the run.
         resumed: Whether a process asked for the state of the run and got it.
         exit_code: None until a process has finished the run.
@@ -82,21 +79,6 @@ class ReceivedRun:
         return {name.partition("/l:")[2] for row in rows for name in row if name.startswith("system.")}
 
 
-@dataclass
-class ReceivedArtifact:
-    """An artifact: its files by their path in it, whether they were committed, and the run that logged it."""
-
-    id: str
-    name: str
-    type: str
-    digest: str
-    aliases: list[str]
-    metadata: Json
-    run_id: str
-    files: dict[str, bytes] = field(default_factory=dict)
-    committed: bool = False
-
-
 class Backend:
     """A server on this computer, from its construction until it is closed.
 
@@ -111,7 +93,7 @@ class Backend:
 
     def __init__(self, fault: str | None = None) -> None:
         self.runs: dict[str, ReceivedRun] = {}
-        self.artifacts: list[ReceivedArtifact] = []
+        self.artifacts: list[Any] = []
         self.fault, self.refused = fault, ""
         self.closing, self._lock = threading.Event(), threading.Lock()
         self._server = _Server(self)
@@ -131,7 +113,7 @@ class Backend:
         if self._server.errors:
             raise self._server.errors[0]
 
-    def models_of(self, run_id: str) -> list[ReceivedArtifact]:
+    def models_of(self, run_id: str) -> list[Any]:
         return [a for a in self.artifacts if a.run_id == run_id and a.type == "model"]
 
     def receive(self, method: str, path: str, client: str, body: bytes) -> Json:
@@ -210,14 +192,11 @@ class Backend:
 
     def _CreateArtifact(self, asked: Json) -> Json:
         given = asked["input"]
-        made = ReceivedArtifact(
-            id=str(len(self.artifacts)),
-            name=given["artifactCollectionName"],
-            type=given["artifactTypeName"],
-            digest=given["digest"],
-            aliases=[alias["alias"] for alias in given.get("aliases") or []],
+        made = SimpleNamespace(
+            **{"id": str(len(self.artifacts)), "name": given["artifactCollectionName"], "files": {}},
+            **{"type": given["artifactTypeName"], "run_id": given["runName"], "digest": given["digest"]},
+            **{"aliases": [alias["alias"] for alias in given.get("aliases") or []], "committed": False},
             metadata=json.loads(given.get("metadata") or "{}"),
-            run_id=given["runName"],
         )
         self.artifacts.append(made)
         sequence = {"id": made.name, "latestArtifact": None}
@@ -263,24 +242,16 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.backend = backend
         self.errors: list[BaseException] = []
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._open.add(request)
+        self._open.append(request)
         super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.discard(request)
-        super().shutdown_request(request)
-
     def server_close(self) -> None:
-        with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):  # the other side may have left
-                    connection.shutdown(socket.SHUT_RD)
+        for connection in self._open:
+            with contextlib.suppress(OSError):  # it may be closed
+                connection.shutdown(socket.SHUT_RD)
         super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

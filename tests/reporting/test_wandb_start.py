@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -33,18 +34,11 @@ def opened(**given):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What `wandb.init` was given, which returns, or calls, what a test puts in `answers`."""
-    found = []
+    """What `wandb.init` was given, and a list of what it calls."""
+    found, answers = [], []
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
-
-    def init(**given):
-        found.append(given)
-        answer = init.answers.pop(0)
-        return answer() if callable(answer) else answer
-
-    found_answers = init.answers = []
-    monkeypatch.setattr(wandb, "init", init)
-    return found, found_answers
+    monkeypatch.setattr(wandb, "init", lambda **given: found.append(given) or answers.pop(0)())
+    return found, answers
 
 
 def fail():
@@ -61,7 +55,7 @@ def test_an_init_that_hangs_is_left_behind_and_ended_when_it_comes(asked, monkey
     late, run = FakeRun(finish=ended.set), FakeRun()
     run.offline = True
     with held() as release:
-        answers += [lambda: release.wait(30) and late, run]
+        answers += [lambda: release.wait(30) and late, lambda: run]
         assert opened() is run and late.codes == []
     assert ended.wait(30) and late.codes == [1]
     assert [x["mode"] for x in given] == [None, "offline"] and given[0]["id"] == "wanted" != given[1]["id"]
@@ -94,14 +88,8 @@ def test_where_no_run_can_be_opened_there_is_none_or_the_failure_is_raised(asked
 
 
 def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, capfd):
-    class Keyboard:
-        def isatty(self):
-            return True
-
-        def readline(self, *size):
-            raise AssertionError("someone was asked")
-
-    monkeypatch.setattr(sys, "stdin", keyboard := Keyboard())
+    keyboard = SimpleNamespace(isatty=lambda: True, readline=lambda *size: pytest.fail("someone was asked"))
+    monkeypatch.setattr(sys, "stdin", keyboard)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = opened()
     run.finish()
