@@ -93,6 +93,7 @@ def test_the_run_holds_its_description_its_config_without_secrets_and_the_best_o
     run, config, redacted = served.run, dict(served.run.config), "<redacted>"
     named = (run.project, run.display_name, run.group, run.job_type, run.notes, sorted(run.tags))
     assert named == ("project", "shown", "group", "train", "why", ["a", "b"])
+    assert not [name for name in run.files if "meta" in name], "the command line was sent"
     trainer, versions = config.pop("trainer"), config.pop("versions")
     assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (3, "single", None)
     assert trainer["callbacks"][:2] == ["WandbLogger", "Made"]
@@ -222,20 +223,21 @@ def test_two_processes_share_a_run_or_have_one_each_or_only_the_first_has_one(tm
     with Backend() as backend:
         ended = start(fit_together, tmp_path / "here", 2, log_to=backend)
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
-    notes = ["from process 0"], ["from process 1"]
+    notes = "from process 0", "from process 1"
     for kind in ("shared", "group"):
         assert ended[0].said[kind] == ended[1].said[kind]
     shared = backend.runs[ended[0].said["shared"]]
     assert rows_of(shared) == lines_of(tmp_path / "shared") and shared.config["mesh"] == {"data": 8}
-    assert shared.notes_by_client == [*notes] and shared.labels == {"process_0", "process_1"}
+    (first, client), (second, other) = shared.notes_by_client
+    assert (first, second) == notes and client != other and shared.labels == {"process_0", "process_1"}
     assert (shared.sessions, shared.exit_code) == (2, 0)
     group = ended[0].said["group"]
     for index, name in enumerate((group, f"{group}-1")):
         run = backend.runs[name]
         assert (run.group, run.job_type, run.sessions, run.exit_code) == (group, f"process_{index}", 1, 0)
-        assert rows_of(run) == lines_of(tmp_path / "group") and run.notes_by_client == [notes[index]]
+        assert rows_of(run) == lines_of(tmp_path / "group") and run.notes_by_client == [(notes[index], "")]
     first = backend.runs[ended[0].said["first"]]
-    assert rows_of(first) == lines_of(tmp_path / "first") and first.notes_by_client == [notes[0]]
+    assert rows_of(first) == lines_of(tmp_path / "first") and first.notes_by_client == [(notes[0], "")]
     assert (first.sessions, first.exit_code, len(backend.runs)) == (1, 0, 1 + 2 + 1)
 
 

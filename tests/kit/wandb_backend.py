@@ -4,15 +4,12 @@ It understands GraphQL (runs and artifacts), `file_stream` (history, summary) an
 all that the SDK uses while a run goes on. Seen with wandb 0.31.
 """
 
-import contextlib
 import gzip
 import json
 import re
-import socket
 import sys
 import threading
 from collections import defaultdict
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, Self
@@ -25,14 +22,13 @@ _VIEWER = {"id": "1", "entity": "tests", "username": "tests", "email": "", "flag
 _CONSTANT: dict[str, Json] = {"Viewer": {"viewer": _VIEWER}, "ArtifactType": {"project": {"artifact": None}}}
 
 
-@dataclass
-class ReceivedRun:
+class ReceivedRun(SimpleNamespace):
     """A run as the server knows it.
 
     In shared mode the SDK says by a header which process sends something, and every process counts its lines from 0;
     otherwise a resumed process goes on where the run ended. So lines are kept by client and offset, "" for no client.
 
-    Args:
+    Attributes:
         sessions: How many times a process has opened the run.
         resumed: Whether a process asked for the state of the run and got it.
         exit_code: None until a process has finished the run.
@@ -41,20 +37,10 @@ class ReceivedRun:
         files: Contents of the uploaded files, by name.
     """
 
-    id: str
-    project: str
-    display_name: str
-    group: str | None = None
-    job_type: str | None = None
-    notes: str | None = None
-    tags: list[str] = field(default_factory=list)
-    sessions: int = 0
-    resumed: bool = False
-    exit_code: int | None = None
-    summary: Json = field(default_factory=dict)
-    settings: Json = field(default_factory=dict)
-    lines: defaultdict[str, dict[tuple[str, int], str]] = field(default_factory=lambda: defaultdict(dict))
-    files: dict[str, bytes] = field(default_factory=dict)
+    def __init__(self, id: str, project: str) -> None:
+        super().__init__(id=id, project=project, display_name=id, group=None, job_type=None, notes=None, tags=[])
+        self.sessions, self.resumed, self.exit_code = 0, False, None
+        self.summary, self.settings, self.files, self.lines = {}, {}, {}, defaultdict(dict)
 
     @property
     def config(self) -> Json:
@@ -65,12 +51,10 @@ class ReceivedRun:
         return [json.loads(line) for line in self.lines[HISTORY].values()]
 
     @property
-    def notes_by_client(self) -> list[list[str]]:
-        """What each client logged as "note"."""
-        found = defaultdict(list)
-        for (client, _), line in self.lines[HISTORY].items():
-            found[client] += [row["note"] for row in [json.loads(line)] if "note" in row]
-        return sorted(found.values())
+    def notes_by_client(self) -> list[tuple[str, str]]:
+        """What was logged as "note", sorted, and by which client."""
+        rows = [(json.loads(line), client) for (client, _), line in self.lines[HISTORY].items()]
+        return sorted((row["note"], client) for row, client in rows if "note" in row)
 
     @property
     def labels(self) -> set[str]:
@@ -98,17 +82,15 @@ class Backend:
         self.closing, self._lock = threading.Event(), threading.Lock()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Refuse connections from now on, end the open ones and their threads, and raise what they had raised."""
+        """Refuse connections from now on, end those that hang, and raise what an answer had raised."""
         self.closing.set()
         self._server.shutdown()
-        self._thread.join()
         self._server.server_close()
         if self._server.errors:
             raise self._server.errors[0]
@@ -154,7 +136,7 @@ class Backend:
     def _open_run(self, asked: Json, *, shared: bool) -> Json:
         """Open a run, or change its config later in the session (only the first request tells the host)."""
         new = asked["name"] not in self.runs
-        run = self.runs.setdefault(asked["name"], ReceivedRun(asked["name"], asked["project"], asked["name"]))
+        run = self.runs.setdefault(asked["name"], ReceivedRun(asked["name"], asked["project"]))
         names = {"displayName": "display_name", "groupName": "group", "jobType": "job_type"}
         for theirs, ours in (names | {"notes": "notes", "tags": "tags"}).items():
             if asked.get(theirs) is not None:
@@ -233,26 +215,12 @@ class Backend:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection; closing ends them all, also those that hang or that a process keeps open."""
-
-    daemon_threads = False  # so that closing waits for them
     request_queue_size = 128  # of the SDK's many connections at once none is reset: it would try again after seconds
+    block_on_close = False
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.backend = backend
-        self.errors: list[BaseException] = []
-        self._open: list[socket.socket] = []
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._open.append(request)
-        super().process_request(request, client_address)
-
-    def server_close(self) -> None:
-        for connection in self._open:
-            with contextlib.suppress(OSError):  # it may be closed
-                connection.shutdown(socket.SHUT_RD)
-        super().server_close()
+        self.backend, self.errors = backend, list[BaseException]()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()

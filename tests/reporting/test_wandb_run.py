@@ -172,15 +172,18 @@ def test_a_copy_of_a_checkpoint_is_deleted_once_it_is_sent_and_the_checkpoint_is
 def test_a_run_that_gets_nowhere_keeps_three_copies_at_most(patience, most, capsys):
     begun = threading.Event()
     with held() as release:
-        run = FakeRun(arrives=lambda: begun.set() or release.wait(30))
+        run = FakeRun(arrives=lambda: len(run.sent) > 3 and (begun.set() or release.wait(30)))
         found = WandbRun(run, patience, raises=False)
-        for step in range(7):
+        for step in range(3):  # which arrive
             upload(found, step)
+            assert found._uploads.join(30)
+        for step in range(7):
+            upload(found, 3 + step)
             assert begun.wait(30) and copies() == min(step + 1, most)
         found._finish_timeout = 30.0
     found.finish(failed=False)
-    assert copies() == 0 and len(run.sent) == most
-    expected = "W&B: step_00000003 was not sent (one before it is not through after 0 s)"
+    assert copies() == 0 and len(run.sent) == 3 + most
+    expected = "W&B: step_00000006 was not sent (one before it is not through after 0 s)"
     assert capsys.readouterr().out.splitlines() == ([expected] if most == 3 else [])
 
 

@@ -34,10 +34,11 @@ def opened(**given):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What `wandb.init` was given, and a list of what it calls."""
+    """What `wandb.init` was given, and a list of what it calls; there is a keyboard, which it may not ask."""
     found, answers = [], []
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
-    monkeypatch.setattr(wandb, "init", lambda **given: found.append(given) or answers.pop(0)())
+    monkeypatch.setattr(wandb, "init", lambda **given: found.append((given, sys.stdin.isatty())) or answers.pop(0)())
     return found, answers
 
 
@@ -58,7 +59,9 @@ def test_an_init_that_hangs_is_left_behind_and_ended_when_it_comes(asked, monkey
         answers += [lambda: release.wait(30) and late, lambda: run]
         assert opened() is run and late.codes == []
     assert ended.wait(30) and late.codes == [1]
-    assert [x["mode"] for x in given] == [None, "offline"] and given[0]["id"] == "wanted" != given[1]["id"]
+    (first, tty), (second, _) = given
+    assert (first["mode"], second["mode"], tty) == (None, "offline", False)
+    assert first["id"] == "wanted" != second["id"] and sys.stdin.isatty()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("W&B offline (no answer after") and line.endswith("wandb sync --id wanted /there")
 
@@ -87,13 +90,10 @@ def test_where_no_run_can_be_opened_there_is_none_or_the_failure_is_raised(asked
 # With the real one
 
 
-def test_without_a_key_a_run_is_offline_and_nobody_is_asked_for_one(monkeypatch, capfd):
-    keyboard = SimpleNamespace(isatty=lambda: True, readline=lambda *size: pytest.fail("someone was asked"))
-    monkeypatch.setattr(sys, "stdin", keyboard)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+def test_without_a_key_a_run_is_offline_which_one_line_says(capfd):
     run = opened()
     run.finish()
-    assert sys.stdin is keyboard and run.id == "wanted" and run.offline
+    assert run.id == "wanted" and run.offline
     out, err = capfd.readouterr()
     (line,) = out.splitlines()
     assert line.startswith("W&B offline (") and "No API key" in line and "--id" not in line and err == ""
