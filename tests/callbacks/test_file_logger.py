@@ -19,13 +19,9 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
 from jaxlit.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, WandbLogger
-from jaxlit.errors import ArgumentError, JaxlitError, LoggerError
+from jaxlit.errors import ArgumentError, LoggerError
 
-
-@pytest.fixture(params=[CSVLogger, JSONLLogger])
-def kind(request):
-    """Return a kind of logger."""
-    return request.param
+each_kind = pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
 
 
 def read(file):
@@ -59,19 +55,21 @@ def file_size_limit(size):
 # Files that can be written, and that cannot
 
 
+@each_kind
 def test_rows_are_in_the_file_at_once_which_is_made_for_the_first(kind):
-    logger = kind()
+    logger, path = kind(), path_of(kind())
     logger.setup(make_trainer(default_root_dir="run"), None, "fit")
     assert not Path("run").exists() and logger.location is None
     for step in range(3):
         log(logger, step)
-        assert read(path_of(logger)) == [{"step": k, "loss": 0.5} for k in range(step + 1)]
-    assert logger.location == str(path_of(logger)) and logger.state_dict()["rows"] == 3
+        assert read(path) == [{"step": k, "loss": 0.5} for k in range(step + 1)]
+    assert logger.location == str(path) and logger.state_dict()["rows"] == 3
     logger.teardown(None, None, "fit")
 
 
+@each_kind
 def test_a_row_that_fits_only_in_part_is_dropped_and_later_ones_follow(kind, capsys):
-    logger, path = kind(), path_of(kind())
+    logger, raises, path = kind(), kind(on_error="raise"), path_of(kind())
     log(logger, 0, 1)
     whole = path.read_bytes()
     for _ in range(2):  # a failure of a later fit is said again
@@ -82,21 +80,16 @@ def test_a_row_that_fits_only_in_part_is_dropped_and_later_ones_follow(kind, cap
                 assert path.read_bytes() == whole
         (line,) = capsys.readouterr().out.splitlines()
         assert f"{kind.__name__} cannot write {path}" in line and "File too large" in line and "goes on" in line
+    with file_size_limit(len(whole) + 4):
+        refuses(LoggerError, lambda: log(raises, 1), r"cannot write .*Free the disk.*logger=False")
+    assert path.read_bytes() == whole and capsys.readouterr().out == ""
     log(logger, 4, loss=0.25)
     assert read(path) == [{"step": s, "loss": x} for s, x in ((0, 0.5), (1, 0.5), (4, 0.25))]
     assert logger.state_dict()["rows"] == 3
     logger.teardown(None, None, "fit")
 
 
-def test_raise_makes_a_failure_an_error_that_says_what_to_do(kind, capsys):
-    logger = kind(on_error="raise")
-    log(logger, 0)
-    whole = path_of(logger).read_bytes()
-    with file_size_limit(len(whole) + 4):
-        refuses(LoggerError, lambda: log(logger, 1), r"cannot write .*Free the disk.*logger=False")
-    assert path_of(logger).read_bytes() == whole and capsys.readouterr().out == ""
-
-
+@each_kind
 def test_a_folder_that_can_never_be_made_is_refused_at_the_start_of_a_fit_and_said_in_an_evaluation(kind, capsys):
     Path("file").write_text("")
     for folder in ("file", "file/deep/run"):
@@ -107,26 +100,20 @@ def test_a_folder_that_can_never_be_made_is_refused_at_the_start_of_a_fit_and_sa
         assert f"{kind.__name__} cannot write" in capsys.readouterr().out
 
 
-def test_a_file_of_someone_else_is_left_alone(kind):
-    path = path_of(kind())
+@each_kind
+def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
+    path, name = path_of(kind()), kind.__name__
     path.parent.mkdir()
-    for content in ("name,age\nada,36\n", '{"name": "ada"}\n', "[1]\n", "text"):
-        path.write_text(content)
-        words = rf"{kind.__name__} appends to files.*another {kind.__name__}\(filename"
-        refuses(JaxlitError, lambda: log(kind(), 0), words)
-        assert path.read_text() == content
-
-
-def test_a_folder_that_holds_the_file_of_another_run_is_refused(kind):
-    path = path_of(kind())
-    path.parent.mkdir()
-    for content in ("", "anything"):
+    for content in ("", "name,age\nada,36\n", '{"name": "ada"}\n', "[1]\n", "text"):
         path.write_text(content)
         words = rf"holds {path.name} of another run.*resume='auto'"
         fit_refuses(ArgumentError, words, logger=kind(), default_root_dir="run")
+        if content:
+            refuses(LoggerError, lambda: log(kind(), 0), rf"{name} appends to files.*another {name}\(filename")
         assert path.read_text() == content
 
 
+@each_kind
 def test_wrong_arguments_are_refused_by_name(kind):
     for name in ("", ".", "..", "a/b.csv", "/a.csv", "./a.csv", 3, None):
         refuses(ArgumentError, lambda name=name: kind(name), rf"{kind.__name__}\(filename=...\)")
@@ -190,6 +177,7 @@ def test_a_resume_without_the_loggers_state_drops_rows_by_their_step():
     assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
 
 
+@each_kind
 def test_a_resume_that_cannot_drop_rows_ends_before_the_first_step(kind, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -244,6 +232,7 @@ def test_there_is_a_csv_file_beside_wandb_a_json_file_too_and_without_loggers_no
 # What they are given that is no row
 
 
+@each_kind
 def test_hyperparameters_that_are_given_are_in_hparams_json_without_secrets(kind):
     steps = {
         "on_fit_start": lambda t, m: t.logger.log_hyperparams({"rate": 0.1, "shape": (1, 2), "token": "secret"}),

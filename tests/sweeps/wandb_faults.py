@@ -62,13 +62,7 @@ FAULTS = {
 
 
 def run(folder: Path, fault: Fault, timeouts: tuple[float, float] = (5, 5)) -> "Ended":
-    """Train in a process of its own, without W&B and then with it.
-
-    Args:
-        folder: Where, a new folder.
-        fault: What is wrong with W&B.
-        timeouts: Those of the logger, for the start and the end.
-    """
+    """Train in a process of its own, without W&B and then with it; the timeouts are those of its start and end."""
     from kit.wandb_backend import Backend
     from kit.wandb_runs import start
 
@@ -83,24 +77,17 @@ def run(folder: Path, fault: Fault, timeouts: tuple[float, float] = (5, 5)) -> "
 
 
 def problems(found: "Ended", folder: Path, lines: int = 1) -> list[str]:
-    """Return what is not as in the training without W&B.
-
-    Args:
-        found: How the process ended.
-        folder: Its folder.
-        lines: How many lines are to be about what is wrong with W&B.
-    """
+    """Return what is not as in the training without W&B, of which there are to be some lines about what is wrong."""
     told = told_of(found)
     # An upload may fail for the reason for which rows are given up, and be told of by the thread that sends it.
     given_up = {line.rpartition("(")[2] for line in told if line.startswith("W&B: off")}
     told = [x for x in told if "was not sent (" not in x or x.rpartition("(")[2] not in given_up]
-    read = lambda name: [(folder / kind / name).read_bytes() for kind in ("plain", "run")]  # noqa: E731
+    read = lambda name: {(folder / kind / name).read_bytes() for kind in ("plain", "run")}  # noqa: E731
     checks = {
-        f"exit code {found.code}": found.code == 0,
+        f"exit code {found.code}, {found.errors}": found.code == 0 and not found.errors,
         "state": found.said.get("plain") == found.said.get("run"),
-        "files": found.code == 0 and all(len({*read(name)}) == 1 for name in ("metrics.csv", "metrics.jsonl")),
+        "files": found.code == 0 and all(len(read(name)) == 1 for name in ("metrics.csv", "metrics.jsonl")),
         f"{len(told)} lines of W&B": len(told) == lines,
-        "standard error": not found.errors,
     }
     return [name for name, right in checks.items() if not right]
 
@@ -194,8 +181,6 @@ def main(names: list[str]) -> int:
                 wrong = problems(found, folder, int(fault != "none")) + ([] if added < limit else ["the time"])
                 failed += bool(wrong)
                 print(f"{timeouts!s:<9}{fault:<26}{added:>6.1f} s  {', '.join(wrong) or 'ok'}", *told_of(found))
-                if wrong:
-                    print(found.output[-1500:], found.errors[-1500:], sep="\n")
     print(f"{failed} trainings were not as without W&B")
     return failed
 
