@@ -141,7 +141,12 @@ def train(folder, *more, **arguments):
 
 def train_until_killed():
     """End the process as a power cut does, behind the row of a step."""
-    kill = lambda t, values, step: step == 8 and "loss" in values and os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+
+    def kill(trainer, values, step):
+        if step == 8 and "loss" in values:
+            trainer.checkpoint_callback.finish(trainer)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     train("run", hooks(on_log=kill))
 
 
@@ -156,6 +161,7 @@ def test_a_killed_process_leaves_every_row_and_a_resume_makes_the_files_of_one_t
     (ended,) = launch(train_until_killed, tmp_path, count=1, devices=1, join=False)
     assert ended.code == -signal.SIGKILL, ended.errors
     assert [row["step"] for row in rows_in("run")] == [*range(6), 5, 6, 7, 8]  # the second 5 is the validation's
+    assert Path("run/checkpoints/step_00000005").exists()
     train("whole")
     assert len(rows_in("whole")) == 14
     for cut in (0, 1, 9):  # what a machine that dies may leave of the last row
