@@ -167,7 +167,8 @@ def test_a_run_that_the_user_has_opened_is_used_and_left_open(by):
         assert logger.id == "mine" and ids_in() == [] and logger.experiment is (run if by == "experiment" else None)
         run.log({"after": 1})
     rows, config = history("mine"), summary("mine")["config"]
-    assert [row["loss"] for row in rows if "loss" in row] == [1.0, (2 - mean([[1]])) ** 2] and rows[-1]["after"] == 1
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0, (2 - mean([[1]])) ** 2], rows
+    assert rows[-1]["after"] == 1
     assert (config["own"], config["num_params"]) == (1, 1)
     with open_run(id="open"):
         assert begin(WandbLogger(id="other", offline=True), default_root_dir="new") == ["other"]

@@ -1,10 +1,14 @@
 """Real trainings whose W&B runs a real server on this computer has received."""
 
+import contextlib
+import hashlib
 import importlib.metadata
 import io
 import json
 import os
 import signal
+import subprocess
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +21,9 @@ from kit.wandb_backend import Backend
 from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of, rows_of, start
 from matplotlib.figure import Figure
 from PIL import Image
-from sweeps.wandb_faults import FAULTS, problems
-from sweeps.wandb_faults import run as run_faulty
 
 import jaxlit as jl
-from jaxlit.callbacks import GradientNorm, ModelCheckpoint, WandbLogger
+from jaxlit.callbacks import GradientNorm, JSONLLogger, ModelCheckpoint, WandbLogger
 
 # A training with everything
 
@@ -241,9 +243,72 @@ def test_two_processes_share_a_run_or_have_one_each_or_only_the_first_has_one(tm
     assert (first.sessions, first.exit_code, len(backend.runs)) == (1, 0, 1 + 2 + 1)
 
 
+# What is wrong with W&B: when it begins, and what the server does then.
+FAULTS = {
+    "wrong key": ("start", "401"),
+    "server dies in the middle": ("middle", "drop"),
+    "finish hangs": ("end", "hang"),
+    "full disk": ("start", None),
+}
+
+
+def fit_twice():
+    """Train without W&B, and with all of it."""
+    at, url = json.loads(os.environ["TOLD"])
+    disk = "../disk" if Path("../disk").exists() else None
+    watch = {"log_model": "all", "watch": "all", "watch_every_n_steps": 2}
+    logger = WandbLogger("faults", save_dir=disk, init_timeout=5, finish_timeout=5, **watch)
+
+    def begin(now):
+        if at == now:
+            urllib.request.urlopen(urllib.request.Request(url, method="POST")).close()
+
+    def media(trainer, module):
+        logger.log_image("image", PIXELS.repeat(12, axis=0).repeat(12, axis=1))
+        logger.log_table("table", ["a"], [[1], [2]])
+        logger.log_text("text", "a text " * 1000)
+
+    does = {
+        "on_train_batch_end": lambda trainer, *rest: begin("middle") if trainer.global_step == 8 else None,
+        "on_train_end": lambda *all: begin("end"),
+        "on_train_epoch_end": media,
+    }
+    for name, own in (("plain", [JSONLLogger()]), ("run", [logger, hooks(**does)])):
+        saves = ModelCheckpoint(save_top_k=-1)
+        trainer = trainer_of(*own, saves, max_epochs=8, default_root_dir=name)
+        trainer.fit(Wide(), data(), data())
+        say(name, hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.state))).hexdigest())
+
+
+@contextlib.contextmanager
+def small_disk(path):
+    """Give a disk of which 160 kB are free."""
+    path.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        (path / "other").write_bytes(bytes(2**20 - 160 * 1024))
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["wrong key", "log raises"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_wandb_changes_nothing_and_is_said_in_one_line(tmp_path, fault):
-    """A sample of tests/sweeps/wandb_faults.py."""
-    found = run_faulty(tmp_path, FAULTS[fault])
-    assert problems(found, tmp_path) == [], found.output + found.errors
+    at, answer = FAULTS[fault]
+    with contextlib.ExitStack() as stack:
+        backend = stack.enter_context(Backend(answer if at == "start" else None))
+        if fault == "full disk":
+            stack.enter_context(small_disk(tmp_path / "disk"))
+        told = json.dumps([at, f"{backend.url}/fault/{answer}"])
+        (ended,) = start(fit_twice, tmp_path / "here", log_to=backend, TOLD=told)
+    assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
+    assert ended.said["plain"] == ended.said["run"]
+    for name in ("metrics.csv", "metrics.jsonl"):
+        plain, run = ((tmp_path / "here" / kind / name).read_bytes() for kind in ("plain", "run"))
+        assert plain == run, name
+    lines = [line for line in ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
+    # An upload may fail for the reason for which rows are given up, and be told of by the thread that sends it.
+    given_up = {line.rpartition("(")[2] for line in lines if line.startswith("W&B: off")}
+    assert len([x for x in lines if "was not sent (" not in x or x.rpartition("(")[2] not in given_up]) == 1, lines

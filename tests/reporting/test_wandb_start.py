@@ -110,7 +110,7 @@ def test_a_mode_that_is_set_later_counts(monkeypatch, capsys):
     opened(raises=True).finish()
     assert capsys.readouterr().out.startswith("W&B offline \N{MIDDLE DOT} upload") and len(run_files(".")) == 1
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    run = opened(raises=True)
+    run = opened(raises=True, offline=True)
     run.finish()  # what is open would be used by others
     assert run.disabled and capsys.readouterr().out == "W&B disabled\n"
 
