@@ -16,8 +16,7 @@ from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import make_trainer
-from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary
+from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
 
 import jaxlit as jl
@@ -31,11 +30,6 @@ CALLS = {
     "log_image": ("image", PIXELS),
     "log_figure": ("figure", Figure(figsize=(1, 1))),
 }
-
-
-def trainer_of(*callbacks, **arguments):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    return make_trainer(*callbacks, **{"default_root_dir": "run", **quiet, **arguments})
 
 
 def run_stage(trainer, stage="fit", model=None):

@@ -18,19 +18,13 @@ import pytest
 from kit.journal import hooks
 from kit.processes import say
 from kit.wandb_backend import Backend
-from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of, rows_of, start
+from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of, rows_of, start, trainer_of
 from matplotlib.figure import Figure
 from PIL import Image
 
-import jaxlit as jl
 from jaxlit.callbacks import GradientNorm, JSONLLogger, ModelCheckpoint, WandbLogger
 
 # A training with everything
-
-
-def trainer_of(logger, *callbacks, **arguments):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    return jl.Trainer(callbacks=[logger, *callbacks], **({"strategy": "single", "max_epochs": 3} | quiet | arguments))
 
 
 def log_media(trainer, module):
@@ -57,13 +51,15 @@ def fit_and_test_with_everything():
     # At the same steps, so with the same names; what they know of themselves is different.
     first = ModelCheckpoint("A", monitor="val/loss", save_top_k=-1)
     second = ModelCheckpoint("B", monitor="val/other", mode="max", save_top_k=-1)  # by which the last is the best
-    trainer = trainer_of(logger, hooks(on_train_end=log_media), GradientNorm(), first, second, default_root_dir="whole")
+    callbacks = [logger, hooks(on_train_end=log_media), GradientNorm(), first, second]
+    trainer = trainer_of(*callbacks, max_epochs=3, default_root_dir="whole")
     trainer.fit(Wide(), data(), data())
     trainer.test(dataloaders=data())
     say("id", logger.id)
     for name, log_model in (("kept", True), ("best", "best"), ("refused", "best")):
         logger = WandbLogger("project", id=name, log_model=log_model)
-        trainer_of(logger, ModelCheckpoint(monitor="val/loss"), default_root_dir=name).fit(Wide(), data(), data())
+        trainer = trainer_of(logger, ModelCheckpoint(monitor="val/loss"), max_epochs=3, default_root_dir=name)
+        trainer.fit(Wide(), data(), data())
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +184,7 @@ def fit_or_go_on():
     begun = []
     kills = hooks(on_train_start=lambda trainer, module: begun.append(trainer.global_step), on_train_batch_end=die)
     saves = ModelCheckpoint(every_n_train_steps=2)
-    trainer = trainer_of(WandbLogger("project"), saves, kills, max_epochs=4, default_root_dir="run", resume="auto")
+    trainer = trainer_of(WandbLogger("project"), saves, kills, max_epochs=4, resume="auto")
     trainer.fit(Wide(), data(), data())
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from wandb.util import get_core_path
 
 import jaxlit as jl
 from kit.processes import Ended, launch
+from kit.trainers import make_trainer
 from kit.wandb_backend import Backend, ReceivedRun
 
 STEP = "trainer/global_step"
@@ -57,6 +59,12 @@ class Wide(jl.TrainModule):
 def data() -> jl.ArrayLoader:
     """Return a loader of two batches."""
     return jl.ArrayLoader({"x": X}, BATCH)
+
+
+def trainer_of(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
+    """Return a Trainer that shows nothing and logs each step; a run's folder is "run" if nothing else is said."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    return make_trainer(*callbacks, **{"default_root_dir": "run", **quiet, **arguments})
 
 
 def by_hand(epochs: int) -> tuple[list[dict[str, float]], list[np.ndarray], list[np.ndarray]]:
@@ -117,17 +125,23 @@ def run_files(folder: str | Path = "run") -> list[Path]:
 
 
 def records(folder: str | Path = "run") -> list[dict[str, Any]]:
-    """Return every record of the newest run, in order."""
-    return [json.loads(line) for line in _inspect(folder).splitlines()]
+    """Return every record of the newest run that has ended, in order."""
+    deadline = time.monotonic() + 60
+    while True:  # the SDK writes the last of them a little behind `finish`
+        found = [json.loads(line) for line in _inspect(folder).splitlines()]
+        if "exit" in {record["type"] for record in found}:
+            return found
+        assert time.monotonic() < deadline, f"the newest run in {folder} has not ended"
 
 
 def summary(folder: str | Path = "run") -> dict[str, Any]:
-    """Return what the newest run comes to: its description, config, summary and exit code."""
+    """Return what the newest run that has ended comes to: its description, config, summary and exit code."""
+    records(folder)
     return json.loads(_inspect(folder, "--summary"))
 
 
 def history(folder: str | Path = "run") -> list[dict[str, Any]]:
-    """Return the rows of the newest run, without what W&B adds."""
+    """Return the rows of the newest run that has ended, without what W&B adds."""
     items = [record["history"]["item"] for record in records(folder) if record["type"] == "history"]
     return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
 

@@ -15,10 +15,9 @@ from kit.journal import hooks
 from kit.processes import say
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
-from kit.wandb_runs import FakeRun, Wide, data, run_files, start, summary
+from kit.wandb_runs import FakeRun, Wide, data, run_files, start, summary, trainer_of
 from wandb.errors import UsageError
 
-import jaxlit as jl
 from jaxlit.callbacks import WandbLogger
 from jaxlit.errors import JaxlitError
 from jaxlit.reporting import wandb_run, wandb_start
@@ -123,16 +122,10 @@ def test_without_the_package_the_error_says_what_to_do(monkeypatch):
 # Processes
 
 
-def trainer_of(*callbacks, **arguments):
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    given = {"strategy": "single", "max_epochs": 2, "callbacks": [*callbacks], "default_root_dir": "../run"}
-    return jl.Trainer(**(quiet | given | arguments))
-
-
 def fit_and_test():
     """Train and test with a server that cannot be reached, and before that without W&B."""
     several = jax.process_count() > 1
-    kind = {"strategy": "ddp" if several else "single", "enable_checkpointing": not several}
+    kind = {"strategy": "ddp" if several else "single", "enable_checkpointing": not several, "max_epochs": 2}
     plain = trainer_of(default_root_dir="../plain", **kind)
     plain.fit(Wide(), data(), data())
     logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0, processes="shared"), []
@@ -140,7 +133,7 @@ def fit_and_test():
     def note(trainer, module):
         runs.append((logger.experiment.id, logger.experiment.group, logger.experiment.offline))
 
-    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), **kind)
+    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), default_root_dir="../run", **kind)
     trainer.fit(Wide(), data(), data())
     trainer.test(dataloaders=data())
     say("id", logger.id)
