@@ -4,11 +4,9 @@ import csv
 import os
 from pathlib import Path
 
-from kit.refusals import refuses
 from kit.trainers import make_trainer
 
 from jaxlit.callbacks import CSVLogger
-from jaxlit.errors import JaxlitError
 
 
 def log(logger, values, step):
@@ -61,9 +59,3 @@ def test_a_disk_that_is_full_from_the_beginning_is_said_once(capsys):
     path.unlink()
     assert log(logger, {"a": 1.0}, 3) == [["step", "epoch", "a"], ["3", "", "1.0"]]
     logger.teardown(None, None, "fit")
-
-
-def test_a_file_of_someone_else_is_refused_by_its_columns():
-    Path("run").mkdir()
-    Path("run/metrics.csv").write_text("name,age\nada,36\n")
-    refuses(JaxlitError, lambda: log(CSVLogger(), {"a": 1.0}, 0), r"metrics\.csv has name,age")

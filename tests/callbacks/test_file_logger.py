@@ -18,6 +18,7 @@ from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
+import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, WandbLogger
 from jaxlit.errors import ArgumentError, LoggerError
 
@@ -65,6 +66,18 @@ def test_rows_are_in_the_file_at_once_which_is_made_for_the_first(kind):
         assert read(path) == [{"step": k, "loss": 0.5} for k in range(step + 1)]
     assert logger.location == str(path) and logger.state_dict()["rows"] == 3
     logger.teardown(None, None, "fit")
+
+
+@each_kind
+def test_another_process_than_the_first_writes_nothing(kind, monkeypatch):
+    monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
+    Path("file").write_text("")
+    logger, trainer = kind(), make_trainer(default_root_dir="file/run")  # a folder that it does not ask for
+    logger.setup(trainer, None, "fit")
+    logger.on_fit_start(trainer, None)
+    logger.on_log(trainer, {"loss": 1.0}, 0)
+    logger.log_hyperparams({"rate": 1})
+    assert logger.location is None
 
 
 @each_kind

@@ -223,19 +223,37 @@ def test_many_fits_leave_no_threads():
     assert sorted(thread.name for thread in set(threading.enumerate()) - before) == []
 
 
-def test_offline_a_copy_of_each_checkpoint_is_kept_until_it_is_synced():
+def test_offline_what_is_no_number_is_kept_and_a_copy_of_each_checkpoint_until_it_is_synced():
+    def log(trainer, model):
+        for name, given in CALLS.items():
+            getattr(trainer.logger, name)(*given)
+        trainer.logger.log_hyperparams({"later": 1})
+
     found = {}
     # Before the logger, which sends each checkpoint as soon as it is there.
-    saved = hooks(on_checkpoint_saved=lambda t, m, callback, path: found.update({path.name: files_of(path)}))
-    run_stage(trainer_of(saved, WandbLogger(offline=True, log_model="all"), ModelCheckpoint(every_n_train_steps=1)))
+    saved = lambda t, m, callback, path: found.update({path.name: files_of(path)})  # noqa: E731
+    logger = WandbLogger(offline=True, log_model="all", watch="all", watch_every_n_steps=1)
+    saves = ModelCheckpoint(monitor="loss", every_n_train_steps=1, save_top_k=-1)
+    run_stage(trainer_of(hooks(on_checkpoint_saved=saved, on_train_end=log), logger, saves))
+    left = summary()
+    names = {given[0] for given in CALLS.values()} | {"gradients/w", "parameters/w", "best/loss"}
+    assert names <= left["summary"].keys() and left["config"]["later"] == 1
     assert [*found] == ["step_00000001", "step_00000002"] and not list(Path().rglob(".tmp-*"))
     shutil.rmtree("run/checkpoints")
     sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
-    for artifact in sent:
+    for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
         (step,) = {*artifact["aliases"]} - {"latest", "best"}
         copies = {entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
         assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == found.pop(step)
     assert not found
+
+
+def test_another_process_than_the_first_has_no_run_and_says_nothing_of_it(monkeypatch, capsys):
+    monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
+    logger = WandbLogger(offline=True)
+    notes = hooks(on_fit_start=lambda t, m: (note("x")(t), t.logger.log_hyperparams({})))
+    run_stage(trainer_of(logger, notes, max_epochs=0, logger=False, enable_checkpointing=False))
+    assert logger.experiment is None and not Path("run").exists() and "W&B" not in capsys.readouterr().out
 
 
 # What is refused

@@ -104,7 +104,8 @@ def in_terminal(command, columns, folder, **more):
     return screen
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_path):
     command, more = [sys.executable, str(DIGITS), "--epochs", "3"], {}
     if columns == 80:  # with a strategy whose table is wider than it

@@ -154,8 +154,14 @@ def copies():
     return len(list(Path("checkpoints").glob(".tmp-*")))
 
 
-def test_a_copy_of_a_checkpoint_is_deleted_once_it_is_sent_and_the_checkpoint_is_as_it_was():
+@pytest.mark.parametrize("links", [True, False])
+def test_a_copy_of_a_checkpoint_is_deleted_once_it_is_sent_and_the_checkpoint_is_as_it_was(links, monkeypatch):
+    def none(*paths):
+        raise OSError(errno.EPERM, "no links here")
+
     with held() as release:
+        if not links:
+            monkeypatch.setattr(os, "link", none)
         run = FakeRun(arrives=lambda: release.wait(30))
         found = WandbRun(run, 30.0, raises=False)
         for step in (1, 2):

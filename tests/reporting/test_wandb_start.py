@@ -78,7 +78,8 @@ def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
 
 
 def test_where_no_run_can_be_opened_there_is_none_or_the_failure_is_raised(asked, capsys):
-    asked[1].extend([fail] * 4)
+    asked[1].extend([FakeRun, *[fail] * 4])
+    assert opened().url == FakeRun.url and capsys.readouterr().out == f"W&B {FakeRun.url}\n"
     assert opened() is None
     assert capsys.readouterr().out == "W&B: off for this run (the service is gone)\n"
     for offline in (False, True):
