@@ -1,4 +1,4 @@
-"""A W&B server: it keeps what the real SDK sends over HTTP, and fails in the ways a server can fail.
+"""A W&B server: it keeps what the real SDK sends over HTTP, and may die.
 
 It understands GraphQL (runs and artifacts), `file_stream` (history, summary) and PUT (the contents of files), which is
 all that the SDK uses while a run goes on. Seen with wandb 0.31.
@@ -67,19 +67,18 @@ class Backend:
     """A server on this computer, from its construction until it is closed.
 
     Attributes:
-        url: Its address, for `WANDB_BASE_URL`. A POST to `url/fault/name` lets a fault begin.
+        url: Its address, for `WANDB_BASE_URL`. A POST to `url/die` makes it `dead`.
         runs: By run id.
         artifacts: In the order of their creation; the SDK makes one for each logged table too.
-        fault: What happens to every request from now on. "500", "401": answered by that status. "hang": not answered
-            before the backend is closed. "drop": the connection is closed.
+        dead: Whether it closes every connection without an answer.
         refused: The id of a run whose artifacts are refused.
     """
 
-    def __init__(self, fault: str | None = None) -> None:
+    def __init__(self) -> None:
         self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: list[Any] = []
-        self.fault, self.refused = fault, ""
-        self.closing, self._lock = threading.Event(), threading.Lock()
+        self.dead, self.refused = False, ""
+        self._lock = threading.Lock()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -88,8 +87,7 @@ class Backend:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Refuse connections from now on, end those that hang, and raise what an answer had raised."""
-        self.closing.set()
+        """Refuse connections from now on, and raise what an answer had raised."""
         self._server.shutdown()
         self._server.server_close()
         if self._server.errors:
@@ -235,26 +233,21 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         backend = self.server.backend
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path.startswith("/fault/"):
-            backend.fault = self.path.rpartition("/")[2]
-            return self.answer(200, {})
+        if self.path == "/die":
+            backend.dead = True
+            return self.answer({})
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         client = self.headers.get("X-Wandb-Async-Client-Id") or self.headers.get("X-Wandb-Client-Id") or ""
-        if (fault := backend.fault) is None:
-            return self.answer(200, backend.receive(self.command, self.path, client, body))
-        if fault == "hang":
-            backend.closing.wait()
-        if fault in ("hang", "drop"):
-            self.close_connection = True
-            return None
-        return self.answer(int(fault), {"errors": [{"message": f"status {fault}"}]})
+        if not backend.dead:
+            self.answer(backend.receive(self.command, self.path, client, body))
+        self.close_connection = backend.dead
 
     do_GET = do_PUT = do_POST
 
-    def answer(self, status: int, content: Json) -> None:
+    def answer(self, content: Json) -> None:
         text = json.dumps(content).encode()
-        self.send_response(status)
+        self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
