@@ -106,3 +106,8 @@ def stop_clocks(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def listeners() -> list[Any]:
     """Return who listens to what jax says of its compiling."""
     return list(monitoring._event_duration_secs_listeners)
+
+
+def evaluated(trainer: jl.Trainer) -> Any:
+    """Return the flat state that the evaluation which goes on takes its arrays from."""
+    return trainer._session.active.state  # type: ignore[union-attr]
