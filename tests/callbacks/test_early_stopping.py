@@ -74,8 +74,8 @@ def test_patience_does_not_run_while_min_epochs_or_min_steps_blocks(make_trainer
         ({"val_check_interval": 0.5}, None, 3),
         ({"check_val_every_n_epoch": 2}, None, 3),
         ({"check_val_every_n_epoch": 2}, True, 1),
-        ({"sanity_checking": True}, None, 0),
-        ({"stage": "validate"}, None, 0),
+        ({"sanity_checking": True}, False, 0),
+        ({"stage": "validate"}, False, 0),
     ],
 )
 def test_the_default_checks_where_lightning_does(make_trainer, arguments, asked, checks) -> None:

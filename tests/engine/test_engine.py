@@ -38,7 +38,7 @@ def reads() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ("fsdp", "pmap"))
-def test_no_array_is_read_between_log_points(strategy: str) -> None:
+def test_no_array_is_read_between_log_points(strategy) -> None:
     at: list[int] = []
     with reads() as seen:
         count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))
@@ -56,14 +56,14 @@ def test_the_counter_of_reads_sees_a_read() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ("ddp", "shard_map", "pmap"))
-def test_3000_steps_on_8_devices_survive(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ("ddp", "pmap"))
+def test_3000_steps_on_8_devices_survive(strategy) -> None:
     trainer = fit(Linear(), random(100), strategy=strategy, max_epochs=None, max_steps=3000, log_every_n_steps=0)
     assert int(trainer.state.step) == trainer.global_step == 3000
 
 
 @pytest.mark.parametrize("strategy", ("shard_map", "pmap"))
-def test_replicas_reduce_once_an_optimizer_step(strategy: str) -> None:
+def test_replicas_reduce_once_an_optimizer_step(strategy) -> None:
     def count(name: str, accumulate: int) -> int:
         trainer = fit(Linear(), random(4), strategy=strategy, accumulate_grad_batches=accumulate, **BARE)
         text = lowered(trainer, name, random(1)[0]).compile().as_text()

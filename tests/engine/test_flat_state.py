@@ -11,7 +11,7 @@ from kit.trainers import THREE, fit
 
 
 @pytest.mark.parametrize("strategy", THREE)
-def test_a_state_is_finite_if_every_number_of_it_is(strategy: str) -> None:
+def test_a_state_is_finite_if_every_number_of_it_is(strategy) -> None:
     state = engine_of(fit(Net(rngs=nnx.Rngs(0)), random(1), strategy=strategy)).state
     assert state.is_finite()
     for place, array in enumerate(state.leaves):

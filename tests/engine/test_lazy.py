@@ -35,7 +35,7 @@ PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("
 @pytest.mark.parametrize(
     ("strategy", "devices"), thinned(PLACES, ("single", "auto"), ("fsdp", "auto"), ("fsdp", 2), ("shard_map", "auto"))
 )
-def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy: str, devices: Any) -> None:
+def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy, devices) -> None:
     found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
 
@@ -51,7 +51,7 @@ def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_wher
 
 
 @pytest.mark.parametrize("rngs", [7, nnx.Rngs(7)])
-def test_it_takes_its_generator_by_position(rngs: Any) -> None:
+def test_it_takes_its_generator_by_position(rngs) -> None:
     class Positional(Linear):
         def __init__(self, size: float, rngs: nnx.Rngs) -> None:
             self.kernel = nnx.Param(size * jax.random.normal(rngs.params(), (3, 1)))
@@ -69,7 +69,7 @@ def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -
 
 
 @pytest.mark.parametrize("strategy", THREE)
-def test_it_trains_as_the_module_itself(strategy: str) -> None:
+def test_it_trains_as_the_module_itself(strategy) -> None:
     lazily, itself = (fit(x, random(), strategy=strategy) for x in (jl.lazy(Net, rngs=0), Net(rngs=nnx.Rngs(0))))
     assert_same(lazily.module, itself.module, rtol=0, atol=0)
 
@@ -94,7 +94,7 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     ("verb", "strategy"),
     [*((verb, "single") for verb in ("validate", "test", "predict")), *(("predict", x) for x in ("fsdp", "pmap"))],
 )
-def test_it_can_be_evaluated_read_in_the_hooks_and_evaluated_once_more(verb: str, strategy: str) -> None:
+def test_it_can_be_evaluated_read_in_the_hooks_and_evaluated_once_more(verb, strategy) -> None:
     class Drawn(Mean):
         def __init__(self, *, rngs: nnx.Rngs) -> None:
             self.w = nnx.Param(jax.random.normal(rngs.params(), (1,)))
@@ -123,7 +123,7 @@ def test_an_evaluation_takes_the_trained_weights_of_this_lazy_module_and_builds_
 @pytest.mark.parametrize(
     "cls", [nnx.Linear, Linear(), "Net", lambda: Linear()], ids=["nnx", "object", "str", "function"]
 )
-def test_what_is_no_train_module_class_is_refused(cls: Any) -> None:
+def test_what_is_no_train_module_class_is_refused(cls) -> None:
     refuses(ArgumentError, lambda: jl.lazy(cls), r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule")
 
 

@@ -44,7 +44,9 @@ def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
         name, value = field.name, others.get(field.name, field.default)
         if name in FIXED:
             words = rf"^Trainer\.{name} is fixed when.*set to .*with Trainer\({name}="
-            refuses(AttributeError, lambda name=name, value=value: setattr(trainer, name, value), words)
+            refuses(
+                AttributeError, lambda name=name, value=value, trainer=trainer: setattr(trainer, name, value), words
+            )
             continue
         setattr(trainer, name, value)
         assert getattr(trainer.settings, name) == value
