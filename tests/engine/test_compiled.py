@@ -115,6 +115,7 @@ def test_the_module_of_a_state_is_a_copy_that_later_steps_leave_alone(strategy) 
     # What the step took is gone, in whichever state it was; the copy is not, and trains alike.
     words = r"a state that an earlier step has overwritten\. Go on with the one"
     refuses(StateError, lambda: step(state, BATCHES[1]), words)
+    refuses(ArgumentTypeError, lambda: step(None, BATCHES[1]), "takes the state of compile_step, got NoneType")
     for old in (state, rebuilt):
         with pytest.raises(RuntimeError, match="deleted"):
             np.asarray(old.params["kernel"])
@@ -143,15 +144,6 @@ def test_a_lazy_module_is_built_from_the_seed_and_trained(strategy) -> None:
         state, _ = step(state, batch)
     assert_same(step.module(state), history[-1])
     assert step.module(state).hparams == {"rate": 0.0}
-
-
-def test_two_compiled_steps_do_not_share_a_state() -> None:
-    model = make_line()
-    pairs = [compiled(model, "single"), compiled(model, "ddp")]
-    for state, step in pairs:
-        for batch in BATCHES:
-            state, _ = step(state, batch)
-        assert_same(params_in(state), by_hand(make_line())[1][-1])
 
 
 @pytest.mark.parametrize(
@@ -224,6 +216,10 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
     state, step = compiled(strategy=jl.strategies.DDP(mesh=mesh_of(data=2, model=2)))
     state, _ = step(state, BATCHES[0])
     assert len(state.params["kernel"].sharding.device_set) == 4
+    # One object serves two steps, whose states are their own.
+    model, strategy = make_line(), jl.strategies.DDP()
+    for state, step in [compiled(model, strategy, devices=n) for n in (4, 2)]:
+        assert_same(params_in(step(state, BATCHES[0])[0]), by_hand(make_line())[1][1])
 
 
 @pytest.mark.parametrize(("kind", "axis"), [("DDP", "data"), ("FSDP", "fsdp"), ("ShardMapDDP", "data")])
@@ -280,7 +276,6 @@ def test_apply_runs_a_copy_in_evaluation_mode(strategy) -> None:
 
 
 def total(module: Line) -> jax.Array:
-    DTYPES.append(module.kernel[...].dtype)
     return module.kernel[...].sum()
 
 
@@ -307,7 +302,7 @@ def test_apply_takes_what_the_module_of_the_newest_run_holds_now() -> None:
     assert float(trainer.apply(total)) == pytest.approx(0.0, abs=1e-6)
     other.kernel[...] = jnp.ones((8, 1))
     assert float(trainer.apply(total)) == 8.0
-    low = fit(make_line(), BATCHES[:1], precision="bf16-mixed")
-    DTYPES.clear()
-    low.apply(total)
-    assert set(DTYPES) == {jnp.dtype(jnp.bfloat16)}, "the precision of a step"
+    low, told = fit(make_line(rate=0.25), BATCHES[:1], precision="bf16-mixed"), []
+    assert low.apply(lambda module: told.append(module.hparams) or total(module)).dtype == jnp.bfloat16
+    assert told == [{"rate": 0.25}]
+    refuses(ArgumentTypeError, lambda: low.apply(None), "takes a function of a module, got None")

@@ -3,18 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from kit.batches import numbered, random
+from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
-from kit.modules import Linear, Mean, module
+from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentError
 
 
 def named(name: str, called: list[str]) -> jl.Callback:
@@ -61,30 +59,6 @@ def test_a_data_module_knows_its_trainer() -> None:
     keep = hooks(on_train_epoch_start=lambda trainer, module: lengths.append(trainer.num_training_batches))
     fit(Mean(), None, None, keep, max_epochs=3, reload_dataloaders_every_n_epochs=1, datamodule=Growing())
     assert lengths == [1, 2, 3]
-
-
-def test_apply_sees_the_hyperparameters_and_the_precision_of_the_module() -> None:
-    trainer = fit(Linear(features=3), random(1), precision="bf16-mixed")
-    found: list[Any] = []
-    out = trainer.apply(lambda module, x: found.append(module.hparams) or module(x), random(1)[0]["x"])
-    assert found == [{"features": 3}] and out.dtype == jnp.bfloat16
-    refuses(ArgumentTypeError, lambda: trainer.apply(None), "takes a function of a module, got None")  # type: ignore[arg-type]
-
-
-def test_a_state_that_a_compiled_step_has_overwritten_is_refused() -> None:
-    batch = random(1)[0]
-    state, step = jl.compile_step(Linear(), batch=batch, strategy="single")
-    step(state, batch)
-    refuses(StateError, lambda: step(state, batch), "overwritten.*the one that it returned")
-    refuses(ArgumentTypeError, lambda: step(None, batch), "takes the state of compile_step, got NoneType")
-
-
-def test_one_strategy_object_serves_two_compiled_steps() -> None:
-    batch, strategy = random(1)[0], jl.strategies.DDP()
-    runs = [jl.compile_step(Linear(), batch=batch, strategy=strategy, devices=n) for n in (4, 2)]
-    losses = [float(step(state, batch)[1]["loss"]) for state, step in runs]
-    kernel = np.linspace(-1.0, 1.0, 3)[:, None]
-    assert losses == pytest.approx([float(np.mean((batch["x"] @ kernel - batch["y"]) ** 2))] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("filename", ["metrics.csv", "other.csv"])

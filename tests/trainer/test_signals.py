@@ -1,12 +1,6 @@
 """Ctrl-C and SIGTERM: the first ends training after the step that runs, the second at once."""
 
-import os
-import select
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,158 +8,82 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.processes import CHEAP, ROOT
-from kit.trainers import make_trainer
+from kit.processes import launch
+from kit.trainers import BARE, make_trainer
 
-# Real processes: the child prints "ready" from a hook and waits there, on its input, for the parent's word: so the
-# signal has come when the hook goes on. A line is one event; the last says how the program ended.
-SCRIPT = """
-import signal, sys
-import jaxlit as jl
-from kit.batches import numbered
-from kit.journal import hooks
-from kit.modules import Mean
-
-waits = sys.argv[1].split(",")
-
-def say(*words):
-    print(*words, flush=True)
-
-def wait_in(hook):
-    if hook in waits:
-        waits.remove(hook)
-        say("ready")
-        sys.stdin.readline()
-        say("went on")
-
-def torn(*_):
-    wait_in("teardown")
-    say("teardown")
-
-watch = hooks(
-    on_train_batch_start=lambda t, m, batch, i: wait_in(f"batch {t.current_epoch} {i}"),
-    on_train_batch_end=lambda t, *_: say("step", t.global_step),
-    on_exception=lambda t, m, error: say("on_exception", type(error).__name__),
-    teardown=torn,
-    **{hook: lambda *_, hook=hook: say(hook) for hook in ("on_train_epoch_end", "on_train_end", "on_fit_end")},
-)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent had
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-trainer = jl.Trainer(strategy="single", max_epochs=2, callbacks=[watch, hooks(teardown=lambda *_: say("late"))],
-                     enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-module = Mean()
-try:
-    trainer.fit(module, numbered(3))
-except BaseException as error:
-    say("raised", type(error).__name__)
-    raise
-finally:
-    say("interrupted", trainer.interrupted)
-    say("handlers", handlers == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)])
-    say("weight", float(module.w[...][0]))
-trainer.max_epochs = 1
-trainer.fit(module, numbered(1))
-say("again", trainer.interrupted, trainer.global_step)
-"""
-BOUND = 120  # seconds; only a child that hangs takes as long
+BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-class Child:
-    """A process that trains, and what it has printed so far."""
+def train(*due: tuple[str, int]) -> None:
+    """Train in a process of its own, with signals at places, and print a line for each event."""
+    left, say = dict(due), lambda *words: print(*words, flush=True)
 
-    def __init__(self, waits: str) -> None:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        more = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        self.process: Any = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, waits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | CHEAP | more,
-            start_new_session=True,  # a Ctrl-C at the tests is not the child's
-        )
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self.text, self.errors, self.code = "", "", 0
+    def at(place: str, *words: Any) -> None:
+        if place in left:
+            signal.raise_signal(left.pop(place))
+        say(*words)
 
-    def send(self, number: int) -> None:
-        """Wait until the child is ready, send a signal, and let it go on."""
-        asked, end = self.text.count("ready\n") + 1, time.monotonic() + BOUND
-        while self.text.count("ready\n") < asked:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise AssertionError(f"The child did not get ready: {self.text}")
-            if not (chunk := self.process.stdout.read()):
-                raise AssertionError(f"The child ended early: {self.text} {self.process.stderr.read()}")
-            self.text += chunk.decode()
-        self.process.send_signal(number)
-        # Python handles a signal before it goes on from the read that the signal has interrupted.
-        self.process.stdin.write(b"go\n")
-        self.process.stdin.flush()
-
-    def finish(self) -> list[str]:
-        """Wait for the end, and return the lines."""
-        os.set_blocking(self.process.stdout.fileno(), True)
-        rest, errors = self.process.communicate(timeout=BOUND)
-        self.text, self.errors, self.code = self.text + rest.decode(), errors.decode(), self.process.returncode
-        return self.text.splitlines()
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[[str], Child]]:
-    """Start children, and kill by its pid any that is left."""
-    children: list[Child] = []
-
-    def begin(waits: str) -> Child:
-        children.append(Child(waits))
-        return children[-1]
-
+    ends = ("on_train_epoch_end", "on_train_end", "on_fit_end")
+    watch = hooks(
+        on_train_batch_start=lambda t, m, batch, i: at(f"batch {t.current_epoch} {i}", "batch"),
+        on_train_batch_end=lambda t, *_: say("step", t.global_step),
+        on_exception=lambda t, m, error: say("on_exception", type(error).__name__),
+        teardown=lambda *_: at("teardown", "teardown"),
+        **{hook: lambda *_, hook=hook: say(hook) for hook in ends},
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent had
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    handlers, module = [signal.getsignal(s) for s in BOTH], Mean()
+    trainer = make_trainer(watch, hooks(teardown=lambda *_: say("late")), max_epochs=2, **BARE)
     try:
-        yield begin
+        trainer.fit(module, numbered(3))
+    except BaseException as error:
+        say("raised", type(error).__name__)
+        raise
     finally:
-        for child in children:
-            if child.process.poll() is None:
-                child.process.kill()
-            child.process.wait()
-            for pipe in (child.process.stdin, child.process.stdout, child.process.stderr):
-                pipe.close()
+        say("interrupted", trainer.interrupted, float(module.w[...][0]))
+        say("handlers", handlers == [signal.getsignal(s) for s in BOTH])
+    trainer.max_epochs = 1
+    trainer.fit(module, numbered(1))
+    say("again", trainer.interrupted, trainer.global_step)
+
+
+def one_ctrl_c() -> None:
+    train(("batch 0 1", signal.SIGINT))
+
+
+def a_second_in_teardown() -> None:
+    train(("batch 0 1", signal.SIGINT), ("teardown", signal.SIGINT))
+
+
+def sigterm() -> None:
+    train(("batch 0 1", signal.SIGTERM))
 
 
 ENDED = ["on_train_epoch_end", "on_train_end", "on_fit_end"]
-TOLD = ["interrupted True", "handlers True", f"weight {mean([[1], [2]])}"]
-
-
-def test_one_ctrl_c_finishes_the_step_and_fit_returns(start) -> None:
-    child = start("batch 0 1")
-    child.send(signal.SIGINT)
-    torn = [*ENDED, "teardown", "late"]
-    assert child.finish() == [
-        *("step 1", "ready", "went on", "step 2", *torn, *TOLD),
-        *("step 1", *torn, "again False 1"),
-    ]
-    assert child.code == 0 and "SIGINT" in child.errors and "Traceback" not in child.errors
+TORN = [*ENDED, "teardown", "late"]
+TOLD = [f"interrupted True {mean([[1], [2]])}", "handlers True"]
+AGAIN = ["batch", "step 1", *TORN, "again False 1"]
 
 
 @pytest.mark.parametrize(
-    ("waits", "numbers", "raised", "code"),
+    ("work", "lines", "code"),
     [
-        pytest.param("batch 0 1,teardown", (2, 2), "KeyboardInterrupt", -signal.SIGINT, marks=pytest.mark.full),
-        ("batch 0 1", (signal.SIGTERM,), "SystemExit", 143),
+        (one_ctrl_c, [*TORN, *TOLD, *AGAIN], 0),
+        (sigterm, [*TORN, "raised SystemExit", *TOLD], 143),
+        pytest.param(
+            *(a_second_in_teardown, [*ENDED, "late", "raised KeyboardInterrupt", *TOLD], -signal.SIGINT),
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_sigterm_or_a_second_ctrl_c_in_a_teardown_ends_the_process_when_all_is_torn_down(
-    start, waits, numbers, raised, code
-) -> None:
-    child = start(waits)
-    for number in numbers:
-        child.send(number)
-    lines, torn = child.finish(), ["teardown", "late"] if code == 143 else ["ready", "late"]
-    assert lines == ["step 1", "ready", "went on", "step 2", *ENDED, *torn, f"raised {raised}", *TOLD]
+def test_a_signal_finishes_the_step_tears_down_and_ends_fit_or_the_process(work, lines, code, tmp_path) -> None:
+    (child,) = launch(work, tmp_path, count=1, devices=1, join=False)
+    assert child.output.splitlines() == ["batch", "step 1", "batch", "step 2", *lines], child.errors
     assert child.code == code
-    assert code != 143 or ("SIGTERM" in child.errors and "Traceback" not in child.errors)
+    name = "SIGTERM" if code == 143 else "SIGINT"
+    assert code < 0 or (name in child.errors and "Traceback" not in child.errors)
 
-
-# In this process
 
 STAGES = ("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_exception", "teardown")
 
