@@ -122,24 +122,18 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"),
+    ("name", "allowed", "value"),
     [
-        ("monitor", "", "name"),
-        ("monitor", 3, "name"),
-        ("min_delta", -0.1, "at least 0"),
-        ("min_delta", "0", "at least 0"),
-        ("patience", -1, "at least 0"),
-        ("patience", 1.5, "int"),
-        ("patience", True, "int"),
-        ("mode", "auto", "'min' or 'max'"),
-        ("check_finite", 1, "True or False"),
-        ("check_on_train_epoch_end", 1, "True, False or None"),
-        ("strict", "no", "True or False"),
-        ("stopping_threshold", "low", "number"),
-        ("divergence_threshold", "high", "number"),
+        *(("monitor", "name", x) for x in ("", 3)),
+        *(("min_delta", "at least 0", x) for x in (-0.1, "0")),
+        *(("patience", "int of at least 0", x) for x in (-1, 1.5, True)),
+        ("mode", "'min' or 'max'", "auto"),
+        *((name, "True or False", 1) for name in ("check_finite", "strict")),
+        ("check_on_train_epoch_end", "True, False or None", 1),
+        *((f"{name}_threshold", "number", "low") for name in ("stopping", "divergence")),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name(name, value, allowed) -> None:
+def test_a_wrong_argument_is_refused_by_name(name, allowed, value) -> None:
     arguments = {"monitor": "val/loss"} | {name: value}
     refuses(ArgumentError, lambda: EarlyStopping(**arguments), name, repr(value), allowed)
 

@@ -71,7 +71,7 @@ def total(grads: dict[str, np.ndarray], p: float = 2.0) -> float:
     return norm_of(np.concatenate(list(grads.values())), p)
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "pmap"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "pmap"))
 def test_it_is_the_norm_of_all_gradients_before_clipping(strategy, gradients) -> None:
     rows, _ = train(GradientNorm(every_n_steps=1), strategy)
     expected = [total(grads) for grads in gradients]
@@ -81,9 +81,9 @@ def test_it_is_the_norm_of_all_gradients_before_clipping(strategy, gradients) ->
     assert clipped[0]["grad_norm"] == pytest.approx(expected[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("p", [1, 2.0, 0.5, 4.5, INF])
+@pytest.mark.parametrize("p", thinned([1, 2.0, 0.5, 4.5, INF], 0.5, INF))
 def test_it_follows_the_formula_for_every_p_and_a_parameter_without_entries_adds_nothing(p, gradients) -> None:
-    rows, _ = train(GradientNorm(p, every_n_steps=1, per_parameter=True), model=make(empty=p in (1, 2.0, INF)))
+    rows, _ = train(GradientNorm(p, every_n_steps=1, per_parameter=True), model=make(empty=p >= 1))
     for row, grads in zip(rows.values(), gradients, strict=True):
         empty = row.pop("grad_norm/empty", 0.0)
         assert empty == 0.0
@@ -91,7 +91,7 @@ def test_it_follows_the_formula_for_every_p_and_a_parameter_without_entries_adds
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e15])
+@pytest.mark.parametrize("scale", thinned([1e-15, 1e15], 1e-15))
 def test_very_small_and_large_gradients_have_a_norm(scale, gradients) -> None:
     rows, _ = train(GradientNorm(every_n_steps=1), model=make(scale), max_steps=1)
     assert rows[0]["grad_norm"] == pytest.approx(scale * total(gradients[0]), rel=1e-4)

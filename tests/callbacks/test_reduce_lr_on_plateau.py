@@ -11,7 +11,7 @@ from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import THREE, fit
+from kit.trainers import THREE, fit, thinned
 
 from jaxlit.callbacks import ReduceLROnPlateau
 from jaxlit.errors import ArgumentError, LoggerError
@@ -61,7 +61,7 @@ def make(mode: str = "min", **changed: Any) -> ReduceLROnPlateau:
     return ReduceLROnPlateau("score", mode=mode, **(ARGUMENTS | changed))
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single"))
 def test_it_lowers_the_rate_as_worked_out_by_hand(strategy) -> None:
     plateau = make()
     rates, model = train(plateau, VALUES, strategy=strategy)

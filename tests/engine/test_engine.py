@@ -15,7 +15,7 @@ from kit.batches import random
 from kit.inside import lowered
 from kit.journal import hooks
 from kit.modules import Linear, Net, module
-from kit.trainers import BARE, fit
+from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
 
@@ -37,7 +37,7 @@ def reads() -> Iterator[list[str]]:
             setattr(cls, name, old)
 
 
-@pytest.mark.parametrize("strategy", ("fsdp", "pmap"))
+@pytest.mark.parametrize("strategy", thinned(("fsdp", "pmap"), "fsdp"))
 def test_no_array_is_read_between_log_points(strategy) -> None:
     at: list[int] = []
     with reads() as seen:
@@ -55,7 +55,7 @@ def test_3000_steps_on_8_devices_survive(strategy) -> None:
     assert int(trainer.state.step) == trainer.global_step == 3000
 
 
-@pytest.mark.parametrize("strategy", ("shard_map", "pmap"))
+@pytest.mark.parametrize("strategy", thinned(("shard_map", "pmap"), "shard_map"))
 def test_replicas_reduce_once_an_optimizer_step(strategy) -> None:
     def count(name: str, accumulate: int) -> int:
         trainer = fit(Linear(), random(4), strategy=strategy, accumulate_grad_batches=accumulate, **BARE)

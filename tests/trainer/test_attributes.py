@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kit.batches import number_of, numbered
+from kit.batches import numbered
 from kit.by_hand import mean
-from kit.journal import Rows, hooks
+from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
@@ -123,18 +123,6 @@ def test_an_attribute_that_cannot_be_compared_costs_a_compile_and_nothing_else()
     for _ in range(2):
         model.odd = Odd()
         assert len(trainer.predict(model, numbered(4))) == 4
-
-
-def test_a_write_of_a_hook_is_its_own_and_not_that_of_the_next() -> None:
-    def logs(self: Any, batch: Any) -> Any:
-        self.log("mean", jnp.mean(batch["x"]), on_step=False, on_epoch=True)
-        return jnp.mean(self.error(batch) ** 2)
-
-    seen: list[float] = []
-    rows, halves = Rows(), hooks(on_train_epoch_end=lambda t, m: m.w.set_value(jnp.full(1, 0.5)))
-    look = hooks(on_train_batch_start=lambda t, m, batch, i: number_of(batch) == 1 and seen.append(float(m.w[0])))
-    fit(module(logs), numbered(4), None, halves, rows, look, max_epochs=2)
-    assert rows.of("mean") == [2.5, 2.5] and seen == [0.0, 0.5]
 
 
 def test_a_name_of_ones_own_may_be_set() -> None:

@@ -14,7 +14,7 @@ from kit.checkpoints import keep_all, names
 from kit.journal import Journal, hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
@@ -74,7 +74,7 @@ def begins(root: Any = "other", epochs: int = 4, **arguments: Any) -> int:
     return steps[0]
 
 
-@pytest.mark.parametrize("argument", ["resume", "ckpt_path"])
+@pytest.mark.parametrize("argument", thinned(["resume", "ckpt_path"], "ckpt_path"))
 def test_a_checkpoint_or_a_run_can_be_named_by_its_path(argument, run) -> None:
     """Every way to write one is in checkpoints/test_files.py."""
     assert begins("a", **{argument: at(2)}) == 2
@@ -97,7 +97,7 @@ def test_a_fit_without_a_folder_goes_on_in_the_run_that_it_resumes(run) -> None:
     assert trainer.run_dir.parts[0] == "runs" and not at(5).exists()
 
 
-@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("made", thinned([False, True], True))
 def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     if made:
         at(1).parent.mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_best_is_the_word_though_a_folder_has_that_name_and_a_subclass_saved_it(
     assert trainer.validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(1)}]
 
 
-@pytest.mark.parametrize(("gone", "first"), [("all", "one"), ("newest", "two")])
+@pytest.mark.parametrize(("gone", "first"), thinned([("all", "one"), ("newest", "two")], ("newest", "two")))
 def test_auto_takes_the_checkpoint_that_has_seen_most_of_all_folders(gone, first) -> None:
     every = {"one": 3, "two": 2}
     order = [first, *({*every} - {first})]
