@@ -136,7 +136,7 @@ def test_a_compiled_step_in_mixed_precision_sees_16_bits_and_keeps_float32(strat
     assert {*kept, logs["loss"].dtype} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "shard_map"])
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "shard_map"], "fsdp"))
 def test_a_lazy_module_is_built_from_the_seed_and_trained(strategy) -> None:
     _, history = by_hand(make_line(seed=7))
     state, step = compiled(jl.lazy(Line), strategy, seed=7)
@@ -234,7 +234,7 @@ def test_what_is_no_mesh_or_does_not_tell_the_batch_axis_is_refused(kind, axis) 
 # Trainer.apply
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "pmap"])
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "fsdp"))
 def test_apply_runs_on_the_newest_weights_in_hooks_and_after_fit_and_compiles_once(strategy) -> None:
     found, traces, inputs = [], [], sized(5, features=8, seed=1)[0]["x"]  # does not divide among 8 devices
 
@@ -257,7 +257,7 @@ def test_apply_runs_on_the_newest_weights_in_hooks_and_after_fit_and_compiles_on
     assert traces == [(5, 8), (3, 8), (5, 8)], "once more for another shape, and for another function"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "shard_map"])
+@pytest.mark.parametrize("strategy", thinned(["ddp", "shard_map"], "shard_map"))
 def test_apply_runs_a_copy_in_evaluation_mode(strategy) -> None:
     # Half of the inputs would be dropped in training mode; what is written to the copy is lost.
     model, found = make_line(rate=0.5), []

@@ -81,7 +81,7 @@ def value(trainer: jl.Trainer, module: Any, batches: Any = DATA, **arguments: An
     return trainer.validate(module, batches, **arguments)[0]["val"]
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "shard_map"))
 def test_nothing_is_compiled_twice_and_no_weight_is_copied_after_fit_and_without_one(strategy) -> None:
     buffers, module = Buffers(), make_line()
     trainer = make_trainer(buffers, strategy=splitting(strategy), num_sanity_val_steps=0)
