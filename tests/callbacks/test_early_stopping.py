@@ -146,7 +146,8 @@ def test_without_validation_it_watches_the_epochs_also_what_the_module_logs_at_t
     logged = module(lambda self, batch: self.log("flat", 1.0, on_step=False, on_epoch=True) or jnp.sum(self.w[...]))
     for made in (late, logged):
         stop = EarlyStopping("flat", patience=1)
-        assert fit(made, numbered(3), None, stop, max_epochs=5, val_check_interval=2).current_epoch == 2
+        trainer = fit(made, numbered(3), None, stop, max_epochs=5, val_check_interval=2)
+        assert trainer.current_epoch == 2 and trainer.early_stopping_callback is stop
 
 
 def test_a_monitor_that_no_check_has_reached_is_told(caplog) -> None:

@@ -33,7 +33,7 @@ class Scores(jl.Callback):
     """
 
     def __init__(self, scores: Sequence[float] = ()) -> None:
-        self.scores, self.listings, self.written = scores, dict[int, list[str]](), list[int]()
+        self.scores, self.listings, self.written, self.savers = scores, dict[int, list[str]](), list[int](), list[Any]()
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if self.scores and not trainer.sanity_checking:
@@ -59,8 +59,10 @@ def train(
     with faults(".") as seen:
         val = numbered(1) if scores or model else None
         trainer = fit(model or Mean(), numbered(per_epoch), val, watch, *callbacks, **given)
-    if savers := trainer.checkpoint_callbacks:
-        watch.listings[trainer.global_step] = listing(savers[0])
+    watch.savers = trainer.checkpoint_callbacks
+    assert trainer.checkpoint_callback is (watch.savers[0] if watch.savers else None)
+    if watch.savers:
+        watch.listings[trainer.global_step] = listing(watch.savers[0])
     opened = [Path(path) for operation, path in seen.operations if operation == "open"]
     # One for each manifest that was opened.
     watch.written = [int(path.parent.name.split("step_")[1][:8]) for path in opened if path.name == "MANIFEST.json"]
@@ -305,14 +307,15 @@ def test_a_step_whose_checkpoint_failed_has_another_try_where_training_ends(monk
     ("own", "off"), [([], {"enable_checkpointing": False}), ([], {"fast_dev_run": 2}), (["own"], {"fast_dev_run": 1})]
 )
 def test_switched_off_nothing_is_written(own, off) -> None:
-    assert train(*map(ModelCheckpoint, own), per_epoch=2, **off).written == []
+    watch = train(*map(ModelCheckpoint, own), per_epoch=2, **off)
+    assert watch.written == watch.savers == []
     assert list(Path().glob("**/step_*")) == [] and not Path("run/checkpoints").exists()
 
 
 def test_a_module_that_brings_one_has_no_other_beside_it() -> None:
     mine = ModelCheckpoint(monitor="val")
     watch = train(model=module(configure_callbacks=lambda self: [mine]), epochs=2)
-    assert watch.written == [1, 2] and steps([mine.best_model_path]) == [2]  # the mean error falls
+    assert watch.savers == [mine] and steps([mine.best_model_path]) == [2]  # the mean error falls
 
 
 @pytest.mark.parametrize("where", ["a file", "denied", "held"])
@@ -407,7 +410,7 @@ def test_another_monitor_begins_without_the_scores_of_the_one_before_and_what_is
 def test_two_with_two_folders_keep_each_its_own() -> None:
     make = lambda **given: (ModelCheckpoint(monitor="score"), ModelCheckpoint("often", save_top_k=-1, **given))  # noqa: E731
     best, often = make(every_n_train_steps=1)
-    train(best, often, scores=[0.0, 1.0, 0.0, 2.0], per_epoch=2, epochs=2)
+    assert train(best, often, scores=[0.0, 1.0, 0.0, 2.0], per_epoch=2, epochs=2).savers == [best, often]
     assert steps(listing(best)) == [2, 4] and steps(listing(often)) == [1, 2, 3, 4]
     best, often = make()
     train(best, often, scores=[0.0] * 6, per_epoch=2, epochs=3, resume="auto")
