@@ -48,20 +48,23 @@ def test_a_schedule_by_epoch_is_built_from_the_estimated_steps() -> None:
     assert seen == [-3.0, -4.5, -5.25]  # three steps an epoch, at rates 1, 1/2 and 1/4
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("single", 2), ("fsdp", 1), ("shard_map", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), thinned([("single", 2), ("fsdp", 1), ("shard_map", 2)], ("single", 2))
+)
 def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy, accumulate) -> None:
     losses = [4, 2, 3, 3, 3, 3, 1, 2, 2, 2, 2, 2]
     make_tx = lambda: optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))  # noqa: E731
     model = sloping(make_tx())
     batches = [numbered(1, x)[0] for x in losses]
     fit(model, batches, strategy=strategy, accumulate_grad_batches=accumulate)
-    tx, w = make_tx(), jnp.zeros(())
+    tx, w = make_tx(), 0.0
     opt_state, windows = tx.init(w), np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
+    update = jax.jit(lambda opt_state, w, loss: tx.update(jnp.ones(()), opt_state, w, value=loss))
     for loss in windows:
-        updates, opt_state = tx.update(jnp.ones(()), opt_state, w, value=jnp.float32(loss))
-        w = optax.apply_updates(w, updates)
-    assert float(w) > -0.5 * len(windows), "the scale was never reduced"
-    assert weight(model) == pytest.approx(float(w), abs=1e-6)
+        updates, opt_state = update(opt_state, w, np.float32(loss))
+        w = w + float(updates)
+    assert w > -0.5 * len(windows), "the scale was never reduced"
+    assert weight(model) == pytest.approx(w, abs=1e-6)
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))

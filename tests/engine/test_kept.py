@@ -303,6 +303,7 @@ def test_programs_of_several_kinds_of_batches_and_loaders_are_kept_beside_each_o
     assert found == []
 
 
+@pytest.mark.full
 def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
     module, trainer = make_line(), make_trainer()
     kinds = [sized(rows, features=8) for rows in range(1, 10)]

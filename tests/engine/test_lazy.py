@@ -54,9 +54,9 @@ def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -
             super().__init__(width, rngs=rngs)
 
     assert_bit_equal(first_params(jl.lazy(Linear, features=3)), Linear())
-    trainer = fit(jl.lazy(Net, 8, rngs=0), random(1), strategy="fsdp")
-    assert {"width": 8, "depth": 1}.items() <= trainer.module.hparams.items() and type(trainer.module) is Net
-    itself = fit(Net(8, rngs=nnx.Rngs(0)), random(1), strategy="fsdp").module
+    trainer = fit(jl.lazy(Net, 16, 2, rngs=0), random(1), strategy="fsdp")
+    assert {"width": 16, "depth": 2}.items() <= trainer.module.hparams.items() and type(trainer.module) is Net
+    itself = fit(Net(16, 2, rngs=nnx.Rngs(0)), random(1), strategy="fsdp").module
     assert_bit_equal(params_of(trainer.module), itself)
     assert_bit_equal(first_params(jl.lazy(Positional, 16, nnx.Rngs(7))), Net(16, rngs=nnx.Rngs(7)))
 
@@ -73,14 +73,14 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
 
     class Notes(Net):
         def __init__(self, *, rngs: nnx.Rngs) -> None:
-            super().__init__(width=64, rngs=rngs)
+            super().__init__(rngs=rngs)
             concrete.append(not isinstance(self.inner.kernel[...], jax.core.Tracer))
 
     look = hooks(
         setup=lambda t, m, stage: shapes.extend(x.data.shape for x in m.blocks[0].kernel[...].addressable_shards)
     )
-    fit(jl.lazy(Notes), random(1), None, look, strategy="fsdp")
-    assert shapes == [(8, 64)] * 8
+    fit(jl.lazy(Notes), random(1), None, look, strategy=splitting("fsdp"))
+    assert shapes == [(2, 16)] * 8
     assert concrete and not any(concrete)
 
 

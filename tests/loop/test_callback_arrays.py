@@ -81,13 +81,20 @@ def by_hand(batches: list[Any], keeper: Any, accumulate: int = 1, clip: float | 
     params = {"kernel": module.kernel[...], "bias": module.bias[...]}
     tx = optax.chain(*[optax.clip_by_global_norm(clip)] * (clip is not None), module.configure_optimizers())
     opt_state, arrays = tx.init(params), keeper.init_arrays({**params})
-    for step, at in enumerate(range(0, len(batches), accumulate)):
-        window = [jax.grad(loss_of)(params, batch) for batch in batches[at : at + accumulate]]
-        grads = jax.tree.map(lambda *g: sum(g) / len(g), *window)
-        if all(np.isfinite(g).all() for g in jax.tree.leaves(grads)):
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            arrays, params = keeper.update_arrays(arrays, params, grads, jnp.int32(step))
+
+    @jax.jit
+    def take_step(params: Any, opt_state: Any, arrays: Any, window: Any, number: Any) -> Any:
+        grads = [jax.grad(loss_of)(params, batch) for batch in window]
+        grads = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+        finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        updates, opt_state = tx.update(grads, opt_state, params)
+        arrays, params = keeper.update_arrays(arrays, optax.apply_updates(params, updates), grads, number)
+        return finite, params, opt_state, arrays
+
+    for number, at in enumerate(range(0, len(batches), accumulate)):
+        finite, *new = take_step(params, opt_state, arrays, batches[at : at + accumulate], np.int32(number))
+        if finite:
+            params, opt_state, arrays = new
     return params, arrays
 
 
