@@ -26,9 +26,9 @@ def histogram(x: jax.Array, bins: int = BINS) -> jax.Array:
     high = jnp.where(some, jnp.max(x, where=finite, initial=-jnp.inf), 0.0)
     half = jnp.where(low == high, jnp.maximum(0.5, jnp.abs(low) * 2.0**-20), 0.0)
     low, high = low - half, high + half
-    # Halves, whose difference does not overflow. The last bin includes its upper edge. Not reshaped: a sharded array
-    # would be gathered for it.
-    at = jnp.clip(((x / 2 - low / 2) / (high / 2 - low / 2) * bins).astype(jnp.int32), 0, bins - 1)
+    # Parts, whose difference does not overflow, nor underflows its reciprocal, by which XLA multiplies. The last bin
+    # includes its upper edge. Not reshaped: a sharded array would be gathered for it.
+    at = jnp.clip(((x / 16 - low / 16) / (high / 16 - low / 16) * bins).astype(jnp.int32), 0, bins - 1)
     counts = jnp.zeros(bins, jnp.int32).at[jnp.where(finite, at, bins)].add(1, mode="drop")
     return jnp.concatenate([jnp.stack([low, high]), counts.astype(jnp.float32)])
 
@@ -49,4 +49,4 @@ def count(values: Any, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
 
 def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the counts and the edges of what `histogram` returned."""
-    return packed[2:].astype(np.int64), np.linspace(packed[0], packed[1], len(packed) - 1)
+    return packed[2:].astype(np.int64), np.linspace(float(packed[0]), float(packed[1]), len(packed) - 1)

@@ -1,156 +1,102 @@
-"""The closing lines of ProgressBar."""
+"""What is said when training has ended: what came of it, where it is, and how to go on."""
 
-from pathlib import Path
+import contextlib
+import re
+import signal
+from types import SimpleNamespace
 
 import pytest
+from kit.batches import numbered
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.trainers import make_trainer
+from kit.waiting import interrupts
 
-from jaxlit.callbacks import Logger, ModelCheckpoint, ProgressBar
+from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
+from jaxlit.callbacks.closing_lines import closing_lines
 
-
-def fit(trainer, bar, *, epochs=2):
-    trainer.start(bar)
-    for epoch in range(epochs):
-        trainer.train_epoch(bar, val={"val/loss": 0.5 / (epoch + 1)})
-    trainer.end(bar)
-
-
-def monitoring(trainer):
-    """Give a Trainer a ModelCheckpoint that has written nothing yet."""
-    checkpoint = ModelCheckpoint(monitor="val/loss")
-    trainer.checkpoint_callbacks = trainer.callbacks = [checkpoint]
-    return checkpoint
+STEP = "run/checkpoints/step_0000000"
+MORE, AGAIN = "resume Trainer(resume='run', max_epochs=...)", "resume run the same command again"
 
 
-def written(checkpoint, folder, *, best=None, last):
-    """Make a ModelCheckpoint one that has written checkpoints of these steps."""
-    place = lambda step: str(folder / "checkpoints" / f"step_{step:08d}")  # noqa: E731
-    if best is not None:
-        checkpoint.best_k_models = {place(best[0]): best[1]}
-    checkpoint.last_model_path = place(last)
+class Somewhere(Logger):
+    location = "https://example.org/run/1"
 
 
-def closing(text):
-    """Return the closing lines by their first word."""
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(("done", "ended", "interrupted")))
-    return {line.split()[0]: " ".join(line.split()) for line in lines[start:]}
+def at_five(do):
+    """Return a callback that does something behind the fifth step, in the second epoch."""
+    return hooks(on_train_batch_end=lambda t, *rest: do(t) if t.global_step == 5 else None)
 
 
-def test_the_closing_lines_come_when_the_last_checkpoint_is_written(make_trainer, capsys):
-    trainer, bar = make_trainer(), ProgressBar()
-    checkpoint = monitoring(trainer)
-    trainer.start(bar)
-    trainer.train_epoch(bar, val={"val/loss": 0.5})
-    bar.on_train_end(trainer, trainer.module)
-    assert "done" not in capsys.readouterr().out
-    written(checkpoint, trainer.run_dir, best=(4, 0.5), last=4)
-    bar.on_fit_end(trainer, trainer.module)
-    bar.teardown(trainer, trainer.module, "fit")
-    said = closing(capsys.readouterr().out)
-    assert said["done"].startswith("done 1 epoch · 4 steps · ") and said["done"].endswith("best val/loss 0.5 at step 4")
-    assert said["checkpoint"] == "checkpoint run/checkpoints/step_00000004 (best, last)"
+def fail(trainer):
+    raise KeyError("x")
 
 
-def test_the_closing_lines_say_why_training_was_stopped(make_trainer, capsys):
-    trainer, bar = make_trainer(), ProgressBar()
-    trainer.start(bar)
-    trainer.train_epoch(bar)
-    trainer.stop("the loss is flat")
-    trainer.end(bar)
-    assert closing(capsys.readouterr().out)["done"].endswith(" · the loss is flat")
+# Callbacks, the Trainer's arguments, and all closing lines, but for the time.
+CASES = {
+    "its limit": (lambda: [], {}, f"done 2 epochs · 8 steps|checkpoint {STEP}8 (last)|report run/metrics.csv|{MORE}"),
+    "other limits": (
+        lambda: [],
+        {"max_epochs": None, "max_steps": 3, "logger": Somewhere()},
+        f"done 1 epoch · 3 steps|checkpoint {STEP}3 (last)|report {Somewhere.location}|"
+        + MORE.replace("epochs", "steps"),
+    ),
+    "the best within an epoch": (
+        lambda: [ModelCheckpoint(monitor="loss", every_n_train_steps=1)],
+        {"max_epochs": 1, "resume": "auto", "logger": False},
+        f"done 1 epoch · 4 steps · best loss 1 at step 1|checkpoint {STEP}1 (best) · {STEP}4 (last)"
+        "|resume run the same command with a larger max_epochs",
+    ),
+    "the best at the end": (
+        lambda: [ModelCheckpoint("kept", monitor="val")],
+        {"max_epochs": 1, "logger": False},
+        "done 1 epoch · 4 steps · best val -2.062 at step 4|checkpoint kept/step_00000004 (best, last)"
+        "|resume Trainer(resume='kept/step_00000004', max_epochs=...)",
+    ),
+    "no checkpoint": (
+        lambda: [EarlyStopping("val", patience=9), at_five(lambda t: t.stop("the loss is flat"))],
+        {"enable_checkpointing": False, "logger": False},
+        "done 2 epochs · 5 steps · best val -2.062 at step 4 · the loss is flat",
+    ),
+    "stopped": (
+        lambda: [at_five(lambda t: t.stop("the loss is flat"))],
+        {"resume": "auto", "logger": False},
+        f"done 2 epochs · 5 steps · the loss is flat|checkpoint {STEP}5 (last)|{AGAIN}",
+    ),
+    "an error": (
+        lambda: [at_five(fail)],
+        {"logger": False},
+        f"ended by KeyError in epoch 2 · 5 steps|checkpoint {STEP}5 (last)|resume Trainer(resume='run')",
+    ),
+    "Ctrl-C": (
+        lambda: [at_five(lambda t: signal.raise_signal(signal.SIGINT))],
+        {"logger": False, "resume": "auto"},
+        f"interrupted in epoch 2 · 5 steps|checkpoint {STEP}5 (last)|{AGAIN}",
+    ),
+    "an error before the first step": (lambda: [hooks(on_train_start=lambda t, m: fail(t))], {}, ""),
+}
 
 
-def test_the_closing_lines_name_a_better_checkpoint_from_within_an_epoch(make_trainer, capsys):
-    trainer, bar = make_trainer(), ProgressBar()
-    checkpoint = monitoring(trainer)
-    trainer.start(bar)
-    trainer.train_epoch(bar, val={"val/loss": 0.5})
-    written(checkpoint, trainer.run_dir, best=(2, 0.4), last=4)
-    trainer.end(bar)
-    assert closing(capsys.readouterr().out)["done"].endswith("best val/loss 0.4 at step 2")
+@pytest.mark.parametrize("case", CASES)
+def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
+    callbacks, arguments, expected = CASES[case]
+    given = {"default_root_dir": "run", "max_epochs": 2, "log_every_n_steps": 1, "enable_model_summary": False}
+    trainer = make_trainer(*callbacks(), **(given | arguments))
+    with contextlib.suppress(KeyError), interrupts():
+        trainer.fit(Mean(), numbered(4), numbered(1))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    begin = next((i for i, line in enumerate(lines) if re.match("done|ended|interrupted", line)), len(lines))
+    took = r" · [\d.]+ s\b( \([\d.]+ s compiling\))?"
+    assert "|".join(re.sub(took, "", line) for line in lines[begin:]) == expected
 
 
-@pytest.mark.parametrize("how", ["error", "interrupt"])
-def test_a_training_that_was_ended_says_how_to_go_on(make_trainer, capsys, how):
-    trainer, bar = make_trainer(run_dir=Path("run")), ProgressBar()
-    checkpoint = monitoring(trainer)
-    trainer.start(bar)
-    trainer.train_epoch(bar, val={"val/loss": 0.5})
-    bar.on_train_epoch_start(trainer, trainer.module)
-    trainer.global_step += 1
-    if how == "error":
-        bar.on_exception(trainer, trainer.module, KeyError("x"))
-        assert "ended" not in capsys.readouterr().out  # ModelCheckpoint may still write one
-    else:
-        trainer.interrupted = True
-        bar.on_train_epoch_end(trainer, trainer.module)
-        trainer.current_epoch += 1  # the Trainer's epoch after one that was cut
-        bar.on_train_end(trainer, trainer.module)
-    written(checkpoint, trainer.run_dir.absolute(), best=(4, 0.5), last=5)
-    if how == "interrupt":
-        bar.on_fit_end(trainer, trainer.module)
-    bar.teardown(trainer, trainer.module, "fit")
-    text = capsys.readouterr().out
-    assert f"{'ended by KeyError' if how == 'error' else 'interrupted'} in epoch 2 · 5 steps · " in text
-    assert text.count("run/checkpoints/step_00000005 (last)") == 1
-    assert closing(text)["resume"] == "resume Trainer(resume='run')"
-
-
-def test_an_error_before_the_first_step_has_no_closing_lines(make_trainer, capsys):
-    trainer, bar = make_trainer(), ProgressBar()
-    trainer.start(bar)
-    capsys.readouterr()
-    bar.on_exception(trainer, trainer.module, KeyError("x"))
-    bar.teardown(trainer, trainer.module, "fit")
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("attributes", "said"),
-    [
-        ({"max_epochs": 2}, "Trainer(resume='run', max_epochs=...)"),
-        ({"max_epochs": None, "max_steps": 8}, "Trainer(resume='run', max_steps=...)"),
-        ({"max_epochs": None}, "Trainer(resume='run')"),
-        ({"max_epochs": 2, "resume": "auto"}, "run the same command with a larger max_epochs"),
-        ({"max_epochs": 2, "resume": "auto", "interrupted": True}, "run the same command again"),
-    ],
-)
-def test_how_to_resume_is_what_would_train_on(make_trainer, capsys, attributes, said):
-    trainer = make_trainer(run_dir=Path("run"), **attributes)
-    written(monitoring(trainer), Path("run").absolute(), last=8)
-    fit(trainer, ProgressBar())
-    assert closing(capsys.readouterr().out)["resume"] == f"resume {said}"
-
-
-def test_checkpoints_elsewhere_are_resumed_from_there(make_trainer, capsys):
-    trainer = make_trainer(run_dir=Path("run"), max_epochs=5)
-    checkpoint = ModelCheckpoint(dirpath="kept")
-    trainer.checkpoint_callbacks, checkpoint.last_model_path = [checkpoint], str(Path("kept/step_00000008").absolute())
-    fit(trainer, ProgressBar())
-    assert closing(capsys.readouterr().out)["resume"] == "resume Trainer(resume='kept/step_00000008')"
-
-
-def test_without_checkpoints_nothing_can_be_resumed(make_trainer, capsys):
-    fit(make_trainer(), ProgressBar())
-    assert list(closing(capsys.readouterr().out)) == ["done"]
-
-
-def test_the_time_of_compiling_is_told_apart(make_trainer, capsys):
-    trainer = make_trainer(compile_seconds={"train_step": 60.0, "eval_step": 90.0})
-    fit(trainer, ProgressBar())
-    assert "s (0:02:30 compiling)" in closing(capsys.readouterr().out)["done"]
-
-
-def test_a_report_is_where_each_logger_says(make_trainer, capsys):
-    class Somewhere(Logger):
-        def __init__(self, location):
-            self.place = location
-
-        @property
-        def location(self):
-            return self.place
-
-    places = ["https://example.org/run/1", str(Path("run/metrics.csv").absolute()), None]
-    trainer = make_trainer(loggers=[Somewhere(place) for place in places])
-    fit(trainer, ProgressBar())
-    assert closing(capsys.readouterr().out)["report"] == "report https://example.org/run/1 · run/metrics.csv"
+def test_the_time_of_compiling_is_told_apart():
+    nothing = {"checkpoint_callbacks": [], "loggers": []}
+    trainer = SimpleNamespace(current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing)
+    for seconds, told in (
+        ({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"),
+        ({"train_step": 0.04}, ""),
+    ):
+        trainer.compile_seconds = seconds
+        found = closing_lines(trainer, seconds=3.0, error=None, best="")
+        assert found == f"done 1 epoch · 1,234 steps · 3.0 s{told}"

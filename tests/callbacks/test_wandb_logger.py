@@ -1,324 +1,305 @@
-"""WandbLogger with the real SDK, without network, read back by W&B's own reader."""
+"""WandbLogger with the real SDK without network, read back by W&B's own reader."""
 
-import importlib.metadata
+import contextlib
+import itertools
 import json
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import wandb
-from flax import nnx
-from wandb_model import Line, by_hand, data
-from wandb_offline import history, records, run_file, summary
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import hooks
+from kit.modules import Mean, module
+from kit.refusals import fit_refuses, refuses
+from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
+from matplotlib.figure import Figure
 
 import jaxlit as jl
-from jaxlit.callbacks import EarlyStopping, WandbLogger
-from jaxlit.errors import ArgumentError, JaxlitError, LoggerError
-from jaxlit.reporting.redaction import redact
+from jaxlit.callbacks import ModelCheckpoint, WandbLogger
+from jaxlit.errors import ArgumentError, LoggerError
 
-STEP = "trainer/global_step"
+CALLS = {
+    "log_text": ("note", "a text"),
+    "log_table": ("table", ["a"], [[1]]),
+    "log_histogram": ("histogram", [1.0]),
+    "log_image": ("image", PIXELS),
+    "log_figure": ("figure", Figure(figsize=(1, 1))),
+}
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real training of 2 epochs, of 2 steps each."""
-    folder = tmp_path_factory.mktemp("fitted")
-    logger = WandbLogger("digits", offline=True, config={"extra": {"size": 3, "db_password": "planted"}})
-    trainer = jl.Trainer(
-        strategy="ddp",
-        max_epochs=2,
-        log_every_n_steps=1,
-        callbacks=[
-            logger,
-            EarlyStopping("val/loss", patience=9),
-            EarlyStopping("val/score", mode="max", patience=9),
-        ],
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
+def run_stage(trainer, stage="fit", model=None):
+    loaders = (numbered(2), numbered(1)) if stage == "fit" else (numbered(2),)
+    getattr(trainer, stage)(Mean() if model is None else model, *loaders)
+    return trainer
+
+
+def begin(*loggers, **arguments):
+    """Open runs in a fit of no steps, and return their ids."""
+    run_stage(trainer_of(*loggers, **{"max_epochs": 0, "logger": False, "enable_checkpointing": False, **arguments}))
+    return [logger.id for logger in loggers]
+
+
+def ids_in(folder="run"):
+    return sorted(path.stem.removeprefix("run-") for path in run_files(folder))
+
+
+def note(text):
+    return lambda trainer, *rest: trainer.logger.log_text("note", text)
+
+
+# Stages
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_run_needs_no_fit_before_it_and_has_the_config_of_the_module_it_evaluates(stage):
+    trainer = trainer_of(WandbLogger(offline=True), max_epochs=0)
+    run_stage(trainer)
+    run_stage(
+        trainer, stage, model := module(init=lambda self: Wide.__init__(self), error=lambda self, batch: batch["x"])
     )
-    trainer.fit(Line(rngs=nnx.Rngs(0)), data(), data())
-    return folder
+    (row,) = history()
+    assert row[{"validate": "val", "test": "test"}[stage]] == 1.5  # the mean of batches 1 and 2
+    assert summary()["config"]["num_params"] == model.kernel.size == START.size
+    metrics = [record["metric"] for record in records() if record["type"] == "metric"]
+    assert {m.get("glob_name") or m.get("name"): m.get("step_metric") for m in metrics} == {STEP: None, "*": STEP}
 
 
-def test_every_row_of_a_training_comes_back(fitted: Path) -> None:
-    rows, expected = history(fitted), by_hand(2)
-    lines = [json.loads(line) for line in (fitted / "metrics.jsonl").read_text().splitlines()]
-    assert [{"step": row.pop(STEP), **row} for row in rows] == lines
-    assert [row.pop("epoch") for row in lines] == [0, 0, 0, 1, 1, 1]
-    assert [set(row) for row in lines] == [set(row) for row in expected]
-    for row, wanted in zip(lines, expected, strict=True):
-        assert row == pytest.approx(wanted, rel=1e-5)
+HOOKS = {
+    "fit": ["on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_end", "on_fit_end"],
+    "validate": ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"],
+    "test": ["on_test_start", "on_test_epoch_start", "on_test_batch_end", "on_test_epoch_end", "on_test_end"],
+    "predict": ["on_predict_start", "on_predict_epoch_start", "on_predict_epoch_end", "on_predict_end"],
+}
 
 
-def test_the_config_says_what_was_trained_and_how_without_secrets(fitted: Path) -> None:
-    config = summary(fitted)["config"]
-    trainer = config.pop("trainer")
-    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (2, "ddp", None)
-    assert trainer["callbacks"][:3] == ["WandbLogger", "EarlyStopping", "EarlyStopping"]
-    versions = config.pop("versions")
-    assert versions.pop("jaxlit") == jl.__version__
-    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
-    assert config.pop("strategy").startswith("DDP")
-    assert config == {
-        "mesh": {"data": 8},
-        "devices": {"kind": "cpu", "count": 8, "processes": 1},
-        "num_params": 1,
-        "start": 2.0,
-        "api_key": "<redacted>",
-        "extra": {"size": 3, "db_password": "<redacted>"},
-    }
+@pytest.mark.parametrize("stage", HOOKS)
+def test_every_hook_can_log_whatever_the_order_of_callbacks(stage):
+    callbacks = [hooks(**{hook: note(hook)}) for hook in HOOKS[stage]]
+    run_stage(trainer_of(*callbacks, WandbLogger(offline=True), logger=False), stage)
+    assert {row["note"] for row in history() if "note" in row} == set(HOOKS[stage])  # some are called for each batch
 
 
-def test_the_summary_has_the_best_of_what_is_monitored(fitted: Path) -> None:
-    found, rows = summary(fitted)["summary"], [row for row in history(fitted) if "val/loss" in row]
-    losses, scores = ([row[name] for row in rows] for name in ("val/loss", "val/score"))
-    assert losses[0] < losses[1]
-    assert found["val/loss"] == {"min": losses[0], "last": losses[1]}
-    assert found["val/score"] == {"max": scores[0], "last": scores[1]}
-    assert found["val/other"] == losses[1]
+@pytest.mark.parametrize("stage", ["fit", "predict"])
+def test_before_setup_in_it_and_behind_the_run_logging_is_refused(stage):
+    logger, tried = WandbLogger(offline=True), []
+
+    def try_it(*args):
+        for name, given in CALLS.items():
+            refuses(LoggerError, lambda name=name, given=given: getattr(logger, name)(*given), "no run open")
+        tried.append(args)
+
+    try_it()
+    # Teardown is the logger's first.
+    run_stage(trainer_of(logger, hooks(setup=try_it, teardown=try_it), logger=False, max_epochs=0), stage)
+    try_it()
+    assert len(tried) == 4
 
 
-def test_a_trial_of_a_few_batches_has_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": False}])
+def test_without_a_logger_everything_can_be_logged_and_goes_nowhere(arguments):
+    called = []
+
+    def log(trainer, model):
+        assert isinstance(trainer.logger, jl.callbacks.NoLogger)
+        for name, given in CALLS.items():
+            getattr(trainer.logger, name)(*given, step=3)
+        called.append(trainer.loggers)
+
+    callbacks = [hooks(on_train_epoch_end=log), *([WandbLogger(offline=True)] if "fast_dev_run" in arguments else [])]
+    run_stage(trainer_of(*callbacks, **arguments))
+    written = [path.name for path in Path("run").iterdir()] if Path("run").exists() else []
+    assert (called, written) == ([[]], [] if "fast_dev_run" in arguments else ["checkpoints"])
+
+
+# Which run
+
+
+def test_a_training_has_an_id_of_its_own_unless_it_goes_on(monkeypatch):
     logger = WandbLogger(offline=True)
-    trainer = jl.Trainer(fast_dev_run=True, callbacks=[logger], default_root_dir=tmp_path)
-    trainer.fit(Line(rngs=nnx.Rngs(0)), data(), data())
-    assert logger.experiment is None and list(tmp_path.iterdir()) == []
-
-
-def test_what_looks_like_a_secret_is_redacted_at_any_depth() -> None:
-    config = {
-        "API_KEY": "x",
-        "apiKey": ["x"],
-        "a": {"hf_token": "x", "list": [{"client_secret": {"y": "x"}}, ({"PASSWORD": 1234},)]},
-        "aws_credentials": "x",
-        "Authorization": "x",
-    }
-    assert "x" not in (text := json.dumps(redact(config)).replace("<redacted>", "")) and "1234" not in text
-
-
-def test_a_password_in_a_url_is_redacted() -> None:
-    config = {"db": "postgres://me:planted@host:5432/x", "all": ["see redis://:planted@host and s3://u:planted@b/c"]}
-    assert redact(config) == {
-        "db": "postgres://me:<redacted>@host:5432/x",
-        "all": ["see redis://:<redacted>@host and s3://u:<redacted>@b/c"],
-    }
-    for plain in ("http://host:80/a@b", "https://me@host/a:b", "a: b@c", "host:80"):
-        assert redact({"url": plain}) == {"url": plain}
-
-
-def test_ordinary_hyperparameters_are_kept() -> None:
-    config = {"width": 8, "max_tokens": 4096, "names": ["a", {"lr": 0.1}], "key": None, "tokenizer": "bpe"}
-    assert redact(config) == config
-
-
-# With a stand-in for the Trainer -----------------------------------------------------------------------
-
-
-def train(
-    trainer: Any,
-    logger: WandbLogger,
-    rows: Sequence[tuple[int, dict[str, float]]] = ((0, {"loss": 1.0}),),
-    error: Exception | None = None,
-) -> None:
-    trainer.start(logger)
-    for step, values in rows:
-        trainer.log(logger, values, step)
-    if error is not None:
-        logger.on_exception(trainer, trainer.module, error)
-    logger.teardown(trainer, trainer.module, "fit")
-
-
-def test_rows_come_back_with_the_steps_that_made_them(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer()
-    # A step that goes back, as after a resume, is kept too.
-    rows = [(4, {"loss": 1.5}), (9, {"loss": 0.5, "val/loss": 2.0}), (7, {"loss": 0.25})]
-    train(trainer, WandbLogger(offline=True), rows)
-    assert history(trainer.run_dir) == [{**values, STEP: step, "epoch": 0} for step, values in rows]
-
-
-def test_every_metric_has_the_global_step_as_its_axis(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True))
-    metrics = [record["metric"] for record in records(trainer.run_dir) if record["type"] == "metric"]
-    assert {(m.get("glob_name") or m.get("name"), m.get("step_metric")) for m in metrics} == {(STEP, None), ("*", STEP)}
-
-
-def test_the_run_holds_its_description(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer()
-    logger = WandbLogger(
-        "digits",
-        name="first",
-        id="abc123",
-        entity="team",
-        group="sweep",
-        job_type="train",
-        tags=["a", "b"],
-        notes="why",
-        offline=True,
-    )
-    train(trainer, logger)
-    (run,) = [record["run"] for record in records(trainer.run_dir) if record["type"] == "run"]
-    names = ("project", "display_name", "run_id", "entity", "run_group", "job_type", "tags", "notes")
-    assert [run[k] for k in names] == ["digits", "first", "abc123", "team", "sweep", "train", ["a", "b"], "why"]
-
-
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (ValueError("bad batch"), 1)])
-def test_the_exit_code_tells_of_an_error(make_trainer: Callable[..., Any], error: Exception | None, code: int) -> None:
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True), error=error)
-    assert summary(trainer.run_dir)["exit_code"] == code
-
-
-def test_save_dir_takes_the_place_of_the_folder_of_the_run(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True, save_dir="elsewhere"))
-    assert summary(tmp_path / "elsewhere")["summary"]["loss"] == 1.0 and not trainer.run_dir.exists()
-
-
-# Which run ---------------------------------------------------------------------------------------------
-
-
-def test_two_trainings_have_different_ids(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    first, second = WandbLogger(offline=True), WandbLogger(offline=True)
-    assert first.id is None
-    for i, logger in enumerate((first, second)):
-        train(make_trainer(run_dir=tmp_path / str(i)), logger)
-    assert first.id != second.id
-
-
-def test_a_second_fit_has_the_same_id(make_trainer: Callable[..., Any]) -> None:
-    trainer, logger = make_trainer(), WandbLogger(offline=True, id="abc123")
-    train(trainer, logger)
-    train(trainer, logger, [(1, {"loss": 0.5})])
-    files = [path.name for path in trainer.run_dir.glob("wandb/offline-run-*/*.wandb")]
-    assert files == ["run-abc123.wandb"] * 2
+    assert logger.id is None
+    first = begin(logger)
+    assert begin(logger) == first and ids_in() == first * 2  # a second fit
+    assert begin(WandbLogger(offline=True)) != first
+    # One that was killed before its first checkpoint; the id of each project is its own.
+    both = [begin(WandbLogger("one", offline=True), WandbLogger("two", offline=True), resume="auto") for _ in range(2)]
+    assert both[0] == both[1] and len({*both[0]}) == 2
+    # Two trainings that write their W&B files to one place.
+    shared = [begin(WandbLogger(offline=True, save_dir="all"), resume="auto", default_root_dir=x) for x in "ab"]
+    assert shared[0] != shared[1] and ids_in("all") == sorted(shared[0] + shared[1])
+    monkeypatch.setenv("WANDB_RUN_ID", "ofagent")
+    assert begin(WandbLogger(offline=True)) == ["ofagent"] and begin(WandbLogger(offline=True, id="mine")) == ["mine"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "ofcheckpoint"), ({"id": "mine"}, "mine")])
-def test_a_checkpoint_says_which_run_goes_on_unless_an_id_was_given(
-    make_trainer: Callable[..., Any], given: dict[str, Any], expected: str
-) -> None:
-    state = WandbLogger(id="ofcheckpoint").state_dict()
-    trainer, logger = make_trainer(resume="auto"), WandbLogger(offline=True, **given)
-    trainer.run_dir.mkdir()
-    file = trainer.run_dir / "wandb_run_ids.json"
+def test_a_checkpoint_says_which_run_goes_on_unless_an_id_was_given(given, expected):
+    run_stage(trainer_of(WandbLogger(offline=True, id="ofcheckpoint")))
+    file = Path("run/wandb_run_ids.json")
     file.write_text(json.dumps({"/": "offile", "me/other": "another"}))  # the checkpoint knows better
-    logger.setup(trainer, trainer.module, "fit")
-    logger.load_state_dict(json.loads(json.dumps(state)))
-    logger.on_fit_start(trainer, trainer.module)
-    logger.teardown(trainer, trainer.module, "fit")
-    assert run_file(trainer.run_dir).name == f"run-{expected}.wandb"
+    assert begin(WandbLogger(offline=True, **given), resume="auto", max_epochs=1) == [expected]
     assert json.loads(file.read_text()) == {"/": expected, "me/other": "another"}
 
 
-@pytest.mark.parametrize(("resume", "same"), [("auto", True), (None, False)])
-def test_a_training_killed_before_its_first_checkpoint_goes_on_in_its_run(
-    make_trainer: Callable[..., Any], resume: str | None, same: bool
-) -> None:
-    first, second = WandbLogger(offline=True), WandbLogger(offline=True)
-    train(make_trainer(resume=resume), first)
-    train(make_trainer(resume=resume), second)
-    assert (first.id == second.id) is same
+@contextlib.contextmanager
+def open_run(**given):
+    """Open a run as a program of the user's own does, and finish it at the end."""
+    Path("mine").mkdir(exist_ok=True)
+    with wandb.init(mode="offline", dir=Path("mine").absolute(), config={"own": 1}, **given) as run:
+        yield run
 
 
-def test_an_agent_says_which_run_it_is(make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_RUN_ID", "ofagent")
-    trainer = make_trainer()
-    train(trainer, WandbLogger(offline=True))
-    assert run_file(trainer.run_dir).name == "run-ofagent.wandb"
+@pytest.mark.parametrize("by", ["default", "experiment", "same id"])
+def test_a_run_that_the_user_has_opened_is_used_and_left_open(by):
+    with open_run(id="mine", reinit="create_new" if by == "experiment" else None) as run:
+        logger = WandbLogger(id="mine" if by == "same id" else None, experiment=run if by == "experiment" else None)
+        assert logger.id == (None if by == "default" else "mine")
+        run_stage(trainer_of(logger, logger=False))
+        assert logger.id == "mine" and ids_in() == [] and logger.experiment is (run if by == "experiment" else None)
+        run.log({"after": 1})
+    rows, config = history("mine"), summary("mine")["config"]
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0, (2 - mean([[1]])) ** 2], rows
+    assert rows[-1]["after"] == 1
+    assert (config["own"], config["num_params"]) == (1, 1)
+    with open_run(id="open"):
+        assert begin(WandbLogger(id="other", offline=True), default_root_dir="new") == ["other"]
+    assert ids_in("new") == ["other"] and not any("loss" in row for row in history("mine"))
 
 
-def test_a_run_of_the_users_own_is_used_and_left_open(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    trainer = make_trainer(hparams={"width": 8})
-    run = wandb.init(mode="offline", dir=str(tmp_path), config={"mine": 1}, reinit="create_new")
-    logger = WandbLogger(experiment=run)
-    assert logger.id == run.id and logger.experiment is run
-    train(trainer, logger)
-    run.log({"after": 1})
-    run.finish()
-    rows = history(tmp_path)
-    assert [row.get("loss") for row in rows] == [1.0, None] and rows[1]["after"] == 1
-    config = summary(tmp_path)["config"]
-    assert (config["mine"], config["width"], config["mesh"]) == (1, 8, {"data": 8})
-    assert not trainer.run_dir.exists()
+def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    logger = WandbLogger(log_model="all")
+    callbacks = [logger, ModelCheckpoint(), hooks(on_test_end=note("x"))]
+    trainer = run_stage(trainer_of(*callbacks, enable_progress_bar=True, logger=False))
+    out = capsys.readouterr().out
+    assert logger.location is None and "  report" not in out and out.splitlines()[1] == "W&B disabled"
+    run_stage(trainer, "test")
+    assert [path.name for path in Path("run").iterdir()] == ["checkpoints"]
 
 
-def test_only_the_first_process_has_a_run(make_trainer: Callable[..., Any]) -> None:
-    logger, trainer = WandbLogger(offline=True), make_trainer(is_global_zero=False)
-    trainer.start(logger)
-    trainer.log(logger, {"loss": 1.0}, 0)
-    logger.log_text("note", "of this process")
-    assert logger.experiment is None
-    logger.teardown(trainer, trainer.module, "fit")
-    assert not trainer.run_dir.exists()
+# How it ends
 
 
-# What is refused ---------------------------------------------------------------------------------------
+def test_an_error_marks_the_run_as_failed_and_the_closing_lines_name_it(capsys):
+    fails = hooks(on_train_epoch_end=lambda *args: 1 / 0)
+    logger = WandbLogger("digits", entity="team", offline=True, save_dir="elsewhere")
+    with pytest.raises(ZeroDivisionError):
+        run_stage(trainer_of(logger, fails, enable_progress_bar=True, logger=False))
+    (report,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  report")]
+    assert report.split() == ["report", str(run_files("elsewhere")[0].parent)]
+    (run,) = [record["run"] for record in records("elsewhere") if record["type"] == "run"]
+    assert (run["project"], run["entity"]) == ("digits", "team")
+    assert summary("elsewhere")["exit_code"] == 1 and logger.experiment is None and not Path("run/wandb").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, "") for name in ("project", "name", "id", "entity", "group", "job_type", "notes")),
-        *((name, 3) for name in ("project", "name", "id", "entity", "group", "job_type", "notes", "save_dir")),
-        *(("id", f"a{sign}b") for sign in "/\\#?%:"),
-        *(("tags", value) for value in ("one", [1], [""], ["x" * 65])),
-        ("config", [("a", 1)]),
-        ("offline", "yes"),
-        *(("log_model", value) for value in ("latest", 1, None)),
-        *(("watch", value) for value in ("grads", True)),
-        *(("watch_every_n_steps", value) for value in (0, -1, 1.5, True)),
-        ("processes", "all"),
-        ("on_error", "ignore"),
-        *((name, value) for name in ("init_timeout", "finish_timeout") for value in (0, -1.0, float("inf"), True, "5")),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError) as error:
-        WandbLogger(**{name: value})
-    assert f"WandbLogger({name}=...)" in str(error.value) and repr(value) in str(error.value)
+def test_a_finished_run_does_not_end_training(capsys):
+    with open_run() as run:
+        pass
+    trainer = run_stage(trainer_of(WandbLogger(experiment=run)))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert trainer.global_step == 2 and line.startswith("W&B: off for the rest of this run (") and "finished" in line
 
 
-def test_a_shared_run_cannot_be_offline() -> None:
-    with pytest.raises(ArgumentError, match="processes='group'"):
-        WandbLogger(processes="shared", offline=True)
+def test_a_failure_ends_training_and_the_run_if_asked():
+    gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
+    logger = WandbLogger(offline=True, log_model=True, on_error="raise")
+    trainer = trainer_of(gone, logger, ModelCheckpoint())
+    refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "cannot send step_00000002: .*No such file")
+    assert summary()["exit_code"] == 1 and logger.experiment is None
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("log_text", ("k", "text")),
-        ("log_table", ("k", ["a"], [[1]])),
-        ("log_histogram", ("k", [1.0])),
-        ("log_image", ("k", np.zeros((2, 2)))),
-    ],
-)
-def test_nothing_can_be_logged_before_the_run_is_open(
-    make_trainer: Callable[..., Any], method: str, arguments: tuple[Any, ...]
-) -> None:
-    logger, trainer = WandbLogger(offline=True), make_trainer()
-    with pytest.raises(LoggerError, match="no run open"):
-        getattr(logger, method)(*arguments)
-    logger.setup(trainer, trainer.module, "fit")
-    trainer.is_running = False  # nothing is known yet of the checkpoint that training goes on from
-    with pytest.raises(LoggerError, match="no run open"):
-        getattr(logger, method)(*arguments)
+def test_many_fits_leave_no_threads():
+    logger = WandbLogger(offline=True)
+    begin(logger)  # the SDK's own stay
+    before = set(threading.enumerate())
+    for _ in range(3):
+        begin(logger)
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(("wandb", "jaxlit")):
+            thread.join(10)  # it may be at its end just now
+    assert sorted(thread.name for thread in set(threading.enumerate()) - before) == []
 
 
-def test_without_the_package_the_error_says_what_to_do(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    logger, trainer = WandbLogger(offline=True), make_trainer()
-    with pytest.raises(JaxlitError, match="pip install wandb"):
-        trainer.start(logger)
+def test_offline_what_is_no_number_is_kept_and_a_copy_of_each_checkpoint_until_it_is_synced():
+    def log(trainer, model):
+        for name, given in CALLS.items():
+            getattr(trainer.logger, name)(*given)
+        trainer.logger.log_hyperparams({"later": 1})
+
+    found = {}
+    # Before the logger, which sends each checkpoint as soon as it is there.
+    saved = lambda t, m, callback, path: found.update({path.name: files_of(path)})  # noqa: E731
+    logger = WandbLogger(offline=True, log_model="all", watch="all", watch_every_n_steps=1)
+    saves = ModelCheckpoint(monitor="loss", every_n_train_steps=1, save_top_k=-1)
+    run_stage(trainer_of(hooks(on_checkpoint_saved=saved, on_train_end=log), logger, saves))
+    left = summary()
+    names = {given[0] for given in CALLS.values()} | {"gradients/w", "parameters/w", "best/loss"}
+    assert names <= left["summary"].keys() and left["config"]["later"] == 1
+    assert [*found] == ["step_00000001", "step_00000002"] and not list(Path().rglob(".tmp-*"))
+    shutil.rmtree("run/checkpoints")
+    sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
+    for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
+        (step,) = {*artifact["aliases"]} - {"latest", "best"}
+        copies = {entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
+        assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == found.pop(step)
+    assert not found
 
 
-def test_a_folder_that_can_never_be_written_is_refused_at_once(make_trainer: Callable[..., Any]) -> None:
+def test_another_process_than_the_first_has_no_run_and_says_nothing_of_it(monkeypatch, capsys):
+    monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
+    logger = WandbLogger(offline=True)
+    notes = hooks(on_fit_start=lambda t, m: (note("x")(t), t.logger.log_hyperparams({})))
+    run_stage(trainer_of(logger, notes, max_epochs=0, logger=False, enable_checkpointing=False))
+    assert logger.experiment is None and not Path("run").exists() and "W&B" not in capsys.readouterr().out
+
+
+# What is refused
+
+
+def test_checkpoints_to_send_need_someone_who_writes_them():
+    for log_model in ("all", True, "best"):
+        logger = WandbLogger(offline=True, log_model=log_model)
+        fit_refuses(ArgumentError, "log_model=.* without a Mod", callbacks=logger, enable_checkpointing=False)
+    assert not list(Path().rglob("wandb"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_a_full_disk_is_said(monkeypatch, capsys):
     Path("file").write_text("no folder")
-    with pytest.raises(LoggerError, match="save_dir"):
-        make_trainer().start(WandbLogger(offline=True, save_dir="file"))
+    fit_refuses(LoggerError, "save_dir", callbacks=WandbLogger(offline=True, save_dir="file"))
+
+    def full(*args, **given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxlit.callbacks.wandb_logger.tempfile.TemporaryFile", full)
+    fit_refuses(LoggerError, "No space left", callbacks=WandbLogger(offline=True, on_error="raise"))
+    capsys.readouterr()
+    begin(WandbLogger(offline=True))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("W&B: off for this run") and "No space left" in line
+
+
+def test_what_cannot_be_logged_is_refused_by_name():
+    logger = WandbLogger()
+    refused = [
+        (lambda: logger.log_image("key", [np.zeros((4, 5), np.int32)]), r"log_image\('key', .*int32\[4, 5\]"),
+        (lambda: logger.log_image("key", [PIXELS, PIXELS], captions=["one"]), "2 images and 1 captions"),
+        (lambda: logger.log_table("key", ["a", "b"], [[1, 2], [1]]), r"log_table\('key', .*row 1 has 1 cells.* 2 col"),
+    ]
+    for bins in (0, 513, 2.0, True):
+        words = rf"\(bins=\.\.\.\).* 512.*got {bins}"
+        refused.append((lambda bins=bins: logger.log_histogram("key", [1.0], bins=bins), words))
+    for key, name in itertools.product(("step", "epoch", "", 3), CALLS):
+        words = f"logs under a name .*got {key!r}"
+        refused.append((lambda key=key, name=name: getattr(logger, name)(key, *CALLS[name][1:]), words))
+    for call, words in refused:
+        refuses(ArgumentError, call, words)
+
+
+def test_without_pillow_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    for name in ("log_image", "log_figure"):
+        refuses(LoggerError, lambda name=name: getattr(WandbLogger(), name)(*CALLS[name]), "pip install pillow")

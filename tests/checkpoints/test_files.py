@@ -1,20 +1,17 @@
 """Checkpoints on the disk: damage is noticed and gone around, the newest is found, and data never become code."""
 
-import ast
 import os
 import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from kit.checkpoints import NEWER, OLDER, bytes_of, edit, flip, keep_all, names, put, seal, state_of, train
 from kit.journal import hooks
+from kit.refusals import warnings_of
 
 import jaxlit as jl
 from jaxlit.checkpoints import files
@@ -22,9 +19,9 @@ from jaxlit.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[bytes]]:
+def ends(tmp_path_factory):
     """The states at the ends of the epochs of a training that nothing has interrupted."""
-    found: dict[int, list[bytes]] = {}
+    found = {}
     look = hooks(on_train_epoch_end=lambda t, m: found.update({t.current_epoch + 1: bytes_of(t)}))
     train(tmp_path_factory.mktemp("whole"), 3, look)
     assert len({*map(tuple, found.values())}) == 3
@@ -32,7 +29,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[bytes]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The folder of a run with the checkpoints of two epochs; tests work on copies of it."""
     root = tmp_path_factory.mktemp("trained") / "run"
     train(root, 2, keep_all())
@@ -41,50 +38,44 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def root(trained: Path) -> Path:
+def root(trained):
     return Path(shutil.copytree(trained, "run")).absolute()
 
 
 @pytest.fixture
-def newest(root: Path) -> Path:
+def newest(root):
     return root / "checkpoints" / NEWER
 
 
 @pytest.fixture
-def one(root: Path) -> Path:
+def one(root):
     """The only checkpoint of its run."""
     shutil.rmtree(root / "checkpoints" / NEWER)
     return root / "checkpoints" / OLDER
 
 
-# Damage -----------------------------------------------------------------------------------------------
-
-BYTES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda x: b"",
-    "one byte less": lambda x: x[:-1],
-    "half": lambda x: x[: len(x) // 2],
-    "one byte more": lambda x: x + b"\0",
-    "first byte": lambda x: flip(x, 0) if x else x,
-    "middle byte": lambda x: flip(x, len(x) // 2) if x else x,
-    "last byte": lambda x: flip(x, len(x) - 1) if x else x,
-}
-
-
-def into_folder(path: Path) -> None:
+def into_folder(path):
     path.unlink()
     path.mkdir()
 
 
-def into_link(path: Path) -> None:
+def into_link(path):
     """Put a link to the same bytes, outside of the checkpoint, in the place of a file."""
     path.rename("away")
     path.symlink_to(Path("away").absolute())
 
 
-PATHS: dict[str, Callable[[Path], None]] = {"deleted": Path.unlink, "a folder": into_folder, "a link": into_link}
+PATHS = {"deleted": Path.unlink, "a folder": into_folder, "a link": into_link}
+BYTES = {
+    "empty": lambda x: b"",
+    "one byte less": lambda x: x[:-1],
+    "one byte more": lambda x: x + b"\0",
+    "first byte": lambda x: flip(x, 0) if x else x,
+    "last byte": lambda x: flip(x, len(x) - 1) if x else x,
+}
 
 
-def damage(path: Path, how: str) -> bool:
+def damage(path, how):
     """Damage a file; tells whether that changed it: orbax writes an empty one too."""
     if how in PATHS:
         PATHS[how](path)
@@ -95,9 +86,7 @@ def damage(path: Path, how: str) -> bool:
 
 
 @pytest.mark.parametrize("how", [*BYTES, *PATHS])
-def test_damage_of_any_file_of_the_newest_is_noticed_named_and_gone_around(
-    how: str, newest: Path, tmp_path: Path
-) -> None:
+def test_damage_of_any_file_of_the_newest_is_noticed_named_and_gone_around(how, newest, tmp_path):
     every = sorted(p.relative_to(newest).as_posix() for p in newest.rglob("*") if p.is_file())
     assert {"MANIFEST.json", "state.json"} < set(every) and len(every) > 5
     whole, damaged = shutil.copytree(newest, tmp_path / "whole"), 0
@@ -105,32 +94,36 @@ def test_damage_of_any_file_of_the_newest_is_noticed_named_and_gone_around(
         if damage(newest / name, how):
             damaged += 1
             with pytest.raises(CheckpointError) as raised:
-                files.read(newest)
+                files.locate(newest, "here")  # by its own path it is an error, though an older one is whole
             assert name in str(raised.value) and str(newest) in str(raised.value)
             found, skipped = files.newest(newest.parent)
             assert found is not None and found.path.name == OLDER and skipped == [str(raised.value)]
         shutil.rmtree(newest)
         shutil.copytree(whole, newest)
     assert damaged >= len(every) - 1
+    shutil.rmtree(newest / "arrays")
+    shutil.copytree(newest.with_name(OLDER) / "arrays", newest / "arrays")
+    with pytest.raises(CheckpointError, match="arrays/"):
+        files.read(newest)
 
 
-@pytest.mark.parametrize(("name", "how"), [("MANIFEST.json", "deleted"), ("state.json", "middle byte")])
+@pytest.mark.parametrize(("name", "how"), [("MANIFEST.json", "deleted"), ("state.json", "first byte")])
 def test_training_behind_a_damaged_checkpoint_ends_as_if_it_had_been_whole_and_replaces_it(
-    name: str, how: str, newest: Path, ends: dict[int, list[bytes]], caplog: pytest.LogCaptureFixture
-) -> None:
+    name, how, newest, ends, caplog
+):
     damage(newest / name, how)
     trainer = train("run", 3, keep_all(), resume="auto")
     assert trainer.global_step == 9 and bytes_of(trainer) == ends[3]
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    (warning,) = warnings_of(caplog)
     assert warning.startswith("A newer checkpoint was passed over.") and name in warning and str(newest) in warning
     assert files.read(newest).state["global_step"] == 6
     assert names() == [OLDER, NEWER, "step_00000009"]
 
 
-def test_when_no_checkpoint_verifies_training_is_refused_and_does_not_start(root: Path, newest: Path) -> None:
-    damage(root / "checkpoints" / OLDER / "state.json", "half")
+def test_when_no_checkpoint_verifies_training_is_refused_and_does_not_start(root, newest):
+    damage(root / "checkpoints" / OLDER / "state.json", "empty")
     damage(newest / "MANIFEST.json", "deleted")
-    before, began = sorted(root.rglob("*")), list[str]()
+    before, began = sorted(root.rglob("*")), []
     for given in ({"resume": "auto"}, {"resume": root}, {"ckpt_path": "last"}):
         with pytest.raises(CheckpointError, match="None of the 2 checkpoints in .* can be used") as raised:
             train("run", 3, hooks(on_train_start=lambda *_: began.append("training")), **given)
@@ -139,35 +132,28 @@ def test_when_no_checkpoint_verifies_training_is_refused_and_does_not_start(root
     assert began == [] and sorted(root.rglob("*")) == before
 
 
-def test_arrays_of_another_checkpoint_are_noticed(root: Path, newest: Path) -> None:
-    shutil.rmtree(newest / "arrays")
-    shutil.copytree(root / "checkpoints" / OLDER / "arrays", newest / "arrays")
-    with pytest.raises(CheckpointError, match="arrays/"):
-        files.read(newest)
+def newest_of(folder):
+    found, skipped = files.newest(Path(folder))
+    assert found is not None and skipped == []
+    return found.path.name
 
 
-# Which is the newest ----------------------------------------------------------------------------------
-
-
-def test_the_newest_is_what_was_written_last_whatever_the_clock_has_noted(root: Path, newest: Path) -> None:
-    for folder, clock in ((root / "checkpoints" / OLDER, 4e9), (newest, 1)):
-        for path in (folder, *folder.rglob("*")):
+def test_a_shorter_history_that_was_written_later_is_the_newest(root, ends):
+    folder = root / "checkpoints"
+    for name, clock in ((OLDER, 4e9), (NEWER, 1)):
+        for path in (folder / name, *(folder / name).rglob("*")):
             os.utime(path, (clock, clock))
-    found, skipped = files.newest(root / "checkpoints")
-    assert found is not None and found.path == newest and skipped == []
-
-
-def test_a_shorter_history_that_was_written_later_is_the_newest(root: Path, ends: dict[int, list[bytes]]) -> None:
-    train("run", 3, keep_all(), resume=root / "checkpoints" / OLDER, max_steps=4)
-    assert names() == [OLDER, "step_00000004", NEWER]
-    found, skipped = files.newest(root / "checkpoints")
-    assert found is not None and found.path.name == "step_00000004" and skipped == []
-    assert files.last_order(root / "checkpoints") == files.manifest.order_of(found.path)
-    trainer = train("run", 3, keep_all(), resume="auto")
+    assert newest_of(folder) == NEWER, "whatever the clock has noted"
+    train("run", 3, keep_all(), resume=folder / OLDER, max_steps=4)
+    assert names() == [OLDER, "step_00000004", NEWER] and newest_of(folder) == "step_00000004"
+    assert files.last_order(folder) == files.manifest.order_of(folder / "step_00000004")
+    moved = root.rename(root.with_name("elsewhere"))
+    trainer = train(moved, 3, keep_all(), resume="auto")
     assert trainer.global_step == 9 and bytes_of(trainer) == ends[3]
+    assert Path(trainer.checkpoint_callback.last_model_path).parent == moved / "checkpoints"
 
 
-def test_of_equal_orders_the_larger_step_and_what_is_no_name_is_none(tmp_path: Path) -> None:
+def test_of_equal_orders_the_larger_step_and_what_is_no_name_is_none(tmp_path):
     for name in ("step_00000001", "step_00000002-epoch=1", "step_2", "step_0000000x", ".tmp-step_00000009-0123abcd"):
         (tmp_path / name).mkdir()
         seal(tmp_path / name)
@@ -176,56 +162,30 @@ def test_of_equal_orders_the_larger_step_and_what_is_no_name_is_none(tmp_path: P
     assert files.name_of(7) == "step_00000007" and files.step_of(Path("a/step_123456789-x")) == 123456789
 
 
-def test_a_copied_run_goes_on_from_the_same_checkpoint_under_another_name(
-    root: Path, ends: dict[int, list[bytes]]
-) -> None:
-    moved = root.rename(root.with_name("elsewhere"))
-    trainer = train(moved, 3, keep_all(), resume="auto")
-    assert bytes_of(trainer) == ends[3]
-    assert Path(trainer.checkpoint_callback.last_model_path).parent == moved / "checkpoints"
-
-
-def test_a_list_that_is_read_while_training_replaces_what_is_on_it_is_read_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_that_is_read_while_training_replaces_what_is_on_it_is_read_again(root, monkeypatch):
     folder, read = root / "checkpoints", files.read
     (folder / NEWER).rename("later")
 
-    def racing(path: Path) -> Any:
+    def racing(path):
         if Path("later").exists():
             Path("later").rename(folder / NEWER)
             shutil.rmtree(folder / OLDER)
         return read(path)
 
     monkeypatch.setattr(files, "read", racing)
-    found, _ = files.newest(folder)
-    assert found is not None and found.path.name == NEWER
+    assert files.newest(folder)[0].path.name == NEWER
 
 
-# By a path --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [str, Path, "{}/".format, Path.absolute, "{}/checkpoints".format])
-def test_a_runs_folder_stands_for_its_newest_checkpoint(make: Any, newest: Path) -> None:
-    found, skipped = files.locate(make(Path("run")), "here")
-    assert found.path == newest and skipped == []
-    damage(newest / "state.json", "middle byte")
-    found, skipped = files.locate(make(Path("run")), "here")
+def test_a_runs_folder_stands_for_its_newest_checkpoint_and_a_checkpoint_may_have_any_name(root, newest):
+    for path in ("run", Path("run"), "run/", root, "run/checkpoints"):
+        found, skipped = files.locate(path, "here")
+        assert found.path == newest and skipped == []
+    damage(newest / "state.json", "first byte")
+    found, skipped = files.locate("run", "here")
     assert found.path.name == OLDER and len(skipped) == 1 and "state.json is damaged" in skipped[0]
-
-
-@pytest.mark.parametrize("make", [str, Path, "{}/".format, Path.absolute])
-def test_a_checkpoint_can_be_named_by_its_path_under_any_name(make: Any, root: Path) -> None:
-    assert files.locate(make(Path("run/checkpoints", OLDER)), "here")[0].state["global_step"] == 3
     (root / "checkpoints" / OLDER).rename("mine")
-    assert files.locate(make(Path("mine")), "here")[0].state["global_step"] == 3
-
-
-@pytest.mark.parametrize("how", [*BYTES, *PATHS])
-def test_a_named_checkpoint_that_is_damaged_is_an_error_though_an_older_one_is_whole(how: str, newest: Path) -> None:
-    damage(newest / "state.json", how)
-    with pytest.raises(CheckpointError, match=r"state\.json"):
-        files.locate(newest, "here")
+    for path in ("mine", Path("mine"), "mine/", Path("mine").absolute()):
+        assert files.locate(path, "here")[0].state["global_step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -239,16 +199,13 @@ def test_a_named_checkpoint_that_is_damaged_is_an_error_though_an_older_one_is_w
         ("gone/run", "no 'gone' in"),
     ],
 )
-def test_a_path_that_is_not_there_is_an_error_that_lists_what_is_near(typo: str, near: str, root: Path) -> None:
+def test_a_path_that_is_not_there_is_an_error_that_lists_what_is_near(typo, near, root):
     Path("empty").mkdir()
     with pytest.raises(CheckpointError, match=rf"^here: '{typo}' is no checkpoint and .*{near}"):
         files.locate(typo, "here")
 
 
-# Deleting ---------------------------------------------------------------------------------------------
-
-
-def test_only_what_checkpoints_have_left_is_swept(root: Path) -> None:
+def test_only_what_checkpoints_have_left_is_swept(root):
     folder = root / "checkpoints"
     left = [".tmp-step_00000004-9bf84c46", ".trash-step_00000004-9bf84c46", f"{NEWER}-replaced_9bf84c46", ".probe-x"]
     others = [".tmp-precious", ".trash-1000", "notes", "step_00000001-replaced_9bf84c46"]  # with nothing in its place
@@ -262,7 +219,7 @@ def test_only_what_checkpoints_have_left_is_swept(root: Path) -> None:
     files.sweep(folder / "none")
 
 
-def test_a_checkpoint_that_is_removed_is_none_from_its_first_operation_on(newest: Path) -> None:
+def test_a_checkpoint_that_is_removed_is_none_from_its_first_operation_on(newest):
     with jl.testing.faults(newest.parent, at=2), pytest.raises(jl.testing.Crash):
         files.remove(newest)
     assert [p.name for p in files.candidates(newest.parent)] == [OLDER]
@@ -271,18 +228,14 @@ def test_a_checkpoint_that_is_removed_is_none_from_its_first_operation_on(newest
     files.remove(newest)  # one that is gone already is no error
 
 
-# Arrays -----------------------------------------------------------------------------------------------
-
-
-def test_what_is_read_is_what_was_trained_and_no_more_than_asked(one: Path, ends: dict[int, list[bytes]]) -> None:
+def test_what_is_read_is_what_was_trained_and_no_more_than_asked(one, ends):
     checkpoint = files.read(one)
     (k,) = [i for i, (name, _, _) in enumerate(checkpoint.specs) if name == "module.kernel"]
     found = checkpoint.arrays({k: None})
     assert list(found) == [k] and found[k].shape == (3, 1) and np.asarray(found[k]).tobytes() in ends[1]
 
 
-NUMBERS = ("module.kernel", "opt_state[0].trace.kernel", "counters", "sums")
-LIES: list[tuple[int, Any, str]] = [
+LIES = [
     (1, [2**40], r"is stored as \w+\[.*\], not as \w+\[1099511627776\]"),
     (1, [4, 2**50], r"not as \w+\[4, 1125899906842624\]"),
     (1, [3, 1, 1], r"not as \w+\[3, 1, 1\]"),
@@ -292,15 +245,15 @@ LIES: list[tuple[int, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_specs_that_lie_are_refused_before_anything_is_allocated(name: str, one: Path) -> None:
-    (k,) = [i for i, (found, _, _) in enumerate(files.read(one).specs) if found == name]
-    for at, value, words in LIES:
-        copy = Path(shutil.copytree(one, "copy"))
-        edit(copy, put("arrays", k, at, value=value))
-        with pytest.raises(CheckpointError, match=words):
-            files.read(copy).arrays({k: None})
-        shutil.rmtree(copy)
+def test_specs_that_lie_are_refused_before_anything_is_allocated(one):
+    names = [name for name, _, _ in files.read(one).specs]
+    for k in map(names.index, ("module.kernel", "counters")):
+        for at, value, words in LIES:
+            copy = Path(shutil.copytree(one, "copy"))
+            edit(copy, put("arrays", k, at, value=value))
+            with pytest.raises(CheckpointError, match=words):
+                files.read(copy).arrays({k: None})
+            shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize(
@@ -311,35 +264,33 @@ def test_specs_that_lie_are_refused_before_anything_is_allocated(name: str, one:
         (lambda a: a.reverse(), r"is stored as int32\[4\], not as float32\["),
     ],
 )
-def test_arrays_more_less_or_in_another_order_are_refused(change: Any, words: str, one: Path) -> None:
+def test_arrays_more_less_or_in_another_order_are_refused(change, words, one):
     edit(one, lambda state: change(state["arrays"]))
     checkpoint = files.read(one)
     with pytest.raises(CheckpointError, match=words):
         checkpoint.arrays({i: None for i in range(len(checkpoint.specs))})
 
 
-# Code -------------------------------------------------------------------------------------------------
-
-_watching: list[list[str]] = []
+_watching = []
 
 
-def _hear(event: str, args: tuple[Any, ...]) -> None:
+def _hear(event, args):
     if _watching and event in ("pickle.find_class", "os.system", "subprocess.Popen"):
         _watching[-1].append(event)
 
 
 class Evil:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (os.system, ("touch pwned",))
 
 
 @pytest.fixture
-def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+def executed(tmp_path, monkeypatch):
     """What a checkpoint made Python do: an importable module that notes its import, and unpickled classes."""
     if not getattr(sys, "_jaxlit_hears", False):
-        sys._jaxlit_hears = True  # type: ignore[attr-defined]
+        sys._jaxlit_hears = True
         sys.addaudithook(_hear)
-    found: list[str] = []
+    found = []
     sys.modules.pop("hostile_code", None)
     (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\nclass A:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -350,9 +301,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         _watching.pop()
 
 
-def test_a_pickle_in_a_checkpoint_is_never_loaded(
-    one: Path, ends: dict[int, list[bytes]], executed: Callable[[], list[str]]
-) -> None:
+def test_a_pickle_in_a_checkpoint_is_never_loaded(one, ends, executed):
     for where in ("arrays/arrays.pkl", "arrays/state/0", "state.pkl"):
         (one / where).write_bytes(pickle.dumps(Evil()))
     np.save(one / "arrays/state/0.npy", np.array([Evil()], object), allow_pickle=True)
@@ -361,14 +310,11 @@ def test_a_pickle_in_a_checkpoint_is_never_loaded(
     assert executed() == []
 
 
-ORBAX = ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "commit_success.txt")
 CONTENTS = (b"{}", b"[]", b"\xff", b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", pickle.dumps(Evil()))
 
 
-@pytest.mark.parametrize("name", ORBAX)
-def test_what_orbax_keeps_beside_the_arrays_imports_nothing_and_trains_nothing_else(
-    name: str, one: Path, executed: Callable[[], list[str]]
-) -> None:
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "commit_success.txt"])
+def test_what_orbax_keeps_beside_the_arrays_imports_nothing_and_trains_nothing_else(name, one, executed):
     """Reading gives the true numbers, or refuses."""
     path, checkpoint = one / "arrays" / name, files.read(one)
     wanted = dict.fromkeys(range(len(checkpoint.specs)))
@@ -386,44 +332,24 @@ def test_what_orbax_keeps_beside_the_arrays_imports_nothing_and_trains_nothing_e
         assert executed() == []
 
 
-FORBIDDEN = {"pickle", "cPickle", "_pickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "torch", "yaml"}
+FORBIDDEN = re.compile(
+    r"^\s*(import|from) (c?_?[pP]ickle|marshal|dill|cloudpickle|shelve|joblib|torch|yaml)\b"
+    r"|(?<!def )(?<![\w.])(eval|exec|compile|__import__|import_module)\((?!\))"
+    r"|\.(import_module|full_load|unsafe_load)\b|allow_pickle=(?!False)",
+    re.MULTILINE,
+)
 
 
-def forbidden(source: str) -> list[str]:
-    """Return what in a source file could turn data into code."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [name.name for name in node.names if name.name.split(".")[0] in FORBIDDEN]
-        elif isinstance(node, ast.ImportFrom):
-            found += [node.module] if node.module and node.module.split(".")[0] in FORBIDDEN else []
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            words = ("eval", "exec", "compile", "__import__", "import_module")
-            found += [node.func.id] if node.func.id in words else []
-        elif isinstance(node, ast.Attribute):
-            found += [node.attr] if node.attr in ("import_module", "full_load", "unsafe_load") else []
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            found += ["allow_pickle"] if getattr(node.value, "value", True) is not False else []
-    return found
-
-
-def test_no_source_file_of_the_package_can_turn_data_into_code() -> None:
-    folders = [Path(jl.__file__).parent, Path(jl.callbacks.__file__).parent, Path(jl.strategies.__file__).parent]
+def test_no_source_file_of_the_package_can_turn_data_into_code():
+    folders = [Path(module.__file__).parent for module in (jl, jl.callbacks, jl.strategies)]
     every = {path.resolve() for folder in folders for path in folder.rglob("*.py")}
     assert len(every) > 60
-    assert {path.name: found for path in every if (found := forbidden(path.read_text()))} == {}
-    for source in (
-        "import pickle",
-        "from torch import load",
-        "eval(t)",
-        "np.load(f, allow_pickle=True)",
-        "import yaml",
-    ):
-        assert forbidden(source)
+    assert {path.name: found[0] for path in every if (found := FORBIDDEN.search(path.read_text()))} == {}
+    for line in ("import pickle", "from torch import load", "x = eval(t)", "np.load(f, allow_pickle=True)"):
+        assert FORBIDDEN.search(line)
 
 
-def test_the_state_is_json_and_holds_no_code(one: Path) -> None:
+def test_the_state_is_json_and_holds_no_code(one):
     state = state_of(one)
-    assert state["global_step"] == 3 and state["epoch"] == 1
+    assert (state["global_step"], state["epoch"], state["processes"]) == (3, 1, 1)
     assert {p.suffix for p in one.rglob("*") if p.is_file()} & {".pkl", ".pickle", ".py", ".npy"} == set()
-    assert jax.process_count() == 1 == state["processes"]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.checkpoints.folder_lock import FolderLock
@@ -25,15 +25,14 @@ signal.pause()
 """
 
 
-def test_a_folder_of_a_living_process_is_refused_by_name_and_a_child_that_it_has_forked_does_not_keep_it() -> None:
+def test_a_folder_of_a_living_process_is_refused_by_name_and_a_child_that_it_has_forked_does_not_keep_it():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", HOLDER, "held"], env=environment, text=True, **pipes) as holder:
-        assert holder.stdin is not None and holder.stdout is not None
         try:
             child = int(holder.stdout.readline())
-            with pytest.raises(CheckpointError, match=f"held is in use by process {holder.pid} on .*end that one"):
-                FolderLock(Path("held"))
+            words = f"held is in use by process {holder.pid} on .*end that one"
+            refuses(CheckpointError, lambda: FolderLock(Path("held")), words)
             holder.kill()
             holder.wait(30)
             os.kill(child, 0)  # it lives
@@ -43,27 +42,25 @@ def test_a_folder_of_a_living_process_is_refused_by_name_and_a_child_that_it_has
             holder.stdin.close()
 
 
-def test_a_folder_is_made_and_held_by_one_of_this_program_at_a_time_by_whatever_path() -> None:
+def test_a_folder_is_made_and_held_by_one_of_this_program_at_a_time_by_whatever_path():
     lock = FolderLock(Path("a/held"))
     Path("link").symlink_to(Path("a/held").absolute())
     for path in ("a/held", "a/../a/held", "link"):
-        with pytest.raises(CheckpointError, match=r"Two ModelCheckpoints of this program would write to .*dirpath"):
-            FolderLock(Path(path))
+        words = r"Two ModelCheckpoints of this program would write to .*dirpath"
+        refuses(CheckpointError, lambda path=path: FolderLock(Path(path)), words)
     FolderLock(Path("other")).close()
     lock.close()
     FolderLock(Path("link")).close()
     assert [p.name for p in Path("a/held").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("kind", ["full", "denied", "a file"])
-def test_a_folder_that_cannot_be_written_is_refused_and_not_held(kind: str) -> None:
-    if kind == "a file":
-        Path("held").write_text("in the way")
-        with pytest.raises(CheckpointError, match=r"No checkpoint can be written in held: .*default_root_dir"):
-            FolderLock(Path("held"))
-        Path("held").unlink()
-    else:
+def test_a_folder_that_cannot_be_written_is_refused_and_not_held():
+    take = lambda: FolderLock(Path("held"))  # noqa: E731
+    Path("held").write_text("in the way")
+    refuses(CheckpointError, take, r"No checkpoint can be written in held: .*default_root_dir")
+    Path("held").unlink()
+    for kind in ("full", "denied"):
         for at in (1, 2, 3):  # the folder, the probe, the lock's file
-            with jl.testing.faults("held", at=at, kind=kind), pytest.raises(CheckpointError, match="can be written in"):
-                FolderLock(Path("held"))
-    FolderLock(Path("held")).close()
+            with jl.testing.faults("held", at=at, kind=kind):
+                refuses(CheckpointError, take, "can be written in")
+    take().close()

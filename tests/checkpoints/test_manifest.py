@@ -5,9 +5,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.checkpoints import canonical, entry_of, flip, seal
@@ -20,7 +18,7 @@ FILES = {"state.json": b'{"a":1}', "arrays/state/x": b"12345", "arrays/y": b""}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A sealed folder with a few files."""
     folder = tmp_path / "outer" / "step_00000003"
     for name, data in FILES.items():
@@ -30,13 +28,13 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(folder: Path, match: str) -> None:
+def refused(folder, match):
     with pytest.raises(CheckpointError, match=match) as raised:
         manifest.verify(folder)
     assert str(folder) in str(raised.value)
 
 
-def test_a_seal_is_the_documented_one_and_verifies(folder: Path) -> None:
+def test_a_seal_is_the_documented_one_and_verifies(folder):
     text = (folder / "MANIFEST.json").read_bytes()
     manifest.verify(folder)
     assert manifest.order_of(folder) == 7
@@ -47,7 +45,7 @@ def test_a_seal_is_the_documented_one_and_verifies(folder: Path) -> None:
     manifest.verify(folder)
 
 
-def test_the_newest_file_is_on_the_disk_before_the_manifest_that_vouches_for_it(folder: Path) -> None:
+def test_the_newest_file_is_on_the_disk_before_the_manifest_that_vouches_for_it(folder):
     (folder / "MANIFEST.json").unlink()
     with jl.testing.faults(folder) as seen:
         manifest.seal(folder, 1)
@@ -72,12 +70,12 @@ def test_the_newest_file_is_on_the_disk_before_the_manifest_that_vouches_for_it(
         ("MANIFEST.json", lambda path: (path.unlink(), path.mkdir()), r"MANIFEST\.json is missing, or no file"),
     ],
 )
-def test_a_file_that_is_another_is_named(name: str, damage: Callable[[Path], Any], match: str, folder: Path) -> None:
+def test_a_file_that_is_another_is_named(name, damage, match, folder):
     damage(folder / name)
     refused(folder, match)
 
 
-def test_without_hashes_only_sizes_are_looked_at(folder: Path) -> None:
+def test_without_hashes_only_sizes_are_looked_at(folder):
     (folder / "arrays/state/x").write_bytes(b"12346")
     manifest.verify(folder, hashes=False)
     (folder / "arrays/state/x").write_bytes(b"1234")
@@ -85,13 +83,13 @@ def test_without_hashes_only_sizes_are_looked_at(folder: Path) -> None:
         manifest.verify(folder, hashes=False)
 
 
-def test_every_flipped_bit_cut_or_space_in_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_changed_byte_cut_or_space_in_a_manifest_is_noticed(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     manifest.seal(tmp_path, 7)
     path = tmp_path / "MANIFEST.json"
     data = path.read_bytes()
     for at in range(len(data)):
-        for changed in (*(flip(data, at, 1 << bit) for bit in range(8)), data[:at], data[:at] + b" " + data[at:]):
+        for changed in (*(flip(data, at, bits) for bits in (1, 32, 128)), data[:at], data[:at] + b" " + data[at:]):
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=r"MANIFEST\.json|newer jaxlit"):
                 manifest.verify(tmp_path)
@@ -103,90 +101,62 @@ OUTSIDE = ["/etc/passwd", "../outside", "arrays/../../outside", "a//b", "/", "",
 OUTSIDE += ["..\\outside", "arrays\\x", "C:\\outside", "C:/outside", "a\0b", "arrays/", "state.json/", "file:///x"]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_name_that_is_not_plainly_inside_is_refused_though_such_a_file_exists(name: str, folder: Path) -> None:
+def test_a_name_that_is_not_plainly_inside_is_refused_though_such_a_file_exists(folder):
     (folder.parent / "outside").write_bytes(b"outside")
-    seal(folder, {name: entry_of(b"outside")})
-    refused(folder, r"MANIFEST\.json names")
-
-
-def test_an_absolute_name_of_a_file_inside_is_refused(folder: Path) -> None:
-    seal(folder, {str(folder / "state.json"): entry_of(FILES["state.json"])})
-    refused(folder, r"MANIFEST\.json names")
+    for name in (*OUTSIDE, str(folder / "state.json")):
+        seal(folder, {name: entry_of(FILES["state.json"] if name.endswith("state.json") else b"outside")})
+        refused(folder, r"MANIFEST\.json names")
 
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", ["state.json", "arrays", "arrays/state", "arrays/state/x"])
-def test_a_link_is_refused_wherever_it_leads(name: str, inside: bool, listed: bool, folder: Path) -> None:
-    target = (folder if inside else folder.parent) / "target"
-    entries = {}
+@pytest.mark.parametrize("name", ["state.json", "arrays", "arrays/state/x"])
+def test_a_link_is_refused_wherever_it_leads(name, inside, listed, folder):
+    target, entries = (folder if inside else folder.parent) / "target", {}
     if listed:  # by the name of the link, as if there had never been another file
-        found = {path: entry_of(data) for path, data in FILES.items() if path == name or path.startswith(f"{name}/")}
-        entries = found
+        entries = {path: entry_of(data) for path, data in FILES.items() if path == name or path.startswith(f"{name}/")}
     (folder / name).rename(target)
     seal(folder, entries)
     (folder / name).symlink_to(target)
     refused(folder, re.escape(name))
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *([size, "x"] for size in (-1, 1e3, True, None, "3", [3], float("nan"), float("inf"))),
-        *([3], [3, "x", 1], [3, 7], [3, None], None, 7, "x", {}, {"0": 3, "1": "x"}),
-    ],
-    ids=repr,
-)
-def test_an_entry_with_no_size_and_hash_is_refused(entry: Any, folder: Path) -> None:
-    seal(folder, {"state.json": entry})
-    refused(folder, r"MANIFEST\.json names 'state\.json' with")
+def test_a_manifest_with_an_entry_or_a_member_of_the_wrong_kind_is_refused(folder):
+    nan = float("nan")
+    entries = [[size, "x"] for size in (-1, 1e3, True, None, "3", [3], nan)]
+    for entry in (*entries, [3], [3, "x", 1], [3, 7], [3, None], None, 7, "x", {}, {"0": 3, "1": "x"}):
+        seal(folder, {"state.json": entry})
+        refused(folder, r"MANIFEST\.json names 'state\.json' with")
+    members = {"format_version": ("1", 1.0, True, None, [1], nan), "format": (None, "orbax", 7), "files": (None, [], 7)}
+    for member, values in members.items():
+        for value in values:
+            seal(folder, **{member: value})
+            refused(folder, "no manifest of a checkpoint")
+    for version in (0, -1, 2, 10**30):
+        seal(folder, format_version=version)
+        words = rf"newer jaxlit, in format {version}; .* up to 1\. Update"
+        refused(folder, words if version > 1 else rf"format version {version}, which there is not")
 
 
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        *[({"format_version": v}, "no manifest of a checkpoint") for v in ("1", 1.0, True, None, [1], float("nan"))],
-        *[({"format": v}, "no manifest of a checkpoint") for v in (None, "orbax", 7)],
-        *[({"files": v}, "no manifest of a checkpoint") for v in (None, [], "x", 7)],
-        *[({"format_version": v}, rf"format version {v}, which there is not") for v in (0, -1)],
-        *[({"format_version": v}, rf"newer jaxlit, in format {v}; .* up to 1\. Update") for v in (2, 10**30)],
-    ],
-    ids=repr,
-)
-def test_a_manifest_with_a_member_of_the_wrong_kind_is_refused(
-    changed: dict[str, Any], match: str, folder: Path
-) -> None:
-    seal(folder, **changed)
-    refused(folder, match)
-
-
-def test_a_digest_that_is_none_is_refused(folder: Path) -> None:
-    body = json.loads((folder / "MANIFEST.json").read_text()) | {"digest": None}
-    (folder / "MANIFEST.json").write_bytes(canonical(body))
-    refused(folder, r"MANIFEST\.json is damaged")
-
-
-@pytest.mark.parametrize("member", ['"order":1', '"format_version":1', '"files":{}', '"format":"jaxlit"'])
-def test_a_manifest_that_says_a_thing_twice_is_refused(member: str, folder: Path) -> None:
+def test_a_manifest_without_a_digest_or_that_says_a_thing_twice_is_refused(folder):
     text = (folder / "MANIFEST.json").read_text()
-    for changed in ("{" + member + "," + text[1:], text[:-1] + "," + member + "}"):
-        (folder / "MANIFEST.json").write_text(changed)
-        refused(folder, r"MANIFEST\.json")
+    (folder / "MANIFEST.json").write_bytes(canonical(json.loads(text) | {"digest": None}))
+    refused(folder, r"MANIFEST\.json is damaged")
+    for member in ('"order":1', '"format_version":1', '"files":{}', '"format":"jaxlit"'):
+        for changed in ("{" + member + "," + text[1:], text[:-1] + "," + member + "}"):
+            (folder / "MANIFEST.json").write_text(changed)
+            refused(folder, r"MANIFEST\.json")
 
 
-@pytest.mark.parametrize("order", [None, "1", 1.5, True, [], float("nan")], ids=repr)
-def test_an_order_that_is_no_number_is_none(order: Any, folder: Path) -> None:
-    seal(folder, order=order)
-    assert manifest.order_of(folder) is None
+def test_an_order_that_is_no_number_is_none(folder):
+    for order in (None, "1", 1.5, True, [], float("nan")):
+        seal(folder, order=order)
+        assert manifest.order_of(folder) is None
 
 
-# JSON -------------------------------------------------------------------------------------------------
-
-TEXTS: dict[str, tuple[bytes, str]] = {
+TEXTS = {
     "a list": (b"[]", "holds a list, not a JSON object"),
     "null": (b"null", "holds a NoneType"),
-    "a number": (b"1", "holds a int"),
     "nothing": (b"", "is no JSON"),
     "no JSON": (b"{'a': 1}", "is no JSON"),
     "no text": (b"\xff\xfe\x00", "is no JSON"),
@@ -198,7 +168,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("text", "words"), TEXTS.values(), ids=TEXTS)
-def test_what_is_no_json_object_is_refused_by_name(text: bytes, words: str, folder: Path) -> None:
+def test_what_is_no_json_object_is_refused_by_name(text, words, folder):
     (folder / "MANIFEST.json").write_bytes(text)
     refused(folder, rf"MANIFEST\.json {words}")
     assert manifest.order_of(folder) is None
@@ -207,30 +177,24 @@ def test_what_is_no_json_object_is_refused_by_name(text: bytes, words: str, fold
         manifest.read_json(folder / "state.json")
 
 
-def test_json_of_100_mb_is_refused_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_of_100_mb_is_refused_before_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it was read"))
     for name in ("MANIFEST.json", "state.json"):
         with (folder / name).open("wb") as file:
             file.truncate(100 * 2**20)  # takes no room
-    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it was read"))
-    for name in ("MANIFEST.json", "state.json"):
         with pytest.raises(CheckpointError, match=rf"{name} has {100 * 2**20} bytes, more than"):
             manifest.read_json(folder / name)
-
-
-# Network file systems ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("count", "code", "fails", "told"),
     [(3, errno.ESTALE, False, 3), (4, errno.ESTALE, True, 3), (1, errno.EBUSY, False, 1), (1, errno.EIO, True, 0)],
 )
-def test_an_error_that_passes_is_waited_for_and_no_other(
-    count: int, code: int, fails: bool, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_that_passes_is_waited_for_and_no_other(count, code, fails, told, monkeypatch, caplog):
     left, waits = [OSError(code, "the file system is busy")] * count, []
     monkeypatch.setattr(manifest.time, "sleep", waits.append)
 
-    def flaky(x: int) -> int:
+    def flaky(x):
         if left:
             raise left.pop()
         return x + 1
@@ -245,12 +209,10 @@ def test_an_error_that_passes_is_waited_for_and_no_other(
         assert least <= wait <= 1.5 * least
 
 
-def test_a_folder_that_refuses_to_be_put_onto_the_disk_is_taken_for_one_and_a_file_is_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_refuses_to_be_put_onto_the_disk_is_taken_for_one_and_a_file_is_not(folder, monkeypatch):
     code = [0]
 
-    def refuse(handle: int) -> None:
+    def refuse(handle):
         raise OSError(code[0], "not here")
 
     monkeypatch.setattr(os, "fsync", refuse)

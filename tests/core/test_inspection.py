@@ -16,7 +16,7 @@ from kit.trainers import THREE, fit
 @pytest.mark.parametrize(
     ("loss", "strategy"),
     [
-        *((jax.lax.stop_gradient, name) for name in THREE),
+        *((jax.lax.stop_gradient, name) for name in THREE[1:]),
         (lambda loss: jnp.ones(()), "single"),
         (lambda loss: (loss < 1).astype(jnp.float32), "single"),
     ],

@@ -13,7 +13,7 @@ from kit.batches import sized
 from kit.by_hand import assert_same
 from kit.journal import hooks
 from kit.modules import Linear, module
-from kit.trainers import fit, splitting
+from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.core.precision import Precision
@@ -40,7 +40,7 @@ def floats(tree: Any) -> set[Any]:
     return {x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
-@pytest.mark.parametrize("strategy", ("single", "fsdp", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(("single", "fsdp", "shard_map"), "fsdp"))
 def test_bf16_true_holds_bfloat16_parameters_and_float32_statistics(strategy: str) -> None:
     seen: list[Any] = []
 
@@ -124,7 +124,7 @@ def test_a_low_precision_step_is_that_of_a_loop_that_casts_by_hand(precision: st
 # Loss scaling ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ("single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(("single", "shard_map"), "shard_map"))
 def test_scaling_keeps_gradients_that_float16_alone_would_lose(strategy: str) -> None:
     # 2^-30 is below the least float16, which is 2^-24.
     made = scalar(lambda w, batch: jnp.mean(w * batch["x"]).astype(jnp.float32) * 2.0**-30, optax.sgd(2.0**30))

@@ -14,7 +14,7 @@ from kit.by_hand import HandLoop, assert_same, params_of
 from kit.journal import Rows, hooks
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import THREE, fit, make_trainer
+from kit.trainers import THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError, StateError
@@ -63,7 +63,7 @@ def test_a_step_that_changes_the_structure_of_the_state_is_refused_by_name(chang
     fit_refuses(StateError, r"Made\.training_step", *words, model=module(step, init=init), strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_validation_step_that_writes_state_is_refused_before_training(strategy: str) -> None:
     def validation(self: Any, batch: Any) -> None:
         self.count[...] += 100
@@ -85,7 +85,7 @@ def with_offset(step: Any = None) -> Any:
     return module(step or Mean.training_step, init=init, error=error)
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
     model = with_offset()
     held, trainer = model.offset, fit(model, numbered(3), strategy=strategy)
@@ -96,7 +96,7 @@ def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
     assert trainer.validate(None, numbered(1, 10))[0]["val"] == pytest.approx(12 - w, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_plain_array_that_a_step_replaces_is_refused_by_its_name(strategy: str) -> None:
     def step(self: Any, batch: Any) -> Any:
         self.offset = self.offset + 1
@@ -202,7 +202,7 @@ def notes_counters(self: Any, batch: Any, batch_idx: Any = None) -> Any:
     return Mean.training_step(self, batch) if batch_idx is None else None
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_counters_inside_a_step_are_traced_and_right_at_every_step(strategy: str) -> None:
     rows, traced = Rows(), []
 
@@ -274,7 +274,7 @@ class Scanned(Linear):
         return jnp.mean(run(self.layers, batch["x"]) ** 2)
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_scanned_and_rematerialised_layers_train_like_a_loop_over_them(strategy: str) -> None:
     model, (batch,) = Scanned(), random(1)
     kernel, bias = model.layers.kernel[...], model.layers.bias[...]
@@ -316,7 +316,9 @@ def tied_by_hand() -> dict[str, np.ndarray]:
     return params_of(HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)
 
 
-@pytest.mark.parametrize(("strategy", "lazy"), [("single", False), ("shard_map", False), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("strategy", "lazy"), thinned([("single", False), ("shard_map", False), ("fsdp", True)], ("fsdp", True))
+)
 def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -> None:
     trainer = fit(jl.lazy(Tied, rngs=0) if lazy else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
     assert len(jax.tree.leaves(trainer.state.params)) == 3

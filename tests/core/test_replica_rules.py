@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.journal import Losses, hooks
-from kit.trainers import make_trainer
+from kit.trainers import make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, StateError
@@ -78,7 +78,7 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
 def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
     cases = {name: case for name, case in WRITES.items() if "now and then" not in name}
 
@@ -192,7 +192,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", READS)
+@pytest.mark.parametrize("case", thinned(READS, "in a metric"))
 def test_a_step_that_reads_what_replicas_count_in_parts_is_refused(case: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         module.held[...] += (batch["x"] > 0).sum()
@@ -220,7 +220,7 @@ def sum_of_errors(module: Line, batch: Any) -> jax.Array:
     return module.errors(batch).sum() / 10
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
 def test_a_sum_is_refused_where_a_mean_is_meant(strategy: str) -> None:
     with pytest.raises(ModuleError, match=r"Line\.training_step returns a sum over the rows .*loss_reduction='sum'"):
         fit(Line(sum_of_errors), strategy)
@@ -270,7 +270,7 @@ def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
 # What is logged and returned -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
 def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         values = {"sum": batch["x"].sum(), "mean": batch["x"].mean(), "rows": batch["x"].shape[0], "one": 1.0}
@@ -291,7 +291,7 @@ def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(strategy: 
     assert dict(trainer.callback_metrics) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
 def test_a_mean_of_all_rows_is_not_weighted_by_what_each_replica_weighs(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         module.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), on_epoch=True, on_step=False)
@@ -304,7 +304,7 @@ def test_a_mean_of_all_rows_is_not_weighted_by_what_each_replica_weighs(strategy
     assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
 def test_sums_and_counts_that_a_step_returns_are_those_of_the_whole_batch(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         count = (batch["x"] > 0).sum()
@@ -344,7 +344,7 @@ def test_the_same_noise_for_the_rows_of_each_replica_is_refused(step: Any, held:
         fit(Line(step, held), strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
 def test_a_key_of_ones_own_draws_other_numbers_on_each_replica_and_goes_on_as_on_one_device(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         key, sub = jax.random.split(module.held[...])

@@ -11,7 +11,8 @@ from flax import nnx
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean, module
-from kit.trainers import STRATEGIES, THREE, fit, make_trainer
+from kit.refusals import refuses
+from kit.trainers import STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -29,7 +30,7 @@ def weight(model: Any) -> float:
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), [("single", 1), ("fsdp", 3), ("shard_map", 3)])
-def test_a_schedule_counts_optimizer_steps_across_epochs(strategy: str, accumulate: int) -> None:
+def test_a_schedule_counts_optimizer_steps_across_epochs(strategy, accumulate) -> None:
     # Rates 1, 2, 4, ...: their sum tells which were used, and how often.
     model = sloping(optax.sgd(lambda count: 2.0**count))
     fit(model, numbered(4), strategy=strategy, max_epochs=2, accumulate_grad_batches=accumulate)
@@ -47,25 +48,27 @@ def test_a_schedule_by_epoch_is_built_from_the_estimated_steps() -> None:
     assert seen == [-3.0, -4.5, -5.25]  # three steps an epoch, at rates 1, 1/2 and 1/4
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", THREE)
-def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy: str, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), thinned([("single", 2), ("fsdp", 1), ("shard_map", 2)], ("single", 2))
+)
+def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy, accumulate) -> None:
     losses = [4, 2, 3, 3, 3, 3, 1, 2, 2, 2, 2, 2]
     make_tx = lambda: optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))  # noqa: E731
     model = sloping(make_tx())
     batches = [numbered(1, x)[0] for x in losses]
     fit(model, batches, strategy=strategy, accumulate_grad_batches=accumulate)
-    tx, w = make_tx(), jnp.zeros(())
+    tx, w = make_tx(), 0.0
     opt_state, windows = tx.init(w), np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
+    update = jax.jit(lambda opt_state, w, loss: tx.update(jnp.ones(()), opt_state, w, value=loss))
     for loss in windows:
-        updates, opt_state = tx.update(jnp.ones(()), opt_state, w, value=jnp.float32(loss))
-        w = optax.apply_updates(w, updates)
-    assert float(w) > -0.5 * len(windows), "the scale was never reduced"
-    assert weight(model) == pytest.approx(float(w), abs=1e-6)
+        updates, opt_state = update(opt_state, w, np.float32(loss))
+        w = w + float(updates)
+    assert w > -0.5 * len(windows), "the scale was never reduced"
+    assert weight(model) == pytest.approx(w, abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_hyperparameter_set_in_a_hook_holds_from_the_next_step_on(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
+def test_a_hyperparameter_set_in_a_hook_holds_from_the_next_step_on(strategy) -> None:
     read, weights = [], []
 
     def begin_epoch(trainer: jl.Trainer, module: Any) -> None:
@@ -104,27 +107,21 @@ def test_a_hyperparameter_set_inside_a_window_holds_for_its_step() -> None:
     assert weight(model) == -(2.0 + 8.0)
 
 
-def test_an_unknown_hyperparameter_and_a_wrong_value_are_refused() -> None:
+def test_an_unknown_a_scheduled_and_a_wrong_value_of_a_hyperparameter_are_refused() -> None:
     found = fit(sloping(INJECTED(learning_rate=1.0, momentum=0.5)), numbered(1)).hyperparams
-    with pytest.raises(KeyError, match=r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"):
-        found["learning_rat"]
-    with pytest.raises(KeyError, match=r"'lr'.*learning_rate.*momentum"):
-        found["lr"] = 1.0
+    words = r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"
+    refuses(KeyError, lambda: found["learning_rat"], words)
+    refuses(KeyError, lambda: found.update(lr=1.0), r"'lr'.*learning_rate.*momentum")
     for value in ("1", True, None):
-        with pytest.raises(TypeError, match=r"hyperparams\['momentum'\] = value takes a number, got"):
-            found["momentum"] = value  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="deleted"):
-        del found["momentum"]
+        words = r"hyperparams\['momentum'\] = value takes a number, got"
+        refuses(TypeError, lambda value=value: found.update(momentum=value), words)
+    refuses(TypeError, lambda: found.pop("momentum"), "deleted")
     assert sorted(found) == ["learning_rate", "momentum"] and len(found) == 2
-
-
-def test_a_scheduled_hyperparameter_cannot_be_set() -> None:
-    # The schedule would overwrite it in the next step.
+    # A schedule would overwrite it in the next step.
     model = sloping(INJECTED(learning_rate=optax.constant_schedule(2.0), momentum=0.5))
-    trainer = fit(model, numbered(1))
-    assert weight(model) == -2.0 and list(trainer.hyperparams) == ["momentum"]
-    with pytest.raises(KeyError, match=r"'learning_rate'.*momentum"):
-        trainer.hyperparams["learning_rate"] = 1.0
+    found = fit(model, numbered(1)).hyperparams
+    assert weight(model) == -2.0 and list(found) == ["momentum"]
+    refuses(KeyError, lambda: found.update(learning_rate=1.0), r"'learning_rate'.*momentum")
 
 
 def test_an_optimizer_without_injection_has_no_hyperparameters_and_a_chain_has_those_inside() -> None:

@@ -19,7 +19,7 @@ class Token:
 
 
 @pytest.mark.parametrize("limit", (1, 2, 3, 4, 32))
-def test_steps_in_flight_are_bounded(limit: int) -> None:
+def test_steps_in_flight_are_bounded(limit) -> None:
     bound, tokens = Bound(limit), list[Any]()
     for _ in range(200):
         tokens.append(Token())
@@ -36,7 +36,7 @@ def test_draining_waits_for_the_newest_step_once_a_period() -> None:
     assert [token.waited for token in tokens] == [False, True] * 3
 
 
-def test_the_training_and_validation_loops_wait_as_max_in_flight_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_and_validation_loops_wait_as_max_in_flight_says(monkeypatch) -> None:
     found: list[Any] = []
     for name in ("__init__", "__call__", "drain"):
         old = getattr(Bound, name)

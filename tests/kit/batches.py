@@ -42,3 +42,14 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         self.opened += 1
         return iter(self.epochs[min(self.opened, len(self.epochs)) - 1])
+
+
+def counted(*sizes: int, first: int = 0) -> list[dict[str, np.ndarray]]:
+    """Return batches of these sizes for `Mean`, whose rows count on from batch to batch."""
+    ends = first + np.cumsum(sizes)
+    return [{"x": np.arange(end - n, end, dtype=np.float32)[:, None]} for n, end in zip(sizes, ends, strict=True)]
+
+
+def rows_of(batches: Any) -> list[int]:
+    """Return the numbers of the rows of batches, in order."""
+    return [int(i) for batch in batches for i in np.ravel(batch["x"])]

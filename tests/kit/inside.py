@@ -14,6 +14,8 @@ from jaxlit.core.log import Metric as Metric
 from jaxlit.core.module import optimizer_of
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import Replica as Replica
+from jaxlit.data.feeder import Feeder
+from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import _client
 from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
@@ -106,3 +108,20 @@ def stop_clocks(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def listeners() -> list[Any]:
     """Return who listens to what jax says of its compiling."""
     return list(monitoring._event_duration_secs_listeners)
+
+
+def feeder_of(prefetch: int) -> Feeder:
+    """Return a feeder that places nothing."""
+    return Feeder(
+        lambda batch: batch,
+        num_replicas=1,
+        num_processes=1,
+        prefetch=prefetch,
+        watchdog=Watchdog(None),
+        interrupted=lambda: False,
+    )
+
+
+def evaluated(trainer: jl.Trainer) -> Any:
+    """Return the flat state that the evaluation which goes on takes its arrays from."""
+    return trainer._session.active.state  # type: ignore[union-attr]

@@ -45,6 +45,26 @@ class Losses(jl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+class Batches(jl.Callback):
+    """Keeps the host batches: those of training by epoch, those of validation by validation."""
+
+    def __init__(self) -> None:
+        self.train: list[list[Any]] = []
+        self.val: list[list[Any]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.train.append([])
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.train[-1].append(batch)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.val.append([])
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.val[-1].append(batch)
+
+
 class Journal(jl.Callback):
     """Writes down every hook as (name, batch_idx, dataloader_idx, epoch, global_step), and the numbers of batches."""
 

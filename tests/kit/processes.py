@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ CHEAP = {
                 *os.environ.get("XLA_FLAGS", "").split(),
                 "--xla_backend_optimization_level=0",
                 "--xla_llvm_disable_expensive_passes=true",
+                "--xla_cpu_parallel_codegen_split_count=1",
+                # Later releases know no other way, and end at a flag that they do not know.
+                *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
             ]
         )
     ),

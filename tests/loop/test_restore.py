@@ -81,14 +81,12 @@ def saved(folder: Path, strategy: str = "single", devices: int | None = None) ->
 PAIRS = [
     (("ddp", 8), ("fsdp", 8)),
     (("fsdp", 8), ("pmap", 8)),
-    (("pmap", 8), ("shard_map", 8)),
     (("shard_map", 8), ("single", 1)),
-    (("single", 1), ("fsdp", 8)),
     (("fsdp", 8), ("fsdp", 4)),
-    (("ddp", 8), ("simulate:8", None)),
 ]
 MORE = [
     *[(was, now) for was in (("ddp", 8), ("pmap", 8)) for now in (("ddp", 4), ("pmap", 4)) if was[0] == now[0]],
+    *[(("pmap", 8), ("shard_map", 8)), (("single", 1), ("fsdp", 8)), (("ddp", 8), ("simulate:8", None))],
     *[(("fsdp", 8), ("ddp", 8)), (("shard_map", 8), ("fsdp", 8)), (("pmap", 8), ("simulate:8", None))],
     *[(("zero1", 8), ("simulate:8", None)), (("simulate:8", None), ("fsdp", 8)), (("shard_map", 2), ("pmap", 8))],
 ]

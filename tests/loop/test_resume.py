@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from kit.resume_model import SavesAt, assert_same, final, fit, journal, make_trainer
+from kit.trainers import thinned
 
 import jaxlit as jl
 
@@ -90,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("strategy", ["single", pytest.param("pmap", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", thinned(["single", "pmap"], "single"))
 def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: Path) -> None:
     lines, end, _ = trained(strategy)
     plain = fit(make_trainer(strategy, tmp_path / "plain", logger=False))
@@ -101,9 +102,7 @@ def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [
-        pytest.param(
-            strategy, place, marks=[pytest.mark.full] * (k >= {"single": len(USUAL), "ddp": 0}.get(strategy, 2))
-        )
+        pytest.param(strategy, place, marks=[pytest.mark.full] * (k >= {"single": 6, "fsdp": 1}.get(strategy, 0)))
         for strategy, places in ALL.items()
         for k, place in enumerate(places)
     ],

@@ -117,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", thinned(OPTIONS, *[*OPTIONS][1:4:2]))
+@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 
@@ -146,6 +146,7 @@ def test_data_module_goes_on_with_its_state_and_its_reloaded_loaders(tmp_path: P
     assert final(last) == final(whole)
 
 
+@pytest.mark.full
 def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     def data() -> Any:
         train, val = loaders()
@@ -182,6 +183,7 @@ class Interrupts(RaisesAt):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.full
 def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
     fit(make_trainer("single", tmp_path / "run", max_steps=13, enable_checkpointing=True))
     last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)

@@ -15,7 +15,7 @@ from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
-from kit.trainers import BARE, STRATEGIES, fit, make_trainer
+from kit.trainers import BARE, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -118,7 +118,7 @@ def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: 
     assert weight(model) == mean([[1], [1]])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE))
 def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strategy: str) -> None:
     drops = lambda trainer, module, batch, i: -1 if (trainer.current_epoch, i) == (0, 3) else None  # noqa: E731
     model, rows = Mean(), Rows()

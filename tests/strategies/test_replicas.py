@@ -19,7 +19,7 @@ from kit.line import (
     make_batches,
     outputs_of,
 )
-from kit.trainers import REPLICAS, fit, make_trainer
+from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.core.replica import Replica
@@ -52,7 +52,7 @@ def first_gradients(strategy: Any, batch: dict[str, np.ndarray]) -> dict[str, np
     return jl.testing.train(lambda: Linear(rngs=nnx.Rngs(0)), [batch], strategy=strategy, steps=1, max_epochs=1).grads
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
     batch = arrays(32)
     expected = full_batch_gradient(batch)
@@ -99,7 +99,7 @@ def masks_of(strategy: str, rows: int = 16) -> tuple[list[np.ndarray], Noisy]:
     return keep.masks, module
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_each_replica_draws_its_own_dropout_mask(strategy: str) -> None:
     first = masks_of(strategy)[0][0].reshape(8, 2, 64)
     assert len({replica.tobytes() for replica in first}) == 8
@@ -111,7 +111,7 @@ def test_equal_masks_are_refused_if_keys_are_not_folded(monkeypatch: pytest.Monk
         masks_of("shard_map")
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_keys_leave_the_step_unfolded_and_counts_advance(strategy: str) -> None:
     masks, module = masks_of(strategy)
     fresh = Noisy(rngs=nnx.Rngs(0))
@@ -127,7 +127,7 @@ def test_per_replica_strategies_draw_the_same_masks() -> None:
         np.testing.assert_array_equal(masks_of(strategy)[0], reference)
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_a_tail_sees_the_masks_of_a_single_device(strategy: str) -> None:
     np.testing.assert_array_equal(masks_of(strategy, rows=13)[0], masks_of("single", rows=13)[0])
 
@@ -147,7 +147,7 @@ def statistics(strategy: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(module.norm.mean[...]), np.asarray(module.norm.var[...])
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
     x = arrays(32)["x"]
     mean, var = statistics(strategy)
@@ -205,8 +205,8 @@ def test_explicit_axes_break_an_ordinary_layer() -> None:
         jax.jit(lambda x, kernel: x @ kernel)(x, kernel)
 
 
-@pytest.mark.parametrize("strategy", REPLICAS)
-@pytest.mark.parametrize("devices", (1, 2, 8))
+@pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
+@pytest.mark.parametrize("devices", thinned((1, 2, 8), 2))
 def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: int) -> None:
     class Coupled(Linear):
         def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
@@ -259,7 +259,7 @@ def keys_of(module: Any) -> list[np.ndarray]:
     return [np.asarray(jax.random.key_data(x[...])) for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngKey)]
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", "pmap"])
+@pytest.mark.parametrize("strategy", thinned(["shard_map", "pmap"], "shard_map"))
 def test_stacked_dropouts_draw_their_own_masks_on_each_replica_and_keep_their_keys(strategy: str) -> None:
     module, batches = Stacked(rngs=nnx.Rngs(0)), make_batches(16, 16)
     keys = keys_of(module)
@@ -276,7 +276,7 @@ def test_stacked_dropouts_draw_their_own_masks_on_each_replica_and_keep_their_ke
     np.testing.assert_array_equal(np.asarray(count), [2, 2, 2])
 
 
-@pytest.mark.parametrize("strategy", ["single", "pmap", "simulate:8"])
+@pytest.mark.parametrize("strategy", thinned(["single", "pmap", "simulate:8"], "pmap"))
 def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
     for found in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
         np.testing.assert_array_equal(found["masks"], 1.0)
@@ -299,7 +299,7 @@ def plainly(fn: Any) -> Any:
     return fn
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", "pmap"])
+@pytest.mark.parametrize("strategy", thinned(["shard_map", "pmap"], "shard_map"))
 def test_a_dropout_under_remat_or_jit_drops_what_it_drops_without(strategy: str) -> None:
     weights, batches = {}, make_batches(16, 16)
     for transform in (plainly, nnx.remat, nnx.jit):

@@ -10,7 +10,7 @@ from kit.batches import random
 from kit.by_hand import assert_same, params_of
 from kit.journal import Losses
 from kit.modules import Linear, module
-from kit.trainers import fit
+from kit.trainers import fit, thinned
 
 RATE = 0.1
 
@@ -44,13 +44,17 @@ def drifting(batch: Any, count: int) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "devices", "count"),
-    [
-        ("simulate:1", "auto", 1),
+    thinned(
+        [
+            ("simulate:1", "auto", 1),
+            ("simulate:4", "auto", 4),
+            ("shard_map", 4, 4),
+            ("pmap", 2, 2),
+            ("simulate:8", "auto", 8),
+        ],
         ("simulate:4", "auto", 4),
         ("shard_map", 4, 4),
-        ("pmap", 2, 2),
-        ("simulate:8", "auto", 8),
-    ],
+    ),
 )
 def test_a_step_is_one_update_on_the_mean_of_the_shards(strategy: str, devices: Any, count: int) -> None:
     model, losses, batches = module(base=Linear, tx=optax.sgd(RATE)), Losses(), random(4)

@@ -1,6 +1,5 @@
 """trainer.explain() tells which callback's hook kept the loop waiting, and compile_seconds what compiling took."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from kit import trainers
 from kit.batches import numbered
-from kit.inside import Clock, listeners, stop_clocks
+from kit.inside import Clock, files, listeners, stop_clocks
 from kit.journal import hooks
 from kit.modules import Mean, module
+from kit.refusals import refuses
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
@@ -20,44 +20,34 @@ from jaxlit.errors import ArgumentError, ModuleError
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     return stop_clocks(monkeypatch)
 
 
-class Slow(jl.Callback):
-    """Lets time pass in its hooks."""
+def slow(clock: Clock, scale: float = 1.0) -> jl.Callback:
+    """Return a callback that lets time pass in its hooks."""
 
-    def __init__(self, clock: Clock, seconds: float = 1.0) -> None:
-        self.clock, self.seconds, self.trace_every_n_steps = clock, seconds, 2
+    def spend(seconds: float) -> None:
+        clock.now += seconds * scale
 
-    def _spend(self, seconds: float) -> None:
-        self.clock.now += seconds * self.seconds
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._spend(1 + batch_idx)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self._spend(32)
-
-    def on_log(self, trainer: Any, values: Any, step: int) -> None:
-        self._spend(0.25)
-
-    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-        return {"x": jnp.zeros(2)}
-
-    def on_trace(self, trainer: Any, values: Any, step: int) -> None:
-        self._spend(0.5)
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self._spend(64)
+    found = hooks(
+        "Slow",
+        on_train_batch_end=lambda t, m, outputs, batch, i: spend(1 + i),
+        on_validation_end=lambda t, m: spend(32),
+        on_log=lambda t, values, step: spend(0.25),
+        trace_step=lambda grads, updates, params, opt_state: {"x": jnp.zeros(2)},
+        on_trace=lambda t, values, step: spend(0.5),
+        teardown=lambda t, m, stage: spend(64),
+    )
+    found.trace_every_n_steps = 2
+    return found
 
 
-class Quick(jl.Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pass
+def quick() -> jl.Callback:
+    return hooks("Quick", on_train_batch_end=lambda *_: None)
 
 
-def fit(callbacks: Any, **arguments: Any) -> jl.Trainer:
+def fit(*callbacks: Any, **arguments: Any) -> jl.Trainer:
     """Train for two epochs of four batches and a validation, with no callbacks but these."""
     arguments = BARE | {"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0} | arguments
     return trainers.fit(Mean(), numbered(4), numbered(1), *callbacks, **arguments)
@@ -67,137 +57,94 @@ def times(trainer: jl.Trainer) -> dict[tuple[str, str], tuple[int, float, float]
     return {(x.owner, x.hook): (x.calls, x.seconds, x.longest) for x in trainer.explain().hooks}
 
 
-def test_each_hook_has_its_calls_its_time_and_its_longest_call(clock: Clock) -> None:
-    found = times(fit([Quick(), Slow(clock)]))
-    assert found["Slow", "on_train_batch_end"] == (8, 2 * (1 + 2 + 3 + 4), 4)
-    assert found["Slow", "on_validation_end"] == (2, 64, 32)
-    assert found["Slow", "on_trace"] == (4, 2, 0.5)
-    assert found["Slow", "on_log"] == (6, 1.5, 0.25)  # two rows of steps and one of validation an epoch
-    assert found["Slow", "teardown"] == (1, 64, 64)
-    assert found["Quick", "on_train_batch_end"] == (8, 0, 0)
-    assert set(found) == {("Quick", "on_train_batch_end")} | {
-        ("Slow", hook) for hook in ("on_train_batch_end", "on_validation_end", "on_trace", "on_log", "teardown")
-    }
-
-
-def test_the_longest_comes_first_and_the_whole_run_is_counted(clock: Clock) -> None:
-    explanation = fit([Quick(), Slow(clock)]).explain()
-    seconds = [hook.seconds for hook in explanation.hooks]
-    assert seconds == sorted(seconds, reverse=True)
-    assert explanation.seconds == sum(seconds) == 20 + 64 + 2 + 1.5 + 64  # nothing else lets time pass
-
-
-def test_hooks_of_the_module_and_the_datamodule_stand_under_their_names(clock: Clock) -> None:
+def test_each_hook_has_its_calls_its_time_and_its_longest_call_and_each_run_its_own(clock) -> None:
     def spend(seconds: float) -> Any:
         def hook(self: Any, *_: Any) -> None:
             clock.now += seconds
 
         return hook
 
-    data = type("Data", (jl.DataModule,), {"setup": spend(5), "train_dataloader": lambda self: numbered(4)})()
-    model = module(name="Timed", on_train_epoch_end=spend(3))
-    trainer = trainers.fit(model, None, None, max_epochs=2, datamodule=data, **BARE)
-    found = {key: spent for key, spent in times(trainer).items() if spent[1]}
-    assert found == {("Timed", "on_train_epoch_end"): (2, 6, 3), ("Data", "setup"): (1, 5, 5)}
-
-
-def test_two_callbacks_of_one_class_have_a_line_each(clock: Clock) -> None:
-    explanation = fit([Slow(clock), Slow(clock, 3.0)]).explain()
-    for hook, calls, seconds in (("on_train_batch_end", 8, 20), ("on_trace", 4, 2), ("teardown", 1, 64)):
-        found = [(x.owner, x.calls, x.seconds) for x in explanation.hooks if x.hook == hook]
-        assert found == [("Slow:1", calls, 3 * seconds), ("Slow", calls, seconds)]
-
-
-class Saves(jl.Callback):
-    """Writes a checkpoint in a hook, in which other hooks run."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.clock.now += 2
-        trainer.save_checkpoint(f"step_{trainer.global_step}")
-        self.clock.now += 1
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_hook_inside_another_is_counted_once(clock: Clock, fails: bool) -> None:
-    class Inside(jl.Callback):
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-            clock.now += 5
-            if fails and trainer.global_step == 8:
-                raise RuntimeError("no")
-
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            clock.now += 7
-
-    trainer = make_trainer(Saves(clock), Inside(), Inside(), max_epochs=2, **BARE)
-    with contextlib.ExitStack() as stack:
-        if fails:
-            stack.enter_context(pytest.raises(RuntimeError, match="no"))
-        trainer.fit(Mean(), numbered(4))
-    found, explanation = times(trainer), trainer.explain()
-    assert found["Inside", "on_save_checkpoint"] == (2, 10, 5)
-    assert found.get(("Inside:1", "on_save_checkpoint")) == ((1, 5, 5) if fails else (2, 10, 5))
-    # What follows the error is left out.
-    assert found["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
-    assert found["Inside", "teardown"] == found["Inside:1", "teardown"] == (1, 7, 7)
-    assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
-
-
-def test_a_hook_that_raises_is_counted(clock: Clock) -> None:
-    class Fails(jl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            clock.now += 7
-            raise RuntimeError("no")
-
-        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-            clock.now += 2
-
-    trainer = make_trainer(Fails(), **BARE)
-    with pytest.raises(RuntimeError, match="no"):
-        trainer.fit(Mean(), numbered(4))
-    assert times(trainer) == {("Fails", "on_train_batch_end"): (1, 7, 7), ("Fails", "on_exception"): (1, 2, 2)}
-
-
-def test_before_any_run_there_is_nothing_to_tell() -> None:
-    trainer = make_trainer(**BARE)
-    assert trainer.compile_seconds == {}
-    with pytest.raises(ArgumentError, match=r"Trainer\.explain has nothing to tell.*after fit"):
-        trainer.explain()
-
-
-def test_it_may_be_asked_while_the_run_goes_on(clock: Clock) -> None:
-    class Asks(jl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            told.append((times(trainer), trainer.explain().seconds))
-            clock.now += 1
-
-    told: list[Any] = []
-    fit([Asks()], max_epochs=1)
-    assert [calls.get(("Asks", "on_train_batch_end"), (0, 0, 0)) for calls, _ in told] == [
-        (0, 0, 0),
-        *((n, n, 1) for n in (1, 2, 3)),
-    ]
-    assert [seconds for _, seconds in told] == [0, 1, 2, 3]
-
-
-def test_it_is_about_the_newest_run_and_does_not_grow_afterwards(clock: Clock) -> None:
-    trainer = fit([Slow(clock)])
-    first = trainer.explain()
+    loaders = {"train_dataloader": lambda self: numbered(4), "val_dataloader": lambda self: numbered(1)}
+    data = type("Data", (jl.DataModule,), {"setup": spend(5)} | loaders)()
+    arguments = BARE | {"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0, "datamodule": data}
+    model, twice = module(name="Timed", on_train_epoch_end=spend(3)), [slow(clock), slow(clock, 3.0)]
+    trainer = trainers.fit(model, None, None, quick(), *twice, **arguments)
+    of_slow = {
+        "on_train_batch_end": (8, 2 * (1 + 2 + 3 + 4), 4),
+        "on_validation_end": (2, 64, 32),
+        "on_trace": (4, 2, 0.5),
+        "on_log": (6, 1.5, 0.25),  # two rows of steps and one of validation an epoch
+        "teardown": (1, 64, 64),
+    }
+    assert {key: spent for key, spent in times(trainer).items() if spent[1]} == {
+        **{("Slow", hook): spent for hook, spent in of_slow.items()},
+        **{("Slow:1", hook): (calls, 3 * total, 3 * longest) for hook, (calls, total, longest) in of_slow.items()},
+        ("Timed", "on_train_epoch_end"): (2, 6, 3),
+        ("Data", "setup"): (1, 5, 5),
+    }
+    assert times(trainer)["Quick", "on_train_batch_end"] == (8, 0, 0)
+    explanation = trainer.explain()
+    seconds = [hook.seconds for hook in explanation.hooks]
+    assert seconds == sorted(seconds, reverse=True), "the longest comes first"
+    assert explanation.seconds == sum(seconds) == 4 * (20 + 64 + 2 + 1.5 + 64) + 6 + 5  # nothing else lets time pass
     clock.now += 1000
-    assert trainer.explain() == first
+    assert trainer.explain() == explanation, "it does not grow afterwards"
+    trainer.callbacks.remove(twice[1])
     trainer.validate(Mean(), numbered(1))
-    found = times(trainer)
-    assert found == {
+    assert times(trainer) == {
         ("Slow", "on_validation_end"): (1, 32, 32),
         ("Slow", "on_log"): (1, 0.25, 0.25),
         ("Slow", "teardown"): (1, 64, 64),
     }
 
 
-def test_as_text_it_is_a_table(clock: Clock) -> None:
-    text = str(fit([Slow(clock, 2e-3), Quick()]).explain())
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hook_inside_another_is_counted_once_also_one_that_raises(clock, fails) -> None:
+    def save(trainer: Any, module: Any) -> None:
+        clock.now += 2
+        trainer.save_checkpoint(f"step_{trainer.global_step}")
+        clock.now += 1
+
+    def inside(trainer: Any, module: Any, checkpoint: Any) -> None:
+        clock.now += 5
+        if fails and trainer.global_step == 8:
+            raise RuntimeError("no")
+
+    def torn(*_: Any) -> None:
+        clock.now += 7
+
+    twice = [hooks("Inside", on_save_checkpoint=inside, teardown=torn, on_exception=torn) for _ in range(2)]
+    trainer = make_trainer(hooks("Saves", on_train_epoch_end=save), *twice, max_epochs=2, **BARE)
+    if fails:
+        refuses(RuntimeError, lambda: trainer.fit(Mean(), numbered(4)), "no")
+    else:
+        trainer.fit(Mean(), numbered(4))
+    found, explanation = times(trainer), trainer.explain()
+    assert found["Inside", "on_save_checkpoint"] == (2, 10, 5)
+    assert found["Inside:1", "on_save_checkpoint"] == ((1, 5, 5) if fails else (2, 10, 5))
+    # What follows the error is left out.
+    assert found["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
+    assert found["Inside", "teardown"] == found["Inside:1", "teardown"] == (1, 7, 7)
+    assert found.get(("Inside", "on_exception")) == ((1, 7, 7) if fails else None)
+    assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
+
+
+def test_it_may_be_asked_while_the_run_goes_on_and_not_before(clock) -> None:
+    def ask(trainer: Any, *_: Any) -> None:
+        told.append((times(trainer).get(("Asks", "on_train_batch_end")), trainer.explain().seconds))
+        clock.now += 1
+
+    told: list[Any] = []
+    trainer = make_trainer(hooks("Asks", on_train_batch_end=ask), **BARE)
+    assert trainer.compile_seconds == {}
+    refuses(ArgumentError, trainer.explain, r"Trainer\.explain has nothing to tell.*after fit")
+    trainer.fit(Mean(), numbered(4))
+    assert [calls or (0, 0, 0) for calls, _ in told] == [(0, 0, 0), *((n, n, 1) for n in (1, 2, 3))]
+    assert [seconds for _, seconds in told] == [0, 1, 2, 3]
+
+
+def test_as_text_it_is_a_table_also_of_a_run_that_took_no_time(clock) -> None:
+    text = str(fit(slow(clock, 2e-3), quick()).explain())
     head, *rest = text.splitlines()
     assert head == "Callbacks and hooks took 0.303 s of 0.303 s (100.0%)."
     table = [line.split() for line in rest if not line.startswith("Compiling: ")]
@@ -208,55 +155,33 @@ def test_as_text_it_is_a_table(clock: Clock) -> None:
     assert rows["Quick", "on_train_batch_end"] == ["8", *["0", "us"] * 3]
     starts = [line.index(word) for line, word in zip(rest[-6:], [row[1] for row in table[-6:]], strict=True)]
     assert len(set(starts)) == 1  # columns stand below each other
-
-
-def test_a_run_that_took_no_time_has_a_table_too(clock: Clock) -> None:
-    assert "took 0 s of 0 s (0.0%)" in repr(fit([Quick()]).explain())
-
-
-# Checkpoints -----------------------------------------------------------------------------------------
+    assert "took 0 s of 0 s (0.0%)" in repr(fit(quick()).explain())
 
 
 def test_callbacks_are_told_once_of_each_checkpoint_that_is_whole() -> None:
     told: list[Any] = []
 
-    class Told(jl.Callback):
-        def on_checkpoint_saved(self, trainer: Any, module: Any, callback: ModelCheckpoint, path: Path) -> None:
-            assert isinstance(module, Mean) and trainer.checkpoint_callbacks[len(path.parent.name) - 1] is callback
-            told.append((path.parent.name, path.name, contents(path)))
+    def tell(trainer: Any, module: Any, callback: Any, path: Path) -> None:
+        files.manifest.verify(path)
+        told.append((callback, module, path.parent.name, int(path.name[5:])))
 
-    def contents(path: Path) -> dict[str, bytes]:
-        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-    kinds = [ModelCheckpoint("a", monitor="val", save_top_k=-1), ModelCheckpoint("bb", every_n_train_steps=3)]
-    trainer = fit([Told(), *kinds], enable_checkpointing=True)
+    kinds = [ModelCheckpoint("a", monitor="val", save_top_k=-1), ModelCheckpoint("b", every_n_train_steps=3)]
+    trainer = fit(hooks("Told", on_checkpoint_saved=tell), *kinds, enable_checkpointing=True)
     # The one behind the last step is that of the training's end.
-    assert [x[:2] for x in told if x[0] == "a"] == [("a", f"step_{step:08}") for step in (4, 8)]
-    assert [x[:2] for x in told if x[0] == "bb"] == [("bb", f"step_{step:08}") for step in (3, 6, 8)]
-    assert all(found for *_, found in told)
-    for folder, name, found in told:
-        if (path := Path(folder, name)).exists():  # the others were replaced
-            assert contents(path) == found
-    assert {path.name for path in Path("a").glob("step_*")} == {"step_00000004", "step_00000008"}
+    expected = [(kinds[0], "a", 4), (kinds[0], "a", 8), (kinds[1], "b", 3), (kinds[1], "b", 6), (kinds[1], "b", 8)]
+    assert sorted(told, key=lambda x: x[2:]) == [(c, trainer.module, *where) for c, *where in expected]
     assert times(trainer)["Told", "on_checkpoint_saved"][0] == 5
 
 
 def test_other_arguments_are_refused_before_the_first_step() -> None:
-    class Wrong(jl.Callback):
-        def on_checkpoint_saved(self, trainer: Any, path: Path) -> None:  # type: ignore[override]
-            raise AssertionError("it was called")
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            raise AssertionError("a step was taken")
-
-    with pytest.raises(ModuleError, match=r"Wrong\.on_checkpoint_saved.*\(trainer, module, callback, path\)\. Give it"):
-        fit([Wrong(), ModelCheckpoint()], enable_checkpointing=True)
+    steps: list[Any] = []
+    wrong = hooks("Wrong", on_checkpoint_saved=lambda t, path: None, on_train_batch_end=lambda *_: steps.append(1))
+    words = r"Wrong\.on_checkpoint_saved.*\(trainer, module, callback, path\)\. Give it"
+    refuses(ModuleError, lambda: fit(wrong, ModelCheckpoint(), enable_checkpointing=True), words)
+    assert steps == []
 
 
-# Compiling -------------------------------------------------------------------------------------------
-
-
-def test_compile_seconds_are_what_jax_says_of_each_step() -> None:
+def test_compile_seconds_are_what_jax_says_of_each_step_of_the_newest_run_and_nothing_listens_behind_it() -> None:
     said: dict[str, float] = {}
 
     def listen(event: str, seconds: float, **details: Any) -> None:
@@ -265,9 +190,10 @@ def test_compile_seconds_are_what_jax_says_of_each_step() -> None:
             if name in (step, f"jit({step})") and event.startswith("/jax/core/compile/"):
                 said[step] = said.get(step, 0.0) + seconds
 
+    before = listeners()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        trainer = fit([jl.callbacks.GradientNorm(every_n_steps=2)], accumulate_grad_batches=2)
+        trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), accumulate_grad_batches=2)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     found = trainer.compile_seconds
@@ -275,21 +201,8 @@ def test_compile_seconds_are_what_jax_says_of_each_step() -> None:
     assert all(seconds > 0 for seconds in found.values())
     assert trainer.explain().compile_seconds == found
     assert all(f"{name} {seconds:.2g} s" in str(trainer.explain()) for name, seconds in found.items())
-
-
-def test_compile_seconds_are_of_the_newest_run_only() -> None:
-    trainer = fit([])
-    assert set(trainer.compile_seconds) == {"train_step", "eval_step"}
     trainer.validate(Mean(), numbered(1))
-    assert set(trainer.compile_seconds) == {"eval_step"}
-    before = trainer.compile_seconds
-    fit([])  # another Trainer's
-    assert trainer.compile_seconds == before
-
-
-def test_nothing_listens_once_a_run_is_over() -> None:
-    before = listeners()
-    fit([])
-    with pytest.raises(ZeroDivisionError):
-        fit([hooks(on_train_start=lambda *_: 1 / 0)])
-    assert listeners() == before
+    newest = trainer.compile_seconds
+    assert set(newest) == {"eval_step"}
+    refuses(ZeroDivisionError, lambda: fit(hooks(on_train_start=lambda *_: 1 / 0)))  # another Trainer's
+    assert trainer.compile_seconds == newest and listeners() == before

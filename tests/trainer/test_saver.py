@@ -1,5 +1,7 @@
-"""A checkpoint written now: `Trainer.save_checkpoint`, and what `trainer.saver` gives callbacks."""
+"""A checkpoint written now: `Trainer.save_checkpoint`, and what `trainer.saver` gives a writer of one's own."""
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,25 @@ from kit.checkpoints import names, state_of
 from kit.inside import files
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.trainers import fit, make_trainer
+from kit.refusals import refuses
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, DataError, StateError
 from jaxlit.testing import faults
+from jaxlit.trainer.saver import Saver
 
 
 def weight_in(path: Any) -> float:
     return float(Mean.load_from_checkpoint(path).w[...][0])
+
+
+def order_of(path: Any) -> Any:
+    return files.manifest.order_of(Path(path))
+
+
+def written(folder: str = "kept") -> set[str]:
+    return {path.parent.name for path in Path(folder).glob("*/MANIFEST.json")}
 
 
 @pytest.fixture
@@ -34,36 +46,70 @@ def test_a_checkpoint_can_be_saved_in_hooks_and_after_fit() -> None:
         on_train_epoch_end=lambda t, m: t.save_checkpoint(Path("kept") / f"epoch_{t.current_epoch}"),
     )
     given: Any = {"max_epochs": 2, "enable_checkpointing": False}
-    fit(Mean(), numbered(2), None, save, default_root_dir="run", **given).save_checkpoint("kept/end_4")
+    trainer = fit(Mean(), numbered(2), None, save, default_root_dir="run", **given)
+    trainer.save_checkpoint("kept/end_4")
     steps = {f"batch_{k}": k for k in range(1, 5)} | {"epoch_0": 2, "epoch_1": 4, "end_4": 4}
     assert names("kept") == sorted(steps)
     for name, step in steps.items():
         assert weight_in(f"kept/{name}") == mean([[1.0], [2.0], [1.0], [2.0]][:step]), name
+    for name in ("batch_1", "epoch_0"):
         again = fit(Mean(), numbered(2), default_root_dir=f"again/{name}", ckpt_path=f"kept/{name}", **given)
         assert again.global_step == 4 and float(again.module.w[...][0]) == mean([[1.0], [2.0]] * 2), name
+    # Whatever is written to the module behind the fit, what is saved is the training; a validation changes nothing.
+    trainer.module.w[...] = jnp.zeros(1)
+    trainer.callbacks = [hooks(on_validation_end=lambda t, m: t.saver.begin("kept/validated").wait())]
+    trainer.validate(trainer.module, numbered(1))
+    assert state_of("kept/validated")["global_step"] == 4 and weight_in("kept/validated") == weight_in("kept/end_4")
+    assert not trainer.module.w[...].any()
 
 
-def test_there_is_nothing_to_save_before_fit() -> None:
+def test_before_fit_and_while_a_second_one_is_set_up_there_is_nothing_to_save() -> None:
+    told: list[Any] = []
+
+    def ask(trainer: jl.Trainer, module: Any, stage: str) -> None:
+        told.append((trainer.global_step, trainer.current_epoch, trainer.saver.has_trained))
+        with pytest.raises(AttributeError, match=r"trainer\.state is there from fit on"):
+            _ = trainer.state
+        refuses(CheckpointError, lambda: trainer.saver.begin("kept/a"), "no training to save")
+        words = r"callback of the newest fit that keeps arrays, \[\] here"
+        refuses(ArgumentError, lambda: trainer.callback_arrays(asks), words)
+
+    asks = hooks(
+        setup=ask,
+        init_arrays=lambda params: {"count": jnp.zeros(())},
+        update_arrays=lambda arrays, params, grads, global_step: ({"count": arrays["count"] + 1}, params),
+    )
     trainer = make_trainer()
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="no training to save.*hook of fit, or after it"):
-            trainer.save_checkpoint("end")
-        trainer.validate(Mean(), numbered(1))
+    trainer.validate(Mean(), numbered(1))
+    refuses(CheckpointError, lambda: trainer.save_checkpoint("end"), "no training to save.*hook of fit, or after")
     assert not Path("end").exists()
+    trainer.callbacks.append(asks)
+    for _ in range(2):
+        trainer.fit(Mean(), numbered(3))
+        counts = (trainer.global_step, int(trainer.state.step), float(trainer.callback_arrays(asks)["count"]))
+        assert counts == (3, 3, 3)
+    assert told == [(0, 0, False)] * 2 and not Path("kept").exists()
 
 
-def test_after_a_second_fit_that_failed_in_its_setup_the_state_of_the_first_can_be_saved(trained: jl.Trainer) -> None:
+def test_a_fit_that_could_not_begin_has_trained_nothing_and_loses_nothing_of_the_one_before(trained) -> None:
     class Bad(jl.DataModule):
         def setup(self, stage: str) -> None:
             raise ValueError("no data")
 
-    with pytest.raises(ValueError, match="no data"):
-        trained.fit(Mean(), datamodule=Bad())
+    told: list[Any] = []
+    trained.callbacks = [hooks(on_exception=lambda t, m, error: told.append((t.global_step, t.saver.has_trained)))]
+    module = trained.module
+    for kind, given in ((DataError, {"train_dataloaders": []}), (ValueError, {"datamodule": Bad()})):
+        with pytest.raises(kind):
+            trained.fit(Mean(), **given)
+    assert told == [(0, False)] * 2
+    assert (trained.global_step, trained.current_epoch, trained.saver.has_trained) == (1, 1, True)
+    assert trained.module is module
     trained.save_checkpoint("kept")
     assert state_of("kept")["global_step"] == 1 and weight_in("kept") == 0.5
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_overwritten(trained: jl.Trainer) -> None:
+def test_a_folder_that_is_no_checkpoint_is_not_overwritten(trained) -> None:
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years")
     for path in ("mine", ".", "run", "run/checkpoints"):
@@ -72,7 +118,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_overwritten(trained: jl.Trainer) 
     assert Path("mine/thesis.txt").read_text() == "years" and names() == ["step_00000001"]
 
 
-def test_a_checkpoint_that_is_there_is_replaced_by_a_whole_one(trained: jl.Trainer) -> None:
+def test_a_checkpoint_that_is_there_is_replaced_by_a_whole_one(trained) -> None:
     trained.save_checkpoint("mine")
     again = fit(Mean(), numbered(1), default_root_dir="other", max_epochs=2, ckpt_path="mine")
     full = pytest.raises(CheckpointError, match="mine could not be written: .*No space left")
@@ -81,12 +127,6 @@ def test_a_checkpoint_that_is_there_is_replaced_by_a_whole_one(trained: jl.Train
     assert weight_in("mine") == 0.5
     again.save_checkpoint("mine")
     assert weight_in("mine") == 0.75 and names(".") == ["mine", "other", "run"]
-
-
-@pytest.mark.parametrize("path", [3, "", None])
-def test_a_path_that_is_none_is_refused(path: Any, trained: jl.Trainer) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"save_checkpoint\(path\) takes a path, got"):
-        trained.save_checkpoint(path)
 
 
 def test_a_checkpoint_taken_in_a_hook_has_what_the_hook_has_just_written_to_the_module() -> None:
@@ -101,32 +141,122 @@ def test_a_checkpoint_taken_in_a_hook_has_what_the_hook_has_just_written_to_the_
 def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
     """A save in it fails in a hook of another name; what it writes and logs then is still its own."""
 
-    class Fails(jl.Callback):
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            raise OSError("no room")
+    def survive(trainer: Any, module: Any, *_: Any) -> None:
+        refuses(ZeroDivisionError, lambda: trainer.save_checkpoint("mine"))
+        module.w[...] = jnp.ones(1)
 
-    class Survives(jl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            with pytest.raises(OSError, match="no room"):
-                trainer.save_checkpoint("mine")
-            module.w[...] = jnp.ones(1)
-
+    fails = hooks("Fails", on_save_checkpoint=lambda *_: 1 / 0)
     with pytest.raises(StateError, match=r"Survives\.on_train_batch_end wrote to w\."):
-        fit(Mean(), numbered(1), None, Fails(), Survives(), enable_checkpointing=False)
+        survives = hooks("Survives", on_train_batch_end=survive)
+        fit(Mean(), numbered(1), None, fails, survives, enable_checkpointing=False)
 
 
-def test_orders_go_on_behind_those_of_the_folder_and_the_parts_write_in_the_background() -> None:
+# A writer of one's own
+
+
+def of_the_docstring() -> Any:
+    """Return the writer that the docstring of `Saver` shows, saving at every second step."""
+    lines = [line.strip() for line in (Saver.__doc__ or "").splitlines()]
+    code = "\n".join(line[4:] for line in lines if line.startswith((">>>", "...")))
+    found: dict[str, Any] = {}
+    exec(code.replace("% 100", "% 2"), found)
+    return found["EveryHundred"]()
+
+
+@pytest.mark.parametrize("at", thinned([0, 1, 10, 30], 0, 10))
+def test_the_writer_of_the_docstring_announces_what_is_there_and_nothing_else(at) -> None:
+    heard: dict[str, bool] = {}
+    hears = hooks(on_checkpoint_saved=lambda t, m, c, path: heard.update({path.name: path.name in written()}))
+    with contextlib.ExitStack() as stack:
+        if at:
+            stack.enter_context(pytest.raises(CheckpointError, match="could not be written"))
+            stack.enter_context(faults("kept", at=at, kind="full"))
+        fit(Mean(), numbered(6), None, of_the_docstring(), hears, enable_checkpointing=False)
+    assert all(heard.values()) and heard.keys() == written()
+    assert at or heard.keys() == {"at_2", "at_4", "at_6"}
+
+
+def test_the_end_of_a_run_waits_for_checkpoints_that_nobody_waits_for(monkeypatch) -> None:
+    seal, torn_down = files.manifest.seal, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert torn_down.wait(60)
+        seal(*arguments)
+
+    monkeypatch.setattr(files.manifest, "seal", late)
+    leaves = hooks(on_fit_end=lambda t, m: t.saver.begin("kept/end"), teardown=lambda t, m, stage: torn_down.set())
+    fit(Mean(), numbered(2), None, leaves, enable_checkpointing=False)
+    assert written() == {"end"}
+
+
+def full_in_background(trainer: jl.Trainer) -> Any:
+    """Return a disk that is full from where only the background writes."""
+    with faults("counted") as seen:
+        trainer.saver.begin("counted/a").wait()
+    at = next(i for i, (_, name) in enumerate(seen.operations, 1) if name.endswith("state.json"))
+    return faults("kept", at=at, kind="full")
+
+
+@pytest.mark.parametrize("other", [None, RuntimeError("the first")])
+def test_one_that_could_not_be_written_is_raised_behind_teardown_or_noted_on_the_error_of_the_fit(other) -> None:
+    torn: list[str] = []
+    stack = contextlib.ExitStack()
+
+    def leave(trainer: jl.Trainer, module: Any) -> None:
+        stack.enter_context(full_in_background(trainer))
+        trainer.saver.begin("kept/a")
+        if other is not None:
+            raise other
+
+    last = hooks(on_fit_end=leave, teardown=lambda t, m, stage: torn.append(stage))
+    with stack, pytest.raises((CheckpointError, RuntimeError)) as raised:
+        fit(Mean(), numbered(1), None, last, enable_checkpointing=False)
+    assert torn == ["fit"]
+    if other is None:
+        assert "kept/a could not be written" in str(raised.value)
+    else:
+        (note,) = raised.value.__notes__
+        assert raised.value is other and "begun before failed as well: CheckpointError(" in note
+
+
+def test_every_wait_for_a_checkpoint_that_could_not_be_written_raises(trained) -> None:
+    with full_in_background(trained):
+        saving = trained.saver.begin("kept/a")
+        for _ in range(3):
+            refuses(CheckpointError, saving.wait, "kept/a could not be written")
+    assert not Path("kept/a").exists()
+
+
+def test_an_order_is_as_given_or_behind_those_of_the_folder_and_of_what_is_being_written() -> None:
     saved: list[tuple[Any, Any]] = []
-
-    def begin(trainer: Any, module: Any, *_: Any) -> None:
-        trainer.saver.check()
-        saving = trainer.saver.begin(f"kept/step_0000000{9 - trainer.global_step}")
+    writer = hooks(on_checkpoint_saved=lambda t, m, callback, path: saved.append((callback, path)))
+    trained = fit(Mean(), numbered(1), None, writer, enable_checkpointing=False)
+    trained.saver.check()
+    trained.saver.begin("kept/step_00000006", 7).wait()
+    savings = [trained.saver.begin(f"{folder}/step_0000000{k}") for folder, k in (("kept", 3), ("kept", 2), ("b", 1))]
+    for saving in savings:
         saving.wait()
-        trainer.saver.announce(writer, saving.path)
+        trained.saver.announce(writer, saving.path)
+    assert [order_of(f"kept/step_0000000{k}") for k in (6, 3, 2)] == [7, 8, 9] and order_of("b/step_00000001") == 1
+    assert files.newest(Path("kept"))[0].path.name == "step_00000002"
+    trained.saver.announce(writer, "kept/a")  # named as begin would name it
+    assert saved == [(writer, path) for path in (*[x.path for x in savings], Path.cwd() / "kept" / "a")]
 
-    writer = hooks(on_train_batch_end=begin)
-    heard = hooks(on_checkpoint_saved=lambda t, m, callback, path: saved.append((callback, path)))
-    fit(Mean(), numbered(3), None, writer, heard, enable_checkpointing=False)
-    assert [files.manifest.order_of(Path(f"kept/step_0000000{k}")) for k in (8, 7, 6)] == [1, 2, 3]
-    assert saved == [(writer, Path(f"kept/step_0000000{k}").absolute()) for k in (8, 7, 6)]
-    assert files.newest(Path("kept"))[0].state["global_step"] == 3  # type: ignore[union-attr]
+
+def test_what_is_no_path_order_or_callback_is_refused_by_the_name_that_was_called(trained) -> None:
+    saver, callback = trained.saver, jl.Callback()
+    for path in (3, "", None):
+        for name, call in (
+            ("trainer.saver.begin", saver.begin),
+            ("trainer.saver.announce", lambda path: saver.announce(callback, path)),
+            ("Trainer.save_checkpoint", trained.save_checkpoint),
+        ):
+            words = rf"^{name}\(path\) takes a path, got {path!r}\. Pass"
+            refuses(ArgumentTypeError, lambda call=call, path=path: call(path), words)
+    for order in ("x", 1.5, True, -1):
+        words = r"^trainer\.saver\.begin\(order=\.\.\.\) takes an int of at least 0, got "
+        error = ArgumentError if order == -1 else ArgumentTypeError
+        refuses(error, lambda order=order: saver.begin("kept/a", order), words)
+    assert not Path("kept").exists()
+    words = r"takes the callback that wrote the checkpoint, got 'me'\. Pass self"
+    refuses(ArgumentTypeError, lambda: saver.announce("me", "kept/a"), words)  # type: ignore[arg-type]

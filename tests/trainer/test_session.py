@@ -1,19 +1,18 @@
 """What a Trainer keeps between its runs, and its callbacks in each of them."""
 
+from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from kit.batches import numbered, random
+from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
-from kit.modules import Linear, Mean, module
-from kit.refusals import refuses, warnings_of
+from kit.modules import Mean, module
+from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentError
 
 
 def named(name: str, called: list[str]) -> jl.Callback:
@@ -23,30 +22,16 @@ def named(name: str, called: list[str]) -> jl.Callback:
 def test_configure_callbacks_adds_behind_the_users_for_one_run_and_drops_none_of_the_same_class() -> None:
     called: list[str] = []
     brings = module(configure_callbacks=lambda self: [named("module 1", called), named("module 2", called)])
+    one = module(configure_callbacks=lambda self: named("alone", called))
     mine = [named("user 1", called), named("user 2", called)]
     trainer = make_trainer(*mine)
     trainer.fit(brings, numbered(1))
     assert called == ["user 1", "user 2", "module 1", "module 2"]
     assert [c for c in trainer.callbacks if c in mine] == mine
     trainer.fit(brings, numbered(1))  # those of the first fit are gone
-    trainer.fit(Mean(), numbered(1))
-    assert called[4:] == ["user 1", "user 2", "module 1", "module 2", "user 1", "user 2"]
-
-
-def test_configure_callbacks_may_return_one() -> None:
-    brings = module(configure_callbacks=lambda self: jl.callbacks.EarlyStopping("val", stopping_threshold=100.0))
-    trainer = fit(brings, numbered(2), numbered(1), max_epochs=5)
-    assert trainer.current_epoch == 1 and trainer.early_stopping_callback is not None
-
-
-def test_a_callback_appended_to_the_trainer_is_called() -> None:
-    called: list[str] = []
-    trainer = make_trainer(enable_checkpointing=False, logger=False, enable_progress_bar=False)
-    before = len(trainer.callbacks)
-    trainer.callbacks.append(named("fit", called))
-    trainer.fit(module(configure_callbacks=lambda self: [jl.Callback()]), numbered(1))
-    trainer.fit(Mean(), numbered(1))
-    assert called == ["fit", "fit"] and len(trainer.callbacks) == before + 1
+    trainer.callbacks.append(named("user 3", called))
+    trainer.fit(one, numbered(1))
+    assert called[4:] == ["user 1", "user 2", "module 1", "module 2", "user 1", "user 2", "user 3", "alone"]
 
 
 def test_the_same_trainer_in_its_own_hook_is_refused_and_keeps_its_counts() -> None:
@@ -65,28 +50,6 @@ def test_the_same_trainer_in_its_own_hook_is_refused_and_keeps_its_counts() -> N
     assert float(model.w[...][0]) == mean([[1], [2], [1], [2]])
 
 
-# EarlyStopping as a Trainer that users get runs it ---------------------------------------------------------
-
-
-def test_without_validation_early_stopping_watches_the_epochs_whatever_the_interval() -> None:
-    def step(self: Any, batch: Any) -> Any:
-        self.log("flat", 1.0, on_step=False, on_epoch=True)
-        return jnp.mean(self.error(batch) ** 2)
-
-    stop = jl.callbacks.EarlyStopping("flat", patience=1)
-    assert fit(module(step), numbered(3), None, stop, max_epochs=5, val_check_interval=2).current_epoch == 2
-
-
-def test_a_monitor_that_no_check_has_reached_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    stop = jl.callbacks.EarlyStopping("nope")
-    fit(Mean(), numbered(3), numbered(1), stop, max_epochs=None, max_steps=2)
-    (message,) = [m for m in warnings_of(caplog) if "monitor" in m]
-    assert "monitor='nope'" in message
-
-
-# A DataModule ----------------------------------------------------------------------------------------------
-
-
 def test_a_data_module_knows_its_trainer() -> None:
     class Growing(jl.DataModule):
         def train_dataloader(self) -> Any:
@@ -98,28 +61,22 @@ def test_a_data_module_knows_its_trainer() -> None:
     assert lengths == [1, 2, 3]
 
 
-# apply and compile_step ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("filename", ["metrics.csv", "other.csv"])
+def test_a_trainer_may_validate_and_fit_again_in_its_root_folder_and_another_is_refused_by_its_file(filename) -> None:
+    def make() -> jl.Trainer:
+        # Without checkpoints, which would be found first.
+        arguments = {"log_every_n_steps": 1, "enable_checkpointing": False, "default_root_dir": "run"}
+        return make_trainer(jl.callbacks.CSVLogger(filename), **arguments)
 
-
-def test_apply_sees_the_hyperparameters_and_the_precision_of_the_module() -> None:
-    trainer = fit(Linear(features=3), random(1), precision="bf16-mixed")
-    found: list[Any] = []
-    out = trainer.apply(lambda module, x: found.append(module.hparams) or module(x), random(1)[0]["x"])
-    assert found == [{"features": 3}] and out.dtype == jnp.bfloat16
-    refuses(ArgumentTypeError, lambda: trainer.apply(None), "takes a function of a module, got None")  # type: ignore[arg-type]
-
-
-def test_a_state_that_a_compiled_step_has_overwritten_is_refused() -> None:
-    batch = random(1)[0]
-    state, step = jl.compile_step(Linear(), batch=batch, strategy="single")
-    step(state, batch)
-    refuses(StateError, lambda: step(state, batch), "overwritten.*the one that it returned")
-    refuses(ArgumentTypeError, lambda: step(None, batch), "takes the state of compile_step, got NoneType")
-
-
-def test_one_strategy_object_serves_two_compiled_steps() -> None:
-    batch, strategy = random(1)[0], jl.strategies.DDP()
-    runs = [jl.compile_step(Linear(), batch=batch, strategy=strategy, devices=n) for n in (4, 2)]
-    losses = [float(step(state, batch)[1]["loss"]) for state, step in runs]
-    kernel = np.linspace(-1.0, 1.0, 3)[:, None]
-    assert losses == pytest.approx([float(np.mean((batch["x"] @ kernel - batch["y"]) ** 2))] * 2, rel=1e-5)
+    trainer, model = make(), Mean()
+    trainer.validate(model, numbered(2))
+    for _ in range(2):
+        trainer.fit(model, numbered(2))
+    trainer.validate(model, numbered(2))
+    for validates_first in (False, True):
+        second = make()
+        if validates_first:  # which claims nothing that is another's
+            second.validate(Mean(), numbered(2))
+        before = Path("run", filename).read_text()
+        refuses(ArgumentError, lambda fit=second.fit: fit(Mean(), numbered(2)), f"holds {filename} of another run")
+        assert Path("run", filename).read_text() == before and before.count("\n") > 2

@@ -1,46 +1,34 @@
-"""A W&B server for tests: it keeps what the real SDK sends over HTTP, and fails in the ways a server can fail.
+"""A W&B server: it keeps what the real SDK sends over HTTP, and may die.
 
-It understands GraphQL (runs and artifacts), `file_stream` (history, summary, output) and PUT (the contents of files),
-which is all that the SDK uses while a run goes on. Seen with wandb 0.31.
+It understands GraphQL (runs and artifacts), `file_stream` (history, summary) and PUT (the contents of files), which is
+all that the SDK uses while a run goes on. Seen with wandb 0.31.
 """
 
-import contextlib
 import gzip
 import json
-import os
 import re
-import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any, Literal, Self
+from types import SimpleNamespace
+from typing import Any, Self
 from urllib.parse import quote, unquote
 
 Json = dict[str, Any]
-Fault = Literal["500", "401", "hang", "drop"]
-HISTORY, EVENTS, OUTPUT, SUMMARY = "wandb-history.jsonl", "wandb-events.jsonl", "output.log", "wandb-summary.json"
+HISTORY, EVENTS, SUMMARY = "wandb-history.jsonl", "wandb-events.jsonl", "wandb-summary.json"
 
 _VIEWER = {"id": "1", "entity": "tests", "username": "tests", "email": "", "flags": "{}", "teams": None}
 _CONSTANT: dict[str, Json] = {"Viewer": {"viewer": _VIEWER}, "ArtifactType": {"project": {"artifact": None}}}
 
 
-@dataclass
-class ReceivedRun:
+class ReceivedRun(SimpleNamespace):
     """A run as the server knows it.
 
-    Only in shared mode does the SDK say which process sends something: by the header `X-Wandb-Async-Client-Id`, a new
-    id for each process. Otherwise the client is "". The process's `x_label` is not in its history; it stands in the
-    names of system metrics (`.../l:label`), in lines of output (`[label] ...`) and in the file `output_label.log`.
+    In shared mode the SDK says by a header which process sends something, and every process counts its lines from 0;
+    otherwise a resumed process goes on where the run ended. So lines are kept by client and offset, "" for no client.
 
-    In shared mode every process counts its lines from 0, otherwise a resumed process goes on where the run ended. So
-    lines are kept by client and offset: what is sent twice is kept once, and a process that starts at 0 overwrites.
-
-    Args:
-        id: What `wandb.init` was given.
+    Attributes:
         sessions: How many times a process has opened the run.
         resumed: Whether a process asked for the state of the run and got it.
         exit_code: None until a process has finished the run.
@@ -49,21 +37,10 @@ class ReceivedRun:
         files: Contents of the uploaded files, by name.
     """
 
-    id: str
-    project: str
-    entity: str
-    display_name: str
-    group: str | None = None
-    job_type: str | None = None
-    notes: str | None = None
-    tags: list[str] = field(default_factory=list)
-    sessions: int = 0
-    resumed: bool = False
-    exit_code: int | None = None
-    summary: Json = field(default_factory=dict)
-    settings: Json = field(default_factory=dict)
-    lines: defaultdict[str, dict[tuple[str, int], str]] = field(default_factory=lambda: defaultdict(dict))
-    files: dict[str, bytes] = field(default_factory=dict)
+    def __init__(self, id: str, project: str) -> None:
+        super().__init__(id=id, project=project, display_name=id, group=None, job_type=None, notes=None, tags=[])
+        self.sessions, self.resumed, self.exit_code = 0, False, None
+        self.summary, self.settings, self.files, self.lines = {}, {}, {}, defaultdict(dict)
 
     @property
     def config(self) -> Json:
@@ -74,116 +51,63 @@ class ReceivedRun:
         return [json.loads(line) for line in self.lines[HISTORY].values()]
 
     @property
-    def clients(self) -> dict[str, list[Json]]:
-        """Return the history by the client that sent it."""
-        rows = defaultdict(list)
-        for (client, _), line in self.lines[HISTORY].items():
-            rows[client].append(json.loads(line))
-        return rows
+    def notes_by_client(self) -> list[tuple[str, str]]:
+        """What was logged as "note", sorted, and by which client."""
+        rows = [(json.loads(line), client) for (client, _), line in self.lines[HISTORY].items()]
+        return sorted((row["note"], client) for row, client in rows if "note" in row)
 
     @property
-    def events(self) -> list[Json]:
-        """Return the system metrics."""
-        return [json.loads(line) for line in self.lines[EVENTS].values()]
-
-    @property
-    def output(self) -> list[str]:
-        return list(self.lines[OUTPUT].values())
-
-
-@dataclass
-class ReceivedArtifact:
-    """An artifact: its files by their path in it, whether they were committed, and the run that logged it."""
-
-    id: str
-    name: str
-    type: str
-    digest: str
-    aliases: list[str]
-    metadata: Json
-    run_id: str
-    files: dict[str, bytes] = field(default_factory=dict)
-    manifest: Json = field(default_factory=dict)
-    committed: bool = False
+    def labels(self) -> set[str]:
+        """The labels of the processes whose system metrics came."""
+        rows = [json.loads(line) for line in self.lines[EVENTS].values()]
+        return {name.partition("/l:")[2] for row in rows for name in row if name.startswith("system.")}
 
 
 class Backend:
     """A server on this computer, from its construction until it is closed.
 
     Attributes:
-        url: Its address, for `WANDB_BASE_URL`.
+        url: Its address, for `WANDB_BASE_URL`. A POST to `url/die` makes it `dead`.
         runs: By run id.
         artifacts: In the order of their creation; the SDK makes one for each logged table too.
-        operations: Names of the GraphQL operations received, without those that a fault answered.
-        fault: What happens to every request from now on. "500", "401": answered by that status. "hang": not answered
-            before the backend is closed. "drop": the connection is closed.
-        fail_operations: Names of GraphQL operations that are answered by an error.
+        dead: Whether it closes every connection without an answer.
+        refused: The id of a run whose artifacts are refused.
     """
 
     def __init__(self) -> None:
         self.runs: dict[str, ReceivedRun] = {}
-        self.artifacts: list[ReceivedArtifact] = []
-        self.operations: list[str] = []
-        self.fault: Fault | None = None
-        self.fail_operations: set[str] = set()
-        self.closing = threading.Event()
-        self._death: tuple[int, Fault] | None = None
-        self._received = threading.Condition()
+        self.artifacts: list[Any] = []
+        self.dead, self.refused = False, ""
+        self._lock = threading.Lock()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Refuse connections from now on, end the open ones and their threads, and raise what they had raised."""
-        self.closing.set()
+        """Refuse connections from now on, and raise what an answer had raised."""
         self._server.shutdown()
-        self._thread.join()
         self._server.server_close()
         if self._server.errors:
             raise self._server.errors[0]
 
-    def env(self, folder: Path) -> dict[str, str]:
-        """Return the environment for a process that logs here and writes nothing outside of the folder."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and not k.lower().endswith("_proxy")}
-        kept.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX warns about a cache that another computer has written
-        paths = [str(Path(__file__).parents[1]), kept.get("PYTHONPATH", "")]
-        kept |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HOME": str(folder), "NETRC": str(folder / "none")}
-        kept |= {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": 40 * "a", "WANDB_DIR": str(folder)}
-        return kept | {f"WANDB_{kind}_DIR": str(folder / kind.lower()) for kind in ("CACHE", "DATA", "CONFIG")}
-
-    def die_after(self, rows: int, fault: Fault = "drop") -> None:
-        """Keep this many history rows, of all runs together, and let the fault begin within the request of the last."""
-        self._death = (rows, fault)
-
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
-        """Wait until something received has made the condition true."""
-        with self._received:
-            assert self._received.wait_for(condition, timeout), "The SDK did not send what the test waits for."
+    def models_of(self, run_id: str) -> list[Any]:
+        return [a for a in self.artifacts if a.run_id == run_id and a.type == "model"]
 
     def receive(self, method: str, path: str, client: str, body: bytes) -> Json:
         """Keep a request, one at a time, and return its answer."""
-        with self._received:
+        with self._lock:
             parts = path.strip("/").split("/")
-            answer: Json = {}  # all that the SDK's telemetry needs
             if parts == ["graphql"]:
-                answer = self._operate(json.loads(body), client)
-            elif parts[-1] == "file_stream":
+                return self._operate(json.loads(body), client)
+            if parts[-1] == "file_stream":
                 self._stream(self.runs[parts[-2]], client, json.loads(body))
-            elif method == "PUT":
+            elif method == "PUT" and parts[0] != "manifest":
                 kind, owner, name = parts[0], parts[1], unquote("/".join(parts[2:]))
-                if kind == "manifest":
-                    self.artifacts[int(owner)].manifest = json.loads(body)
-                else:
-                    (self.runs[owner] if kind == "run" else self.artifacts[int(owner)]).files[name] = body
-            self._received.notify_all()
-            return answer
+                (self.runs[owner] if kind == "run" else self.artifacts[int(owner)]).files[name] = body
+            return {}  # all that the SDK's telemetry needs
 
     def _stream(self, run: ReceivedRun, client: str, sent: Json) -> None:
         for file, part in (sent.get("files") or {}).items():
@@ -193,20 +117,15 @@ class Backend:
                 continue
             for offset, line in enumerate(part["content"], part["offset"]):
                 run.lines[file][client, offset] = line
-                if self._death and sum(len(run.lines[HISTORY]) for run in self.runs.values()) >= self._death[0]:
-                    self.fault, self._death = self._death[1], None
-                    return
         if sent.get("complete"):
             run.exit_code = sent["exitcode"]
 
     def _operate(self, request: Json, client: str) -> Json:
         found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
         assert found, request["query"]
-        name = found.group(1)
-        self.operations.append(name)
-        if name in self.fail_operations:
+        name, asked = found.group(1), request.get("variables") or {}
+        if name == "CommitArtifact" and self.artifacts[int(asked["artifactID"])].run_id == self.refused:
             return {"data": None, "errors": [{"message": f"{name} fails on request"}]}
-        asked = request.get("variables") or {}
         if name == "UpsertBucket":
             return {"data": self._open_run(asked, shared=bool(client))}
         operation = getattr(self, f"_{name}", None)
@@ -215,10 +134,7 @@ class Backend:
     def _open_run(self, asked: Json, *, shared: bool) -> Json:
         """Open a run, or change its config later in the session (only the first request tells the host)."""
         new = asked["name"] not in self.runs
-        if new:
-            entity = asked.get("entity") or "tests"
-            self.runs[asked["name"]] = ReceivedRun(asked["name"], asked["project"], entity, asked["name"])
-        run = self.runs[asked["name"]]
+        run = self.runs.setdefault(asked["name"], ReceivedRun(asked["name"], asked["project"]))
         names = {"displayName": "display_name", "groupName": "group", "jobType": "job_type"}
         for theirs, ours in (names | {"notes": "notes", "tags": "tags"}).items():
             if asked.get(theirs) is not None:
@@ -235,7 +151,7 @@ class Backend:
             return {"model": None}
         run.resumed = True
         bucket = self._bucket(run) | {"tags": run.tags, "notes": run.notes, "summaryMetrics": json.dumps(run.summary)}
-        for name, file in (("history", HISTORY), ("events", EVENTS), ("log", OUTPUT)):
+        for name, file in (("history", HISTORY), ("events", EVENTS), ("log", "output.log")):
             bucket[f"{name}LineCount"] = 1 + max((offset for _, offset in run.lines[file]), default=-1)
             bucket[f"{name}Tail"] = json.dumps(list(run.lines[file].values())[-1:])
         bucket["wandbConfig"] = json.dumps({"t": 1})  # without it the SDK thinks that the run has never started
@@ -245,7 +161,7 @@ class Backend:
         return {"id": run.id, "name": run.id, "displayName": run.display_name, "config": json.dumps(run.settings)}
 
     def _project(self, run: ReceivedRun) -> Json:
-        return {"id": "1", "internalId": "1", "name": run.project, "entity": {"id": "1", "name": run.entity}}
+        return {"id": "1", "internalId": "1", "name": run.project, "entity": {"id": "1", "name": "tests"}}
 
     def _upload(self, kind: str, owner: str, name: str) -> Json:
         return {"id": "1", "uploadUrl": f"{self.url}/{kind}/{owner}/{quote(name)}", "uploadHeaders": []}
@@ -256,14 +172,11 @@ class Backend:
 
     def _CreateArtifact(self, asked: Json) -> Json:
         given = asked["input"]
-        made = ReceivedArtifact(
-            id=str(len(self.artifacts)),
-            name=given["artifactCollectionName"],
-            type=given["artifactTypeName"],
-            digest=given["digest"],
-            aliases=[alias["alias"] for alias in given.get("aliases") or []],
+        made = SimpleNamespace(
+            **{"id": str(len(self.artifacts)), "name": given["artifactCollectionName"], "files": {}},
+            **{"type": given["artifactTypeName"], "run_id": given["runName"], "digest": given["digest"]},
+            **{"aliases": [alias["alias"] for alias in given.get("aliases") or []], "committed": False},
             metadata=json.loads(given.get("metadata") or "{}"),
-            run_id=given["runName"],
         )
         self.artifacts.append(made)
         sequence = {"id": made.name, "latestArtifact": None}
@@ -300,34 +213,12 @@ class Backend:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection; closing ends them all, also those that hang or that a process keeps open."""
-
-    daemon_threads = False  # so that closing waits for them
     request_queue_size = 128  # of the SDK's many connections at once none is reset: it would try again after seconds
+    block_on_close = False
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.backend = backend
-        self.errors: list[BaseException] = []
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._open.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.discard(request)
-        super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):  # the other side may have left
-                    connection.shutdown(socket.SHUT_RD)
-        super().server_close()
+        self.backend, self.errors = backend, list[BaseException]()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exception()
@@ -342,24 +233,25 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         backend = self.server.backend
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/die":
+            backend.dead = True
+            return self.answer({})
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         client = self.headers.get("X-Wandb-Async-Client-Id") or self.headers.get("X-Wandb-Client-Id") or ""
-        answer = {} if backend.fault else backend.receive(self.command, self.path, client, body)
-        fault = backend.fault  # read again: the request may have been the last before it
-        if fault == "hang":
-            backend.closing.wait()
-        if fault in ("hang", "drop"):
-            self.close_connection = True
-            return
-        text = json.dumps({"errors": [{"message": f"status {fault}"}]} if fault else answer).encode()
-        self.send_response(int(fault or 200))
+        if not backend.dead:
+            self.answer(backend.receive(self.command, self.path, client, body))
+        self.close_connection = backend.dead
+
+    do_GET = do_PUT = do_POST
+
+    def answer(self, content: Json) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
-
-    do_GET = do_PUT = do_POST
 
     def log_message(self, *args: object) -> None:
         pass

@@ -1,0 +1,265 @@
+"""What holds for every logger that writes rows to a file: failures, resumes, and who may write where."""
+
+import contextlib
+import csv
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.processes import launch
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint, WandbLogger
+from jaxlit.errors import ArgumentError, LoggerError
+
+each_kind = pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+
+
+def read(file):
+    """Return the rows of either file as the numbers they hold."""
+    with Path(file).open(newline="") as opened:
+        if file.suffix == ".csv":
+            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(opened)]
+        return [{k: float(v) for k, v in row.items()} for row in map(json.loads, opened) if "told" not in row]
+
+
+def path_of(logger):
+    return Path("run", logger.filename).absolute()
+
+
+def log(logger, *steps, loss=0.5):
+    for step in steps:
+        logger.on_log(make_trainer(default_root_dir="run"), {"loss": loss}, step)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    """Let the kernel write no file of this process beyond a size: a write that crosses it is cut."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Files that can be written, and that cannot
+
+
+@each_kind
+def test_rows_are_in_the_file_at_once_which_is_made_for_the_first(kind):
+    logger, path = kind(), path_of(kind())
+    logger.setup(make_trainer(default_root_dir="run"), None, "fit")
+    assert not Path("run").exists() and logger.location is None
+    for step in range(3):
+        log(logger, step)
+        assert read(path) == [{"step": k, "loss": 0.5} for k in range(step + 1)]
+    assert logger.location == str(path) and logger.state_dict()["rows"] == 3
+    logger.teardown(None, None, "fit")
+
+
+@each_kind
+def test_another_process_than_the_first_writes_nothing(kind, monkeypatch):
+    monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
+    Path("file").write_text("")
+    logger, trainer = kind(), make_trainer(default_root_dir="file/run")  # a folder that it does not ask for
+    logger.setup(trainer, None, "fit")
+    logger.on_fit_start(trainer, None)
+    logger.on_log(trainer, {"loss": 1.0}, 0)
+    logger.log_hyperparams({"rate": 1})
+    assert logger.location is None
+
+
+@each_kind
+def test_a_row_that_fits_only_in_part_is_dropped_and_later_ones_follow(kind, capsys):
+    logger, raises, path = kind(), kind(on_error="raise"), path_of(kind())
+    log(logger, 0, 1)
+    whole = path.read_bytes()
+    for _ in range(2):  # a failure of a later fit is said again
+        logger.setup(make_trainer(default_root_dir="run"), None, "fit")
+        with file_size_limit(len(whole) + 4):
+            for step in (2, 3):
+                log(logger, step)
+                assert path.read_bytes() == whole
+        (line,) = capsys.readouterr().out.splitlines()
+        assert f"{kind.__name__} cannot write {path}" in line and "File too large" in line and "goes on" in line
+    with file_size_limit(len(whole) + 4):
+        refuses(LoggerError, lambda: log(raises, 1), r"cannot write .*Free the disk.*logger=False")
+    assert path.read_bytes() == whole and capsys.readouterr().out == ""
+    log(logger, 4, loss=0.25)
+    assert read(path) == [{"step": s, "loss": x} for s, x in ((0, 0.5), (1, 0.5), (4, 0.25))]
+    assert logger.state_dict()["rows"] == 3
+    logger.teardown(None, None, "fit")
+
+
+@each_kind
+def test_a_folder_that_can_never_be_made_is_refused_at_the_start_of_a_fit_and_said_in_an_evaluation(kind, capsys):
+    Path("file").write_text("")
+    for folder in ("file", "file/deep/run"):
+        words = rf"{kind.__name__} writes to .*file is a file\. Pass another .*root_dir"
+        given = {"default_root_dir": folder, "enable_checkpointing": False, "logger": kind()}
+        fit_refuses(LoggerError, words, **given)
+        make_trainer(**given).validate(Mean(), numbered(1))
+        assert f"{kind.__name__} cannot write" in capsys.readouterr().out
+
+
+@each_kind
+def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
+    path, name = path_of(kind()), kind.__name__
+    path.parent.mkdir()
+    for content in ("", "name,age\nada,36\n", '{"name": "ada"}\n', "[1]\n", "text"):
+        path.write_text(content)
+        words = rf"holds {path.name} of another run.*resume='auto'"
+        fit_refuses(ArgumentError, words, logger=kind(), default_root_dir="run")
+        if content:
+            refuses(LoggerError, lambda: log(kind(), 0), rf"{name} appends to files.*another {name}\(filename")
+        assert path.read_text() == content
+
+
+@each_kind
+def test_wrong_arguments_are_refused_by_name(kind):
+    for name in ("", ".", "..", "a/b.csv", "/a.csv", "./a.csv", 3, None):
+        refuses(ArgumentError, lambda name=name: kind(name), rf"{kind.__name__}\(filename=...\)")
+    for value in ("ignore", None, True):
+        words = rf"{kind.__name__}\(on_error=\.\.\.\) takes 'warn' or 'raise', got {value!r}"
+        refuses(ArgumentError, lambda value=value: kind(on_error=value), words)
+
+
+# Trainings that end and go on
+
+
+def train(folder, *more, **arguments):
+    """Train 12 steps in two epochs, with a row of each and one of every validation; checkpoints stand at 5 and 10."""
+
+    def tell(trainer, *rest):  # also behind a checkpoint
+        if trainer.global_step % 4 == 3:
+            trainer.loggers[1].log_histogram("told", [trainer.global_step] * 3, bins=1)
+
+    loggers = [CSVLogger(), JSONLLogger()]
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    given = {"max_epochs": 2, "log_every_n_steps": 1, "resume": "auto", "default_root_dir": folder, **quiet}
+    callbacks = [*loggers, hooks(on_train_batch_end=tell), *more, ModelCheckpoint(every_n_train_steps=5)]
+    return fit(Mean(), numbered(6), numbered(1), *callbacks, **(given | arguments))
+
+
+def train_until_killed():
+    """End the process as a power cut does, behind the row of a step."""
+
+    def kill(trainer, values, step):
+        if step == 8 and "loss" in values:
+            trainer.checkpoint_callback.finish(trainer)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train("run", hooks(on_log=kill))
+
+
+def rows_in(folder):
+    """Return the rows of both files, which are the same."""
+    found = read(Path(folder, "metrics.csv"))
+    assert found == read(Path(folder, "metrics.jsonl"))
+    return found
+
+
+def test_a_killed_process_leaves_every_row_and_a_resume_makes_the_files_of_one_that_was_not(tmp_path):
+    (ended,) = launch(train_until_killed, tmp_path, count=1, devices=1, join=False)
+    assert ended.code == -signal.SIGKILL, ended.errors
+    assert [row["step"] for row in rows_in("run")] == [*range(6), 5, 6, 7, 8]  # the second 5 is the validation's
+    assert Path("run/checkpoints/step_00000005").exists()
+    train("whole")
+    assert len(rows_in("whole")) == 14
+    for cut in (0, 1, 9):  # what a machine that dies may leave of the last row
+        shutil.copytree("run", folder := f"cut{cut}")
+        for name in ("metrics.csv", "metrics.jsonl"):
+            os.truncate(Path(folder, name), Path(folder, name).stat().st_size - cut)
+        train(folder)
+        for name in ("metrics.csv", "metrics.jsonl"):
+            assert Path(folder, name).read_bytes() == Path("whole", name).read_bytes()
+    told = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines() if "told" in line]
+    assert [(row["step"], row["told"]["counts"]) for row in told] == [(2, [3]), (6, [3]), (10, [3])]
+
+
+def test_a_resume_without_the_loggers_state_drops_rows_by_their_step():
+    trainer = train("run", max_epochs=1)
+    assert [row["step"] for row in rows_in("run")] == [0, 1, 2, 3, 4, 5, 5]
+    for logger in (CSVLogger(), JSONLLogger()):
+        logger.on_load_checkpoint(trainer, trainer.module, {"global_step": 3})
+    assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
+
+
+@each_kind
+def test_a_resume_that_cannot_drop_rows_ends_before_the_first_step(kind, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def go_on(epochs):
+        given = {"max_epochs": epochs, "log_every_n_steps": 1, "default_root_dir": "run", "resume": "auto"}
+        return fit(Mean(), numbered(2), None, ModelCheckpoint(), logger=kind(), **given).global_step
+
+    go_on(1)
+    before = path_of(kind()).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_rewrite", full)
+        refuses(LoggerError, lambda: go_on(2), f"{kind.__name__} cannot drop.*No space")
+    assert path_of(kind()).read_bytes() == before
+    assert go_on(2) == 4  # once there is room
+    assert [row["step"] for row in read(path_of(kind()))] == [0, 1, 2, 3]
+
+
+# Which loggers a Trainer has
+
+
+def kinds_of(callbacks=(), **arguments):
+    trainer = make_trainer(*callbacks, enable_progress_bar=False, enable_checkpointing=False, **arguments)
+    assert trainer.callbacks[: len(trainer.loggers)] == trainer.loggers
+    return [type(c).__name__.removesuffix("Logger") for c in trainer.loggers]
+
+
+def test_there_is_a_csv_file_beside_wandb_a_json_file_too_and_without_loggers_none():
+    wandb, given, rows = WandbLogger(offline=True), CSVLogger("a"), JSONLLogger("b")
+    for arguments, expected in (
+        ({}, ["CSV"]),
+        ({"logger": False}, []),
+        ({"logger": False, "callbacks": [wandb]}, ["Wandb"]),
+        ({"logger": rows}, ["JSONL"]),
+        ({"callbacks": [rows]}, ["JSONL", "CSV"]),
+        ({"logger": False, "callbacks": [rows, given, JSONLLogger("c")]}, ["JSONL", "CSV", "JSONL"]),
+        ({"callbacks": [wandb]}, ["Wandb", "CSV", "JSONL"]),
+        ({"callbacks": [given, wandb]}, ["CSV", "Wandb", "JSONL"]),
+        ({"callbacks": [rows, wandb]}, ["JSONL", "Wandb", "CSV"]),
+        ({"callbacks": [given, rows, wandb]}, ["CSV", "JSONL", "Wandb"]),
+    ):
+        assert kinds_of(**arguments) == expected, arguments
+    for beside in ([], [given], [rows], [given, rows]):
+        for arguments in ({"callbacks": beside, "logger": wandb}, {"logger": [wandb, *beside]}):
+            assert sorted(kinds_of(**arguments)) == ["CSV", "JSONL", "Wandb"], arguments
+    for two in ([CSVLogger("x"), CSVLogger("x")], [CSVLogger("x"), JSONLLogger("x")]):
+        words = "two loggers that write to x.*another filename"
+        refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two), words)
+        refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two[:1], logger=two[1]), words)
+
+
+# What they are given that is no row
+
+
+@each_kind
+def test_hyperparameters_that_are_given_are_in_hparams_json_without_secrets(kind):
+    steps = {
+        "on_fit_start": lambda t, m: t.logger.log_hyperparams({"rate": 0.1, "shape": (1, 2), "token": "secret"}),
+        "on_train_end": lambda t, m: t.logger.log_hyperparams({"rate": 0.2, "best": np.float32(0.5)}),
+    }
+    fit(Mean(), numbered(1), None, hooks(**steps), logger=kind(), default_root_dir="run")
+    found = json.loads(Path("run/hparams.json").read_text())
+    assert found == {"rate": 0.2, "shape": [1, 2], "token": "<redacted>", "best": "0.5"}
+    fit(Mean(), numbered(1), logger=kind(), default_root_dir="other")
+    assert not Path("other/hparams.json").exists()  # unless asked for
+    refuses(LoggerError, lambda: kind().log_hyperparams({}), f"{kind.__name__} has no folder yet.*from a hook")

@@ -1,0 +1,294 @@
+"""Real trainings whose W&B runs a real server on this computer has received."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from kit.journal import hooks
+from kit.processes import say
+from kit.wandb_backend import Backend
+from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of, rows_of, start, trainer_of
+from matplotlib.figure import Figure
+from PIL import Image
+
+from jaxlit.callbacks import GradientNorm, JSONLLogger, ModelCheckpoint, WandbLogger
+
+# A training with everything
+
+
+def log_media(trainer, module):
+    logger, picture = trainer.loggers[0], PIXELS.copy()
+    logger.log_image("image", picture)
+    picture[:] = 0
+    Image.fromarray(PIXELS).save("picture.png")
+    logger.log_image("from a file", [Path("picture.png")])
+    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], captions=["first", "second"])
+    logger.log_table("table", ["name", "value"], [("one", 1), [2, "two"], [None, 2.5]])
+    logger.log_histogram("histogram", np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]]), bins=4)
+    logger.log_text("note", "a text")
+    logger.log_text("note", "another", step=7)
+    figure = Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000")
+    logger.log_figure("figure", figure)
+    figure.set_facecolor("#00ff00")
+    logger.log_hyperparams({"later": 1, "hf_token": "planted"})
+
+
+def fit_and_test_with_everything():
+    given = {"name": "shown", "group": "group", "job_type": "train", "tags": ["a", "b"], "notes": "why"}
+    config = {"extra": {"size": 3, "password": "planted"}, "strategy": "theirs"}
+    logger = WandbLogger("project", **given, config=config, log_model="all", watch="all", watch_every_n_steps=2)
+    # At the same steps, so with the same names; what they know of themselves is different.
+    first = ModelCheckpoint("A", monitor="val/loss", save_top_k=-1)
+    second = ModelCheckpoint("B", monitor="val/other", mode="max", save_top_k=-1)  # by which the last is the best
+    callbacks = [logger, hooks(on_train_end=log_media), GradientNorm(), first, second]
+    trainer = trainer_of(*callbacks, max_epochs=3, default_root_dir="whole")
+    trainer.fit(Wide(), data(), data())
+    trainer.test(dataloaders=data())
+    say("id", logger.id)
+    for name, log_model in (("kept", True), ("best", "best"), ("refused", "best")):
+        logger = WandbLogger("project", id=name, log_model=log_model)
+        trainer = trainer_of(logger, ModelCheckpoint(monitor="val/loss"), max_epochs=3, default_root_dir=name)
+        trainer.fit(Wide(), data(), data())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """What a server has of these trainings, and what they left and printed."""
+    folder = tmp_path_factory.mktemp("served")
+    with Backend() as backend:
+        backend.refused = "refused"
+        (ended,) = start(fit_and_test_with_everything, folder, log_to=backend)
+        assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
+    run, lines = backend.runs[ended.said["id"]], lines_of(folder / "whole")
+    losses = [row["val/loss"] for row in lines if "val/loss" in row]
+    assert losses == sorted(losses) and losses[0] < losses[-1]
+    return SimpleNamespace(folder=folder, backend=backend, ended=ended, run=run, lines=lines, losses=losses)
+
+
+def test_every_row_arrives_and_a_test_after_the_fit_adds_its_own(served):
+    (expected, grads, _), rows, run = by_hand(3), rows_of(served.run), served.run
+    assert rows == served.lines
+    norms = [row.pop("grad_norm") for row in rows if "grad_norm" in row]
+    assert norms == pytest.approx([float(np.linalg.norm(grad)) for grad in grads], rel=1e-4)
+    expected.append({"step": 5, "epoch": 3, "test/loss": served.losses[-1]})
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-4)
+    assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
+
+
+def test_the_run_holds_its_description_its_config_without_secrets_and_the_best_of_what_is_monitored(served):
+    run, config, redacted = served.run, dict(served.run.config), "<redacted>"
+    named = (run.project, run.display_name, run.group, run.job_type, run.notes, sorted(run.tags))
+    assert named == ("project", "shown", "group", "train", "why", ["a", "b"])
+    assert not [name for name in run.files if "meta" in name], "the command line was sent"
+    trainer, versions = config.pop("trainer"), config.pop("versions")
+    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (3, "single", None)
+    assert trainer["callbacks"][:2] == ["WandbLogger", "Made"]
+    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "jaxlit")}
+    # The user's own names stay theirs.
+    assert config.pop("strategy") == "theirs" and config.pop("jaxlit/strategy").startswith("SingleDevice")
+    assert config == {
+        **{"mesh": {"data": 1}, "devices": {"kind": "cpu", "count": 1, "processes": 1}, "num_params": 120},
+        **{"width": 3, "api_key": redacted, "extra": {"size": 3, "password": redacted}},
+        **{"later": 1, "hf_token": redacted},
+    }
+    worst, best = served.losses[-1], served.losses[0]
+    expected = {"val/loss": {"min": best, "last": worst}, "val/other": {"max": worst, "last": worst}}
+    expected |= {"val/score": -worst, "best/val/loss": best, "best/val/other": worst, "test/loss": worst}
+    expected["best/checkpoint"] = "step_00000002"
+    assert {name: run.summary[name] for name in expected} == expected
+
+
+def test_images_figures_tables_histograms_and_texts_arrive_as_they_were_when_logged(served):
+    def pixels(path):
+        with Image.open(io.BytesIO(served.run.files[path])) as image:
+            return np.asarray(image)
+
+    found = {key: value for row in served.run.history for key, value in row.items()}
+    for name, expected in (("image", [PIXELS]), ("from a file", [PIXELS]), ("two", [PIXELS, PIXELS + 1])):
+        for path, picture in zip(found[name]["filenames"], expected, strict=True):
+            np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
+    assert found["two"]["captions"] == ["first", "second"]
+    figure = pixels(found["figure"]["path"])
+    assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
+    table = json.loads(served.run.files[found["table"]["path"]])
+    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
+    assert (found["histogram"]["values"], found["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
+    texts = [(row["note"], row[STEP]) for row in served.run.history if "note" in row]
+    assert texts == [("a text", 5), ("another", 7)]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "parameters"])
+def test_watched_histograms_are_those_of_numpy(served, kind):
+    rows = [row for row in served.run.history if f"{kind}/kernel" in row]
+    assert [row[STEP] for row in rows] == [1, 3, 5]
+    _, grads, params = by_hand(3)
+    for row in rows:
+        entry, values = row[f"{kind}/kernel"], (grads if kind == "gradients" else params)[row[STEP]]
+        counts, edges = np.histogram(values, 64)
+        # No entry is so near to an edge that rounding could count it elsewhere.
+        assert np.sort(np.abs(values.reshape(-1, 1) - edges[1:-1]).ravel())[0] > 1e-5 * (edges[-1] - edges[0])
+        np.testing.assert_allclose(entry["bins"], edges, rtol=1e-4, atol=1e-5 * np.abs(edges).max())
+        assert entry["values"] == counts.tolist()
+
+
+def test_every_checkpoint_arrives_byte_for_byte_and_its_copy_is_gone(served):
+    artifacts = served.backend.models_of(served.run.id)
+    for writer, (name, monitor, best) in {"A": ("", "val/loss", 1), "B": ("-1", "val/other", 3)}.items():
+        mine = [artifact for artifact in artifacts if artifact.name == f"model-{served.run.id}{name}"]
+        for epoch, (artifact, score) in enumerate(zip(mine, served.losses, strict=True), start=1):
+            name = f"step_{2 * epoch:08}"
+            assert artifact.committed and artifact.files == files_of(served.folder / writer / name)
+            # By which the last is the best, each is the best when it is written.
+            assert {*artifact.aliases} == {name, "latest", *(["best"] if best == 3 or epoch == 1 else [])}
+            assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": monitor, "score": score}
+    assert len(artifacts) == 6 and list(served.folder.rglob(".tmp-*")) == []
+
+
+def test_log_model_chooses_the_checkpoints_and_one_that_is_refused_is_said(served):
+    both = {"step_00000002": ["best"], "step_00000006": []}
+    for name, expected in (("kept", both), ("best", {"step_00000002": ["best"]})):
+        artifacts = served.backend.models_of(name)
+        # The SDK itself makes the last that is sent the latest.
+        assert [{*a.aliases} for a in artifacts] == [{step, "latest", *marks} for step, marks in expected.items()]
+        for artifact, step in zip(artifacts, expected, strict=True):
+            assert artifact.files == files_of(served.folder / name / "checkpoints" / step) and artifact.committed
+    (artifact,) = served.backend.models_of("refused")
+    assert not artifact.committed and served.backend.runs["refused"].exit_code == 0
+    (told,) = [line for line in served.ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
+    assert told.startswith("W&B: step_00000002 was not sent (") and "CommitArtifact fails on request" in told
+
+
+# Processes that are killed, that train together, and in which W&B fails
+
+
+def fit_or_go_on():
+    """Go on, or end by SIGKILL."""
+
+    def die(trainer, *rest):
+        if not begun[0] and trainer.global_step == 5:
+            trainer.checkpoint_callback.finish(trainer)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begun = []
+    kills = hooks(on_train_start=lambda trainer, module: begun.append(trainer.global_step), on_train_batch_end=die)
+    saves = ModelCheckpoint(every_n_train_steps=2)
+    trainer = trainer_of(WandbLogger("project"), saves, kills, max_epochs=4, resume="auto")
+    trainer.fit(Wide(), data(), data())
+
+
+@pytest.mark.full
+def test_a_killed_training_goes_on_in_its_run(tmp_path):
+    with Backend() as backend:
+        (killed,) = start(fit_or_go_on, tmp_path, log_to=backend)
+        assert killed.code == -signal.SIGKILL, killed.output + killed.errors
+        (again,) = start(fit_or_go_on, tmp_path, log_to=backend)
+        assert (again.code, again.errors) == (0, ""), again.output + again.errors
+    ((name, run),) = backend.runs.items()
+    assert [*json.loads((tmp_path / "run/wandb_run_ids.json").read_text()).values()] == [name]
+    assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
+    lines, rows = lines_of(tmp_path / "run"), rows_of(run)
+    assert [line["step"] for line in lines] == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7]
+    # It goes on at step 4; what the killed process had not sent is in the files only.
+    tail = [line for line in lines if line["step"] >= 4]
+    assert rows[-len(tail) :] == tail
+    before = [row for row in rows[: -len(tail)] if row["step"] < 4]
+    assert before == lines[: len(before)]
+
+
+def fit_together():
+    for kind in ("shared", "group", "first"):
+        logger = WandbLogger("project", processes=kind)
+        note = hooks(on_train_end=lambda t, m: t.loggers[0].log_text("note", f"from process {jax.process_index()}"))
+        root = {"default_root_dir": Path("..") / kind, "enable_checkpointing": False}
+        trainer_of(logger, note, strategy="ddp", max_epochs=2, **root).fit(Wide(), data(), data())
+        say(kind, logger.id)
+
+
+@pytest.mark.full
+def test_two_processes_share_a_run_or_have_one_each_or_only_the_first_has_one(tmp_path):
+    with Backend() as backend:
+        ended = start(fit_together, tmp_path / "here", 2, log_to=backend)
+    assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
+    notes = "from process 0", "from process 1"
+    for kind in ("shared", "group"):
+        assert ended[0].said[kind] == ended[1].said[kind]
+    shared = backend.runs[ended[0].said["shared"]]
+    assert rows_of(shared) == lines_of(tmp_path / "shared") and shared.config["mesh"] == {"data": 8}
+    (first, client), (second, other) = shared.notes_by_client
+    assert (first, second) == notes and client != other and shared.labels == {"process_0", "process_1"}
+    assert (shared.sessions, shared.exit_code) == (2, 0)
+    group = ended[0].said["group"]
+    for index, name in enumerate((group, f"{group}-1")):
+        run = backend.runs[name]
+        assert (run.group, run.job_type, run.sessions, run.exit_code) == (group, f"process_{index}", 1, 0)
+        assert rows_of(run) == lines_of(tmp_path / "group") and run.notes_by_client == [(notes[index], "")]
+    first = backend.runs[ended[0].said["first"]]
+    assert rows_of(first) == lines_of(tmp_path / "first") and first.notes_by_client == [(notes[0], "")]
+    assert (first.sessions, first.exit_code, len(backend.runs)) == (1, 0, 1 + 2 + 1)
+
+
+def fit_twice():
+    """Train without W&B, and with all of it."""
+    die = os.environ.get("DIE")
+    disk = "../disk" if Path("../disk").exists() else None
+    watch = {"log_model": "all", "watch": "all", "watch_every_n_steps": 2}
+    logger = WandbLogger("faults", save_dir=disk, init_timeout=5, finish_timeout=5, **watch)
+
+    def in_the_middle(trainer, *rest):
+        if die and trainer.global_step == 8:
+            urllib.request.urlopen(urllib.request.Request(die, method="POST")).close()
+
+    def media(trainer, module):
+        logger.log_image("image", PIXELS.repeat(12, axis=0).repeat(12, axis=1))
+        logger.log_table("table", ["a"], [[1], [2]])
+        logger.log_text("text", "a text " * 1000)
+
+    does = hooks(on_train_batch_end=in_the_middle, on_train_epoch_end=media)
+    for name, own in (("plain", [JSONLLogger()]), ("run", [logger, does])):
+        saves = ModelCheckpoint(save_top_k=-1)
+        trainer = trainer_of(*own, saves, max_epochs=8, default_root_dir=name)
+        trainer.fit(Wide(), data(), data())
+        say(name, hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.state))).hexdigest())
+
+
+@contextlib.contextmanager
+def small_disk(path):
+    """Give a disk of which 160 kB are free."""
+    path.mkdir(parents=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        (path / "other").write_bytes(bytes(2**20 - 160 * 1024))
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["server dies in the middle", "full disk"])
+def test_a_fault_of_wandb_changes_nothing_and_is_said_in_one_line(tmp_path, fault):
+    full = fault == "full disk"
+    with Backend() as backend, small_disk(tmp_path / "disk") if full else contextlib.nullcontext():
+        told = {} if full else {"DIE": f"{backend.url}/die"}
+        (ended,) = start(fit_twice, tmp_path / "here", log_to=backend, **told)
+    assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
+    assert ended.said["plain"] == ended.said["run"]
+    for name in ("metrics.csv", "metrics.jsonl"):
+        plain, run = ((tmp_path / "here" / kind / name).read_bytes() for kind in ("plain", "run"))
+        assert plain == run, name
+    lines = [line for line in ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
+    # An upload may fail for the reason for which rows are given up, and be told of by the thread that sends it.
+    given_up = {line.rpartition("(")[2] for line in lines if line.startswith("W&B: off")}
+    assert len([x for x in lines if "was not sent (" not in x or x.rpartition("(")[2] not in given_up]) == 1, lines

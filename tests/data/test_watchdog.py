@@ -1,0 +1,165 @@
+"""A wait for data that takes too long ends the process, with the stacks of all threads."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from kit.batches import numbered
+from kit.inside import Clock
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.processes import CHEAP, ROOT
+from kit.trainers import make_trainer
+
+from jaxlit.data import watchdog
+
+
+class Ticking(Clock):
+    """Time that stands still until a loader hangs; then each look at it takes a second."""
+
+    hangs = False
+
+    def __init__(self):
+        self.codes, self.bitten = [], threading.Event()
+
+    def __call__(self):
+        self.now += self.hangs
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The watchdog's, which tells the code with which it would have ended the process."""
+    stopped = Ticking()
+    ends = lambda code: (stopped.codes.append(code), stopped.bitten.set())  # noqa: E731
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=ends))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=stopped))
+    return stopped
+
+
+class Hangs:
+    """Hangs in the place of a batch until the watchdog has bitten."""
+
+    def __init__(self, at, clock):
+        self.at, self.clock = at, clock
+
+    def __iter__(self):
+        for k, batch in enumerate(numbered(4, rows=2)):
+            if k == self.at:
+                self.waits_for_a_disk()
+            yield batch
+
+    def waits_for_a_disk(self):
+        self.clock.hangs = True
+        assert self.clock.bitten.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("run", "argument", "batch"),
+    [
+        (lambda trainer, hangs: trainer.fit(Mean(), hangs(0)), "train_dataloaders", 0),
+        (lambda trainer, hangs: trainer.fit(Mean(), hangs(3)), "train_dataloaders", 3),
+        (lambda trainer, hangs: trainer.fit(Mean(), numbered(2, rows=2), hangs(1)), "val_dataloaders", 1),
+        (lambda trainer, hangs: trainer.validate(Mean(), hangs(0)), "dataloaders", 0),
+    ],
+    ids=["the first batch", "in a thread", "in validation", "in validate"],
+)
+def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(run, argument, batch, clock, capfd):
+    run(make_trainer(data_timeout=1, prefetch=2), lambda at: Hangs(at, clock))
+    assert {*clock.codes} == {76}
+    told = capfd.readouterr().err
+    first = told.index(f"{argument}=...) gave no batch {batch} of epoch 0 within Trainer(data_timeout=1) seconds")
+    assert "in waits_for_a_disk" in told[first:]
+
+
+def test_batches_that_each_come_in_time_and_slow_hooks_are_let_be(clock):
+    class Slow:
+        def __iter__(self):
+            for batch in numbered(4, rows=2):
+                clock.now += 0.9
+                yield batch
+
+    def wait(trainer, module):
+        clock.now += 100
+        assert not clock.bitten.wait(0.6)  # the watchdog looks four times a second
+
+    trainer = make_trainer(hooks(on_train_epoch_end=wait), data_timeout=1)
+    trainer.fit(Mean(), Slow())
+    assert trainer.global_step == 4 and clock.codes == []
+
+
+SCRIPT = """
+import os, signal, sys, threading
+import grain, numpy as np
+import jaxlit as jl
+from kit.modules import Mean
+
+def records():
+    return [{"x": np.full(1, i, np.float32)} for i in range(40)]
+
+def with_pid(record):
+    return {**record, "pid": np.int32(os.getpid())}
+
+class WithPid(grain.transforms.Map):
+    def map(self, record):
+        return with_pid(record)
+
+def dataset():
+    rows = grain.MapDataset.source(records()).seed(0).shuffle().to_iter_dataset().map(with_pid).batch(2)
+    return rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=1))
+
+def loader():
+    return grain.DataLoader(
+        data_source=records(), sampler=grain.samplers.IndexSampler(40, shuffle=True, seed=0, num_epochs=1),
+        operations=[WithPid(), grain.transforms.Batch(2)], worker_count=1, worker_buffer_size=1)
+
+class Seen(jl.Callback):
+    def __init__(self, kill_at=None):
+        self.rows, self.pids, self.kill_at = [], set(), kill_at
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.rows += batch["x"][:, 0].tolist()
+        self.pids |= {*batch["pid"].tolist()}
+        if batch_idx == self.kill_at:
+            os.kill(int(batch["pid"][0]), signal.SIGKILL)
+
+class Hangs:
+    def __iter__(self):
+        threading.Event().wait()
+
+def is_alive(pid):
+    return os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().split()[2] != "Z"
+
+def train(loader, **arguments):
+    jl.Trainer(strategy="single", max_epochs=1, **arguments).fit(Mean(), loader)
+
+if __name__ == "__main__":
+    for make in (dataset, loader):
+        seen = Seen()
+        train(make(), callbacks=[seen])
+        own, alive = os.getpid() in seen.pids, [is_alive(pid) for pid in seen.pids]
+        print("", sorted(seen.rows) == [*range(40)], len(seen.pids), own, *alive)
+    seen = Seen(kill_at=3)
+    try:
+        train(dataset(), callbacks=[seen])
+    except RuntimeError as error:
+        (place,) = [note for note in error.__notes__ if "epoch 0, batch " in note]
+        told = ("exit code -9" in str(error), "want of memory" in " ".join(error.__notes__))
+        print("", *told, int(place.rstrip(".").split("batch ")[1]) == len(seen.rows) // 2)
+    train(Hangs(), data_timeout=1)
+"""
+
+
+@pytest.mark.full
+def test_a_plain_script_is_fed_by_grains_processes_told_of_a_killed_one_and_ended_where_it_hangs():
+    Path("script.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    arguments = {"capture_output": True, "text": True, "timeout": 600, "env": environment}
+    ended = subprocess.run([sys.executable, "script.py"], check=False, **arguments)
+    told = [line.split() for line in ended.stdout.splitlines() if line.startswith(" True")]
+    assert told == [["True", "1", "False", "False"]] * 2 + [["True"] * 3], ended.stderr + ended.stdout
+    assert ended.returncode == 76 and "gave no batch 0 of epoch 0 within Trainer(data_timeout=1)" in ended.stderr

@@ -1,0 +1,52 @@
+"""How several processes start, and which rows are whose; tests/distributed/test_processes.py starts real ones."""
+
+import jax
+import pytest
+from kit.refusals import refuses
+
+import jaxlit as jl
+from jaxlit.distributed import start
+from jaxlit.errors import ArgumentError, ProcessError
+
+
+def test_own_rows_are_parts_that_differ_by_one_row_at_most(monkeypatch):
+    assert [start.own_rows(n) for n in (64, 7)] == [slice(0, 64), slice(0, 7)], "alone all are one's own"
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for rows in (9, 7, 2):
+        parts = [[*range(rows)][start.own_rows(rows, process)] for process in range(3)]
+        assert [row for part in parts for row in part] == [*range(rows)] and max(map(len, parts)) - min(
+            map(len, parts)
+        ) <= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_processes": 2}, ("num_processes without", "coordinator_address, process_id")),
+        ({"coordinator_address": "a:1"}, ("coordinator_address without", "num_processes, process_id")),
+        ({"coordinator_address": "a:1", "process_id": 0}, ("coordinator_address, process_id without num_processes",)),
+        ({"coordinator_address": "a", "num_processes": 2, "process_id": 0}, ("'host:port'", "'a'")),
+        ({"coordinator_address": "a:1", "num_processes": 2, "process_id": 2}, ("process_id=2", "at most 1")),
+        ({"coordinator_address": "a:1", "num_processes": 2, "process_id": -1}, ("process_id=-1", "counts from 0")),
+    ],
+)
+def test_initialize_refuses_arguments_that_do_not_fit(given, words):
+    assert jax.devices()  # so that what is not refused here is refused later
+    refuses(ArgumentError, lambda: jl.distributed.initialize(**given), *words)
+
+
+def test_alone_initialize_does_nothing_and_after_the_first_use_of_jax_joining_is_refused(monkeypatch):
+    assert jax.devices()
+    for _ in range(2):
+        jl.distributed.initialize()
+    assert not jax.distributed.is_initialized()
+    words = "distributed.initialize came after the first use of jax"
+    refuses(ProcessError, lambda: jl.distributed.initialize("127.0.0.1:1", 2, 1, timeout=5), words)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")  # which jax would find
+    refuses(ProcessError, jl.distributed.initialize, words)
+
+
+def test_a_coordinator_that_is_not_there_is_named_in_time(monkeypatch):
+    monkeypatch.setattr(start, "jax_runs", lambda: False)
+    unused = "127.0.0.1:9"  # the discard service, which nobody runs
+    refuses(ProcessError, lambda: jl.distributed.initialize(unused, 2, 1, timeout=0), f"did not meet at {unused}")

@@ -1,0 +1,77 @@
+"""Processes of one training as threads of this one: what they tell each other, without a start or a device."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlit.data import agreement
+from jaxlit.distributed import exchange
+
+
+class Store:
+    """jax's key-value store of several processes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed, self.is_broken = threading.Condition(), False
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            del self.values[key]
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.values or self.is_broken, timeout_ms / 1000)
+            if key not in self.values:
+                raise jax.errors.JaxRuntimeError(f"no {key}")
+            return self.values[key]
+
+    def end(self) -> None:
+        """Let nobody wait for a process that has failed."""
+        with self.changed:
+            self.is_broken = True
+            self.changed.notify_all()
+
+
+def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], count: int = 2) -> list[Any]:
+    """Run `work(index)` as so many processes that talk to each other; return what each returned, or its error."""
+    store, mine, found = Store(), threading.local(), [None] * count
+
+    class Agreements:
+        def __next__(self) -> int:
+            return next(mine.agreements)
+
+    def join_rows(x: np.ndarray, rows: Any) -> np.ndarray:
+        return np.concatenate([np.asarray(part, x.dtype) for part in exchange.agree("rows", x.tolist())])
+
+    def run(index: int) -> None:
+        mine.index, mine.agreements = index, itertools.count()
+        try:
+            found[index] = work(index)
+        except Exception as error:
+            found[index] = error  # type: ignore[call-overload]
+            store.end()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: count)
+        patch.setattr(jax, "process_index", lambda: mine.index)
+        patch.setattr(exchange, "_client", lambda: store)
+        patch.setattr(exchange, "_agreements", Agreements())
+        patch.setattr(agreement, "join_rows", join_rows)
+        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return found

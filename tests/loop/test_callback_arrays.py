@@ -1,0 +1,317 @@
+"""Arrays of callbacks are what a loop written by hand has, split as the parameters are, and saved with them."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.inside import engine_of, is_key
+from kit.journal import hooks
+from kit.modules import Linear
+from kit.refusals import fit_refuses, refuses, warnings_of
+from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, CheckpointError, ModuleError, NonFiniteError
+
+DECAY, CLIP = 0.75, 0.5
+
+
+class EMA(jl.Callback):
+    """An exponential moving average of the weights, and what it was when training began."""
+
+    def init_arrays(self, params: Any) -> Any:
+        return params
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+        return jax.tree.map(lambda old, new: DECAY * old + (1 - DECAY) * new, arrays, params), params
+
+    def on_fit_start(self, trainer: jl.Trainer, module: Any) -> None:
+        self.held = jax.tree.map(jnp.copy, trainer.callback_arrays(self))
+
+
+class Norms(jl.Callback):
+    """The sum of the gradients' norms, how many there were, and a random key that moves on."""
+
+    def init_arrays(self, params: Any) -> Any:
+        return [jnp.zeros(()), np.zeros((), np.int32), jax.random.key(3)]
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+        total, count, key = arrays
+        return [total + optax.tree.norm(grads), count + 1, jax.random.fold_in(key, global_step)], params
+
+
+class Wide(Linear):
+    """A linear model with a kernel that is split over eight devices."""
+
+    def __init__(self) -> None:
+        self.kernel, self.bias = nnx.Param(jnp.linspace(-1.0, 1.0, 8)[:, None] * jnp.ones(16)), nnx.Param(jnp.zeros(16))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(0.05, eps=1e-3)
+
+
+def made(**methods: Any) -> jl.Callback:
+    return type("Made", (jl.Callback,), methods)()
+
+
+def keep(self: Any, arrays: Any, params: Any, grads: Any, global_step: Any) -> Any:
+    return arrays, params
+
+
+def batches_of(count: int, bad: int | None = None) -> list[dict[str, np.ndarray]]:
+    found = random(count, features=8)
+    if bad is not None:
+        found[bad]["y"][0, 0] = np.nan
+    return found
+
+
+def by_hand(batches: list[Any], keeper: Any, accumulate: int = 1, clip: float | None = None) -> tuple[Any, Any]:
+    """Train in plain JAX and optax; returns the parameters and the callback's arrays."""
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2)
+
+    module = Wide()
+    params = {"kernel": module.kernel[...], "bias": module.bias[...]}
+    tx = optax.chain(*[optax.clip_by_global_norm(clip)] * (clip is not None), module.configure_optimizers())
+    opt_state, arrays = tx.init(params), keeper.init_arrays({**params})
+
+    @jax.jit
+    def take_step(params: Any, opt_state: Any, arrays: Any, window: Any, number: Any) -> Any:
+        grads = [jax.grad(loss_of)(params, batch) for batch in window]
+        grads = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
+        finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        updates, opt_state = tx.update(grads, opt_state, params)
+        arrays, params = keeper.update_arrays(arrays, optax.apply_updates(params, updates), grads, number)
+        return finite, params, opt_state, arrays
+
+    for number, at in enumerate(range(0, len(batches), accumulate)):
+        finite, *new = take_step(params, opt_state, arrays, batches[at : at + accumulate], np.int32(number))
+        if finite:
+            params, opt_state, arrays = new
+    return params, arrays
+
+
+def train(keeper: jl.Callback, batches: Any, strategy: str = "single", **arguments: Any) -> jl.Trainer:
+    return fit(Wide(), batches, None, keeper, strategy=splitting(strategy), **arguments)
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [x.tobytes() for x in numbers(tree)]
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    for a, b in zip(numbers(got), numbers(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def assert_as_by_hand(trainer: jl.Trainer, keeper: Any, expected: tuple[Any, Any]) -> None:
+    params, arrays = expected
+    assert_close(trainer.callback_arrays(keeper), arrays)
+    assert_close(dict(trainer.state.params), params)
+    assert_close([trainer.module.bias[...], trainer.module.kernel[...]], [params["bias"], params["kernel"]])
+
+
+WINDOWS = ((1, None), (1, CLIP), (3, CLIP))
+OFTEN = (
+    ("single", (3, CLIP), EMA),
+    ("fsdp", (3, CLIP), EMA),
+    ("shard_map", (1, None), Norms),
+    ("pmap", (1, CLIP), Norms),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "window", "keeper"), thinned(itertools.product(STRATEGIES, WINDOWS, (EMA, Norms)), *OFTEN)
+)
+def test_arrays_and_parameters_are_those_of_a_loop_by_hand(strategy, window, keeper) -> None:
+    batches, callback, (accumulate, clip) = batches_of(6), keeper(), window
+    trainer = train(callback, batches, strategy, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    assert_as_by_hand(trainer, callback, by_hand(batches, keeper(), accumulate, clip))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy"), thinned([("fsdp", "raise"), ("shard_map", "ignore")], ("fsdp", "raise"))
+)
+def test_a_callback_may_write_to_the_containers_that_it_is_given(strategy, policy) -> None:
+    """As numpy users write it; a step that is left out has the arrays and the parameters of before all the same."""
+
+    class InPlace(jl.Callback):
+        def init_arrays(self, params: Any) -> Any:
+            params["count"], params["last"] = jnp.zeros(()), params.pop("bias")
+            return params
+
+        def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+            arrays["count"] += 1
+            arrays["last"] = params["bias"]
+            params["bias"] = params["bias"] * 0.5
+            grads["bias"] = None
+            return arrays, params
+
+    keeper, norms = InPlace(), Norms()
+    trainer = fit(Wide(), batches_of(3), None, keeper, norms, strategy=splitting(strategy), nan_policy=policy)
+    assert_as_by_hand(trainer, keeper, by_hand(batches_of(3), InPlace()))
+    assert int(trainer.callback_arrays(norms)[1]) == 3 and float(trainer.callback_arrays(norms)[0]) > 0
+
+
+def test_arrays_like_the_parameters_are_split_as_they_are_and_a_run_without_any_holds_no_more() -> None:
+    begin = {"count": jnp.zeros(8), "wide": {"kernel": jnp.zeros((8, 8))}}
+    keeper = made(init_arrays=lambda self, params: {"slow": params} | begin, update_arrays=keep)
+    trainer = train(keeper, batches_of(1), "fsdp")
+    arrays, params = trainer.callback_arrays(keeper), trainer.state.params
+    assert not params["kernel"].sharding.is_fully_replicated
+    assert arrays["slow"]["kernel"].sharding == params["kernel"].sharding
+    assert arrays["slow"]["bias"].sharding == params["bias"].sharding
+    assert arrays["count"].sharding.is_fully_replicated
+    assert arrays["wide"]["kernel"].sharding.is_fully_replicated, "of another shape than the parameter"
+    assert train(jl.Callback(), batches_of(1)).state.extras == {}
+    # In a checkpoint they have names of their own.
+    trainer = fit(Wide(), batches_of(1), None, EMA(), Norms(), EMA())
+    assert [name for name, _, _ in engine_of(trainer).state.specs if name.startswith("extras")] == [
+        *("extras['EMA'].bias", "extras['EMA'].kernel", "extras['EMA:1'].bias", "extras['EMA:1'].kernel"),
+        *("extras['Norms'][0]", "extras['Norms'][1]", "extras['Norms'][2]"),
+    ]
+
+
+@pytest.mark.parametrize(("policy", "accumulate"), [("skip", 1), ("skip", 2), ("raise", 2), ("rollback", 1)])
+def test_a_step_that_is_not_finite_leaves_the_arrays(policy, accumulate) -> None:
+    keeper, batches = EMA(), batches_of(6, bad=3)
+    saver = jl.callbacks.ModelCheckpoint(every_n_train_steps=2)
+    trainer = make_trainer(keeper, saver, accumulate_grad_batches=accumulate, nan_policy=policy, log_every_n_steps=1)
+    if policy == "raise":
+        with pytest.raises(NonFiniteError):
+            trainer.fit(Wide(), batches)
+        batches = batches[:4]
+    else:
+        trainer.fit(Wide(), batches)
+    # A rollback goes back where the next checkpoint is due, to that of the second step.
+    counted = [*batches[:2], *batches[4:]] if policy == "rollback" else batches
+    assert_close(trainer.callback_arrays(keeper), by_hand(counted, EMA(), accumulate)[1])
+
+
+def test_an_overflow_of_the_loss_scale_leaves_the_arrays_and_they_have_the_dtype_of_the_parameters() -> None:
+    keeper, large = Norms(), [{k: v * 10 for k, v in b.items()} for b in batches_of(3)]
+    trainer = train(keeper, large, precision="16-mixed")
+    assert int(trainer.callback_arrays(keeper)[1]) < 3
+    keeper = EMA()
+    trainer = train(keeper, batches_of(1), precision="bf16-true")
+    assert {x.dtype for x in jax.tree.leaves(trainer.callback_arrays(keeper))} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keeper"),
+    thinned(itertools.product(STRATEGIES, (EMA, Norms)), ("fsdp", EMA), ("shard_map", Norms)),
+)
+def test_a_resumed_training_has_the_same_bits(strategy, keeper) -> None:
+    batches, whole, resumed = batches_of(3), keeper(), keeper()
+    trainer = train(whole, batches, strategy, max_epochs=2)
+    train(keeper(), batches, strategy).save_checkpoint("kept")
+    later = train(resumed, batches, strategy, max_epochs=2, ckpt_path="kept")
+    assert bits(later.callback_arrays(resumed)) == bits(trainer.callback_arrays(whole))
+    assert bits(later.state.params) == bits(trainer.state.params)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), thinned([("fsdp", "single"), ("single", "fsdp"), ("pmap", "zero1")], ("single", "fsdp"))
+)
+def test_arrays_are_restored_under_another_strategy(then, now) -> None:
+    before, after = EMA(), EMA()
+    trainer = train(before, batches_of(3), then)
+    trainer.save_checkpoint("kept")
+    more = {"max_epochs": 2, "ckpt_path": "kept", "devices": 4 if now == "fsdp" else "auto"}
+    later = train(after, batches_of(3), now, **more)
+    assert bits(after.held) == bits(trainer.callback_arrays(before))
+    assert after.held["kernel"].sharding == later.state.params["kernel"].sharding
+
+
+def test_a_resume_tells_of_callbacks_that_are_new_or_gone_and_refuses_other_shapes(caplog) -> None:
+    batches, first, keeper = batches_of(3), EMA(), type("Slow", (EMA,), {})()
+    trainer = train(first, batches)
+    trainer.save_checkpoint("kept")
+    later = train(keeper, batches, "fsdp", max_epochs=2, ckpt_path="kept")
+    assert "has no arrays of 'Slow', which was not among the callbacks: they begin anew, from" in caplog.text
+    assert "keeps the arrays of 'EMA', which is not among the callbacks now." in caplog.text
+    assert bits(keeper.held) == bits(trainer.state.params), "of the restored parameters"
+    assert keeper.held["kernel"].sharding == later.state.params["kernel"].sharding
+    assert bits(later.callback_arrays(keeper)) != bits(keeper.held)
+    caplog.clear()
+    make_trainer().validate(Wide(), batches, ckpt_path="kept")
+    assert not [message for message in warnings_of(caplog) if "arrays" in message]
+
+    def begin(self: Any, params: Any) -> Any:
+        return [params["kernel"], jnp.zeros(3)]
+
+    other = type("EMA", (jl.Callback,), {"init_arrays": begin, "update_arrays": keep})()
+    with pytest.raises(CheckpointError, match=r"extras\['EMA'\]\.kernel"):
+        train(other, batches, max_epochs=2, ckpt_path="kept")
+    anew = train(other, batches, ckpt_path="kept", strict=False)
+    assert bits(anew.callback_arrays(other)[0]) == bits(trainer.state.params["kernel"])
+
+
+def test_a_strategy_that_knows_nothing_of_extras_trains() -> None:
+    class Copies(jl.Strategy):
+        def state_sharding(self, state: Any) -> Any:
+            whole = jax.tree.map(lambda _: self.replicated, state)
+            names = ("counters", "params", "frozen", "model_state", "opt_state", "window", "loss_scale", "sums")
+            return type(state)(**{name: getattr(whole, name) for name in names})
+
+    keeper = EMA()
+    trainer = fit(Wide(), batches_of(2), None, keeper, strategy=Copies())
+    assert_as_by_hand(trainer, keeper, by_hand(batches_of(2), EMA()))
+
+
+def zeros(self: Any, params: Any) -> Any:
+    return {"total": jnp.zeros(3)}
+
+
+UPDATES: list[tuple[str, Any]] = [
+    (r"must return a tuple of two, \(arrays, params\), got dict", lambda a, p: a),
+    (r"changed arrays at total from float32\[3\] to float32\[2\]", lambda a, p: ({"total": a["total"][:2]}, p)),
+    (r"changed arrays at total .* to float32\[4\]", lambda a, p: (a.update(total=jnp.zeros(4)) or a, p)),
+    (r"changed arrays at total .* to float16\[3\]", lambda a, p: ({"total": a["total"].astype("float16")}, p)),
+    (r"changed params at bias from float32\[16\] to nothing", lambda a, p: (a, {"kernel": p["kernel"]})),
+]
+INITS: list[tuple[str, Any]] = [
+    ("and name is of type str", {"name": "ema"}),
+    ("and it is of type float", 0.5),
+    ("got None, which has none", None),
+]
+CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (r"Made defines init_arrays and no update_arrays", {"init_arrays": zeros}),
+    (r"Made defines update_arrays and no init_arrays", {"update_arrays": keep}),
+    (CALLED, {"init_arrays": zeros, "update_arrays": lambda self, arrays, params: (arrays, params)}),
+    *(
+        (f"must return a pytree of arrays, {words}", {"init_arrays": lambda self, p, x=x: x, "update_arrays": keep})
+        for words, x in INITS
+    ),
+    *(
+        (words, {"init_arrays": zeros, "update_arrays": lambda self, a, p, grads, step, do=do: do(a, p)})
+        for words, do in UPDATES
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "methods"), REFUSED)
+def test_what_cannot_be_kept_is_refused_before_the_first_step(words, methods) -> None:
+    fit_refuses(ModuleError, words, model=Wide(), train=batches_of(1), callbacks=[made(**methods)])
+
+
+def test_reading_arrays_of_a_callback_without_any_is_refused() -> None:
+    keeper = EMA()
+    trainer = make_trainer(keeper)
+    words = "takes a callback of the newest fit that keeps arrays, "
+    refuses(ArgumentError, lambda: trainer.callback_arrays(keeper), words + r"\[\] here")
+    trainer.fit(Wide(), batches_of(1))
+    refuses(ArgumentError, lambda: trainer.callback_arrays(EMA()), words + r"\['EMA'\] here, got")
+    refuses(ArgumentError, lambda: trainer.callback_arrays(hooks()), words)

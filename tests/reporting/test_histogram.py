@@ -1,0 +1,159 @@
+"""Histograms computed on the device count what numpy counts, and only the counts leave the devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kit.inside import lowered
+from kit.modules import module
+from kit.trainers import BARE, fit, splitting
+
+import jaxlit as jl
+from jaxlit.reporting.histogram import BINS, count, histogram, unpack
+
+rng = np.random.default_rng(0)
+NORMAL = rng.normal(size=(40, 25)).astype(np.float32)
+WHOLE = (NORMAL * 20).astype(np.int32).clip(0, 100)
+traced = jax.jit(histogram, static_argnums=1)
+
+
+def check(x, bins=BINS):
+    """Compare with numpy; counts near an edge may lie in the bin beside it, as numpy divides in float64."""
+    packed = np.asarray(traced(x, bins))
+    assert packed.shape == (2 + bins,) and packed.dtype == np.float32
+    counts, edges = unpack(packed)
+    values = np.asarray(x, np.float64)
+    values = values[np.isfinite(values)]
+    known, known_edges = np.histogram(values, bins)
+    np.testing.assert_allclose(edges, known_edges, rtol=1e-6, atol=1e-6 * np.abs(known_edges).max())
+    assert counts.dtype == np.int64 and counts.sum() == values.size
+    # Cumulated, so that a number which float32 puts beside an edge is one off at that edge only.
+    width = (known_edges[-1] - known_edges[0]) / bins
+    near = [(np.abs(values - edge) < 1e-4 * width).sum() for edge in known_edges[1:-1]]
+    assert (np.abs(np.cumsum(counts) - np.cumsum(known))[:-1] <= near).all()
+
+
+def with_bad(*bad):
+    x = NORMAL.copy()
+    x[: len(bad), 1] = bad
+    return x
+
+
+CASES = {
+    "normal numbers": (NORMAL,),
+    "one bin": (NORMAL, 1),
+    "more dimensions": (NORMAL.reshape(2, 5, 10, 10), 7),
+    "a scalar": (np.float32(2.5), 3),
+    "NaN": (with_bad(np.nan),),
+    "all that is not finite": (with_bad(np.nan, np.inf, -np.inf),),
+    "tiny": (NORMAL * np.float32(1e-30),),
+    "huge, so that their difference overflows": (NORMAL / np.abs(NORMAL).max() * np.float32(3e38),),
+    "integers": (WHOLE, 16),
+    "bytes": (WHOLE.astype(np.uint8), 16),
+    "bools": (WHOLE > 9, 16),
+    "bfloat16": (WHOLE.astype(ml_dtypes.bfloat16), 16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_counted_as_by_numpy(case):
+    check(*CASES[case])
+
+
+def test_a_constant_has_numpys_edges_half_beside_it_and_a_large_one_is_counted_too():
+    for value in (0.0, 3.0, -2.5):
+        check(np.full(6, value, np.float32), 5)
+        counts, edges = unpack(np.asarray(traced(np.full(6, value, np.float32), 5)))
+        assert counts.tolist() == [0, 0, 6, 0, 0]
+        np.testing.assert_allclose(edges, np.linspace(value - 0.5, value + 0.5, 6), rtol=1e-6)
+    for value in np.float32([1e8, -1e8, 3e38, 2.0**25]):
+        packed = np.asarray(traced(np.full(6, value, np.float32), 5))
+        assert packed[0] < packed[1] and packed[0] <= value <= packed[1] and packed[2:].sum() == 6
+
+
+def test_numbers_on_an_edge_lie_in_the_bin_above_and_the_highest_in_the_last():
+    x = np.arange(9, dtype=np.float32)  # each exactly an edge
+    counts, edges = unpack(np.asarray(histogram(jnp.asarray(x), 8)))  # not traced
+    assert counts.tolist() == [1] * 7 + [2] == np.histogram(x, 8)[0].tolist()
+    np.testing.assert_array_equal(edges, x)
+
+
+def test_nothing_finite_counts_nothing():
+    for x in np.float32([np.inf, -np.inf] * 3), np.zeros((3, 0), np.float32):
+        packed = np.asarray(traced(x, 5))
+        assert packed.tolist() == [-0.5, 0.5, 0, 0, 0, 0, 0]
+
+
+def test_counts_on_the_host_are_numpys_own_of_what_is_finite():
+    x = with_bad(np.nan, np.inf, -np.inf)
+    for given in (x, x.tolist()):
+        for found, known in zip(count(given, 10), np.histogram(x[np.isfinite(x)].astype(np.float64), 10), strict=True):
+            np.testing.assert_array_equal(found, known)
+
+
+# Sharded
+
+
+def collectives(program):
+    """Return how many numbers each collective of a compiled program has, by its kind."""
+    found = {}
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.compile().as_text()):
+        shapes = [dims.split(",") for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
+        found.setdefault(kind, []).extend(int(np.prod([int(d) for d in dims if d])) for dims in shapes)
+    return found
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, None, "fsdp")])
+def test_a_sharded_array_stays_where_it_is(spec):
+    sharding = NamedSharding(Mesh(np.asarray(jax.devices()), ("fsdp",), axis_types=(AxisType.Auto,)), spec)
+    x = rng.normal(size=(16, 32, 24)).astype(np.float32)
+    found = collectives(traced.lower(sharded := jax.device_put(x, sharding), BINS))
+    assert set(found) == {"all-reduce"} and max(found["all-reduce"]) == BINS
+    np.testing.assert_array_equal(np.asarray(traced(sharded, BINS)), np.asarray(traced(x, BINS)))
+    moved = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(sharding.mesh, P())).lower(sharded)
+    assert collectives(moved) == {"all-gather": [x.size]}  # which are found where there are some
+
+
+class Histograms(jl.Callback):
+    trace_every_n_steps = 2
+
+    def trace_step(self, grads, updates, params, opt_state):
+        return {"grads": histogram(grads["w"][...]), "params": histogram(params["w"][...])}
+
+    def on_trace(self, trainer, values, step):
+        self.seen = {**getattr(self, "seen", {}), step: values}
+
+
+def test_in_a_sharded_step_histograms_gather_nothing_and_count_what_one_device_counts():
+    seen, batches = [], list(rng.normal(size=(4, 16, 16)).astype(np.float32))
+    start = NORMAL.reshape(-1)[:512].reshape(16, 32)
+    for strategy in (splitting("fsdp"), "single"):
+        model = module(
+            lambda self, batch: jnp.mean((batch @ self.w) ** 2),
+            tx=optax.adam(0.1),
+            init=lambda self: setattr(self, "w", nnx.Param(jnp.asarray(start))),
+        )
+        trainer = fit(model, batches, None, histograms := Histograms(), strategy=strategy, **BARE)
+        seen.append(histograms.seen)
+        if strategy != "single":
+            plain, more = (collectives(lowered(trainer, name, batches[0])) for name in ("train_step", "traced"))
+    assert sorted(more.get("all-gather", [])) == sorted(plain["all-gather"])
+    assert more.keys() - plain.keys() <= {"all-reduce"}
+    for size in plain.get("all-reduce", []):
+        more["all-reduce"].remove(size)
+    assert more["all-reduce"] and max(more["all-reduce"]) <= BINS
+    assert list(seen[0]) == list(seen[1]) == [1, 3]
+    for step, values in seen[0].items():
+        for name, packed in values.items():
+            other = seen[1][step][name]
+            np.testing.assert_allclose(packed[:2], other[:2], rtol=1e-4)
+            assert packed[2:].sum() == other[2:].sum() == start.size
+            assert np.abs(np.cumsum(packed[2:]) - np.cumsum(other[2:])).max() <= 2  # those on an edge

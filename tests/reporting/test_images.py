@@ -1,0 +1,48 @@
+"""What a user logs as an image, as the pixels that it becomes."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.refusals import refuses
+from kit.wandb_runs import PIXELS
+from PIL import Image
+
+from jaxlit.errors import ArgumentError
+from jaxlit.reporting.images import as_image
+
+GRAYS = np.linspace(0, 1, 20, dtype=np.float32).reshape(4, 5)
+ALPHA = np.dstack([PIXELS, PIXELS[..., :1]])
+WILD = np.array([[-1.0, 0.0, 0.5], [2.0, np.nan, np.inf]])
+
+
+def test_arrays_become_the_pixels_that_they_mean_and_are_copied():
+    for given, expected in (
+        (PIXELS, PIXELS),
+        (ALPHA, ALPHA),
+        (PIXELS[..., :1], PIXELS[..., 0]),
+        (PIXELS / 255, PIXELS),
+        (jnp.asarray(GRAYS), np.uint8(np.round(GRAYS * 255))),
+        (np.ones((2, 3), jnp.bfloat16), np.full((2, 3), 255, np.uint8)),
+        (np.eye(3, dtype=bool), np.eye(3, dtype=np.uint8) * 255),
+        (WILD, np.array([[0, 0, 128], [255, 0, 255]], np.uint8)),
+    ):
+        found = as_image("here", given)
+        assert found.dtype == np.uint8 and not np.shares_memory(found, given)
+        np.testing.assert_array_equal(found, expected)
+    picture = Image.fromarray(PIXELS)
+    copy = as_image("here", picture)
+    picture.putpixel((0, 0), (9, 9, 9))
+    np.testing.assert_array_equal(np.asarray(copy), PIXELS)
+    assert as_image("here", Path("a.png")) == "a.png"
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3, 4, 5), (4, 5, 2), (3, 4, 5), (0, 5)])
+def test_an_array_of_a_shape_that_no_image_has_is_refused(shape):
+    refuses(ArgumentError, lambda: as_image("key", np.zeros(shape, np.uint8)), "^key takes", rf"{list(shape)}"[1:-1])
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 5), np.int32), np.zeros((4, 5), np.complex64), np.array([["a"]])])
+def test_an_array_of_a_kind_that_no_image_has_is_refused(array):
+    refuses(ArgumentError, lambda: as_image("key", array), f"got {array.dtype}")

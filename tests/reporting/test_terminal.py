@@ -1,0 +1,184 @@
+"""What a person sees of examples/digits.py: in terminals of two widths, in a file, and in a notebook."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import nbformat
+import pyte
+import pytest
+from kit.batches import numbered
+from kit.modules import Mean
+from kit.processes import CHEAP, ROOT
+from kit.trainers import fit
+
+DIGITS = ROOT / "examples" / "digits.py"
+TIMEOUT = 300.0  # on a busy machine; only what hangs takes as long
+# What a run of three epochs shows, each kind of line once and in this order.
+LINES = {
+    "header": r"jaxlit \S+ . jax ",
+    "table": r"[┏┃┡│└+|]",
+    "params": r"[\d,]+ params",
+    "compiled": r"compiled ",
+    **{f"epoch {k}": rf"epoch {k}/3  .*22/22 .* it/s  train/loss \d.*  val/accuracy 0" for k in (1, 2, 3)},
+    "done": r"done 3 epochs . 66 steps . .* s",
+    "checkpoint": r"  checkpoint  runs/.*step_00000066",
+    "report": r"  report      runs/",
+    "resume": r"  resume      Trainer\(resume='runs/",
+    "accuracy": r"validation accuracy 0\.\d{4}$",
+}
+
+
+def environment(folder, **more):
+    """Return the environment of a child that is nobody's in particular."""
+    dropped = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+    own = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(("TTY_", "LC_"))} | CHEAP
+    own |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "xterm"}
+    return own | more
+
+
+def kinds(lines):
+    """Return what each line is, a line that goes on being that of the one before; unknown ones as they are."""
+    found = []
+    for line in lines:
+        kind = next((name for name, pattern in LINES.items() if re.match(pattern, line)), line)
+        goes_on = (kind == line and line.startswith("  ")) or (kind == "table" and found[-1] == "table")
+        found += [] if goes_on else [kind]
+    return found
+
+
+class Screen(pyte.HistoryScreen):
+    """A terminal that remembers what was too wide for it."""
+
+    def __init__(self, columns):
+        super().__init__(columns, 24, history=1000, ratio=0.5)
+        self.too_wide, self.live = [], set()
+
+    def draw(self, data):
+        for character in data:
+            if self.cursor.x == self.columns:
+                self.too_wide.append(self.display[self.cursor.y])
+            super().draw(character)
+        self.live.add(self.display[self.cursor.y].rstrip())
+
+    @property
+    def text(self):
+        """All lines, also those that have left the screen at its top."""
+        above = ["".join(line[x].data for x in range(self.columns)) for line in self.history.top]
+        return "\n".join(line.rstrip() for line in [*above, *self.display]).rstrip("\n").split("\n")
+
+
+def in_terminal(command, columns, folder, **more):
+    """Run a command in a pseudo-terminal of 24 lines, and return what it has become."""
+    screen = Screen(columns)
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder, **more)
+    )
+    os.close(theirs)
+    stream, deadline = pyte.ByteStream(screen), time.monotonic() + TIMEOUT
+    try:
+        # The kernel says EIO once nobody has the other side open.
+        with contextlib.suppress(OSError):
+            while select.select([ours], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                if not (data := os.read(ours, 65536)):
+                    break
+                stream.feed(data)
+        code = child.wait(max(deadline - time.monotonic(), 1.0))
+    finally:
+        os.close(ours)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+    assert code == 0, "\n".join(screen.text)
+    return screen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_path):
+    command, more = [sys.executable, str(DIGITS), "--epochs", "3"], {}
+    if columns == 80:  # with a strategy whose table is wider than it
+        command += ["--strategy", "fsdp"]
+        more["XLA_FLAGS"] = CHEAP["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
+    screen = in_terminal(command, columns, tmp_path, **more)
+    assert screen.too_wide == [] and kinds(screen.text) == [*LINES]
+    rows = [line for line in screen.text if line.startswith("│")]
+    assert len(rows) == 6 and all(re.match(r"│ net\.layers\[\d\]\.(bias|kernel|scale) +│", row) for row in rows)
+    assert any(re.match(r"epoch 1/3  ─+  compiling", line) for line in screen.live), "no line was live meanwhile"
+    assert not any("compiling ..." in line for line in screen.text) and not screen.cursor.hidden
+    # A bar is left where there is room.
+    assert ["━━━━" in line for line in screen.text if line.startswith("epoch")] == [columns == 120] * 3
+
+
+def test_a_file_has_a_line_for_each_epoch_and_no_control_codes_also_in_ascii(tmp_path):
+    """Once under LANG=C, and then as UTF-8."""
+    twice = f"""
+import runpy, sys
+for encoding in ("ascii", "utf-8"):
+    assert sys.stdout.encoding.lower() in ("ascii", "ansi_x3.4-1968", "utf-8"), sys.stdout.encoding
+    sys.argv = ["digits.py", "--epochs", "3"]
+    runpy.run_path({str(DIGITS)!r}, run_name="__main__")
+    print("=====")
+    sys.stdout.reconfigure(encoding="utf-8")
+"""
+    # What Python does by itself under LANG=C is turned off: not every platform does it.
+    ascii_only = {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    own = environment(tmp_path, FORCE_COLOR="1", **ascii_only)
+    command = [sys.executable, "-c", twice]
+    child = subprocess.run(command, capture_output=True, cwd=tmp_path, env=own, timeout=TIMEOUT)
+    assert (child.returncode, child.stderr) == (0, b"")
+    for text, encoding in zip(child.stdout.split(b"=====\n"), ("ascii", "utf-8"), strict=False):
+        text = text.decode(encoding)
+        assert kinds(text.rstrip("\n").split("\n")) == [*LINES], encoding
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text) and "━━  22" not in text
+        assert encoding == "utf-8" or "?" not in text
+
+
+@pytest.mark.full
+def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
+    spec = tmp_path / "jupyter" / "kernels" / "ours"
+    spec.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec.joinpath("kernel.json").write_text(json.dumps({"argv": argv, "display_name": "ours", "language": "python"}))
+    cells = [
+        f"import sys\nsys.path.insert(0, {str(DIGITS.parent)!r})\nimport digits",
+        "sys.argv = ['digits.py', '--epochs', '3']\ndigits.main()",
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)]), tmp_path / "in.ipynb")
+    # In a process of its own, whose event loop and warnings are none of this one's.
+    run = "import nbclient, nbformat as f; n = f.read('in.ipynb', 4); "
+    run += "nbclient.NotebookClient(n, timeout=300, kernel_name='ours').execute(); f.write(n, 'out.ipynb')"
+    places = {k: str(tmp_path / k.lower()) for k in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
+    own = environment(tmp_path, JUPYTER_PATH=str(tmp_path / "jupyter"), **places)
+    command = [sys.executable, "-c", run]
+    child = subprocess.run(command, cwd=tmp_path, env=own, timeout=TIMEOUT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    notebook = nbformat.read(tmp_path / "out.ipynb", 4)
+    imported, trained = (cell.outputs for cell in notebook.cells)
+    text = "".join(o.text if o.output_type == "stream" else o.data["text/plain"] + "\n" for o in trained)
+    assert imported == [] and kinds(text.rstrip("\n").split("\n")) == [*LINES]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    assert {o.get("name", "display") for o in trained} <= {"stdout", "display"}
+    assert {kind for o in trained for kind in o.get("data", {})} == {"text/plain"}
+    assert "widgets" not in notebook.metadata
+
+
+@pytest.mark.parametrize("methods", [("write",), ("write", "flush")])
+def test_a_stdout_of_somebodys_own_takes_the_lines(methods, monkeypatch):
+    written = []
+    able = {"write": written.append, "flush": lambda: None}
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(**{name: able[name] for name in methods}))
+    trainer, found = fit(Mean(), numbered(1), logger=False), "".join(written)
+    assert trainer.global_step == 1 and found.startswith("jaxlit ")
+    assert "1 params" in found and "epoch 1/1" in found and "done 1 epoch" in found

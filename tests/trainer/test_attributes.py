@@ -1,0 +1,136 @@
+"""What can be set on a Trainer holds from then on, and what a user writes between runs is used where it should be."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import hooks
+from kit.modules import Mean, module
+from kit.refusals import refuses
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.loop.settings import Settings
+
+FIELDS = [field.name for field in dataclasses.fields(Settings)]
+FIXED = {"strategy", "devices", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
+
+
+def test_arguments_that_are_set_hold_for_the_next_run() -> None:
+    trainer, model = make_trainer(fast_dev_run=2), Mean()
+    trainer.fit(model, numbered(4))
+    assert (trainer.max_epochs, trainer.max_steps, trainer.global_step) == (1, 2, 2)
+    trainer.fast_dev_run, trainer.max_steps, trainer.max_epochs = 0, -1, 3
+    trainer.fit(model, numbered(4))
+    assert trainer.global_step == 12
+    assert len(trainer.predict(model, numbered(4))) == 4
+    trainer.limit_predict_batches, trainer.limit_train_batches = 3, 0.5
+    assert len(trainer.predict(model, numbered(4))) == 3
+    trainer.fit(model, numbered(4))
+    assert trainer.global_step == 6
+
+
+def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
+    """None of them is taken in silence."""
+    others = {"gradient_clip_algorithm": "value", "max_recompiles": 3, "limit_val_batches": 0, "prefetch": 0}
+    others |= {"max_in_flight": 1, "data_timeout": 3.0, "seed": 5}
+    for field in dataclasses.fields(Settings):
+        trainer = jl.Trainer(max_epochs=1, gradient_clip_val=1.0)
+        name, value = field.name, others.get(field.name, field.default)
+        if name in FIXED:
+            words = rf"^Trainer\.{name} is fixed when.*set to .*with Trainer\({name}="
+            refuses(
+                AttributeError, lambda name=name, value=value, trainer=trainer: setattr(trainer, name, value), words
+            )
+            continue
+        setattr(trainer, name, value)
+        assert getattr(trainer.settings, name) == value
+        if name not in ("callbacks", "min_epochs", "min_steps"):  # which say what follows from them
+            assert getattr(trainer, name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("max_epoch", 3, r"Trainer has no attribute 'max_epoch'.*set to 3\. Did you mean 'max_epochs'\? Keep what"),
+        ("global_step", 3, r"Trainer\.global_step tells of the runs, and would be set to 3\. Set an argument"),
+        ("max_steps", -2, r"Trainer\(max_steps=\.\.\.\) takes an int of at least -1"),
+        ("callbacks", [jl.Callback()] * 2, "the same Callback object twice"),
+        ("callbacks", jl.Callback, "takes callbacks, got <class"),
+        ("callbacks", [3], r"takes jaxlit\.Callback objects, got 3"),
+    ],
+)
+def test_what_is_wrong_or_what_nobody_would_read_is_refused_when_it_is_set(name, value, words) -> None:
+    trainer = make_trainer()
+    before = list(trainer.callbacks)
+    with pytest.raises((AttributeError, ValueError, TypeError), match=words):
+        setattr(trainer, name, value)
+    assert trainer.callbacks == before
+
+
+def test_callbacks_can_be_replaced_between_runs_and_one_or_none_is_taken() -> None:
+    ran: list[str] = []
+    trainer, tells = make_trainer(), hooks(on_fit_start=lambda *_: ran.append("told"))
+    for given, kept in ((tells, [tells]), ([tells], [tells]), (None, [])):
+        trainer.callbacks = given
+        assert trainer.callbacks == kept
+        trainer.fit(Mean(), numbered(1))
+    assert ran == ["told"] * 2
+
+
+def windows(*counts: int) -> jl.Callback:
+    """Return a callback that sets the batches of a step at the start of each epoch, from the next one on."""
+    return hooks(on_train_epoch_start=lambda t, m: setattr(t, "accumulate_grad_batches", counts[t.current_epoch]))
+
+
+def test_windows_can_be_left_out_for_some_epochs_and_cannot_begin_in_the_middle_of_a_fit() -> None:
+    model = Mean()
+    trainer = fit(model, numbered(4), None, windows(1, 2, 2), max_epochs=3, accumulate_grad_batches=2)
+    pairs, single = [[1.0, 2.0], [3.0, 4.0]], [[float(k)] for k in (1, 2, 3, 4)]
+    assert trainer.global_step == 8 and float(model.w[0]) == pytest.approx(mean([*pairs, *single, *pairs]), rel=1e-5)
+    trainer = make_trainer(windows(1, 2, 2), max_epochs=3)
+    words = r"is set to 2 in a fit that began with 1, whose state.*Begin with Trainer\(accumulate_grad_batches=2\)"
+    refuses(ArgumentError, lambda: trainer.fit(Mean(), numbered(4)), words)
+    assert (trainer.accumulate_grad_batches, trainer.global_step) == (1, 4)
+    trainer.callbacks = None
+    trainer.accumulate_grad_batches, trainer.max_epochs = 2, 1
+    trainer.fit(Mean(), numbered(4))
+    assert trainer.global_step == 2
+
+
+def test_a_step_that_reads_an_argument_sees_the_one_that_holds() -> None:
+    asks = module(validation=lambda self, batch: self.log("limit", jnp.float32(self.trainer.max_epochs)))
+    trainer = make_trainer()
+    assert trainer.validate(asks, numbered(1)) == [{"limit": 1.0}]
+    trainer.max_epochs = 7
+    assert trainer.validate(asks, numbered(1)) == [{"limit": 7.0}]
+
+
+def test_an_attribute_that_cannot_be_compared_costs_a_compile_and_nothing_else() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> Any:
+            return np.ones(2) == np.ones(2)
+
+        __hash__ = object.__hash__
+
+    model = module(init=lambda self: (Mean.__init__(self), setattr(self, "odd", Odd()))[0])
+    trainer = fit(model, numbered(1))
+    for _ in range(2):
+        model.odd = Odd()
+        assert len(trainer.predict(model, numbered(4))) == 4
+
+
+def test_a_name_of_ones_own_may_be_set() -> None:
+    class Mine(jl.Trainer):
+        def __init__(self) -> None:
+            super().__init__(max_epochs=1)
+            self.notebook_cells = 3
+
+    trainer: Any = Mine()
+    trainer.scratch = trainer.notebook_cells + 1
+    assert trainer.scratch == 4
