@@ -29,7 +29,8 @@ def accuracy(out: str) -> float:
 RUNS = itertools.product(("ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate", "auto"), ("1", "8"))
 
 
-@pytest.mark.parametrize(("strategy", "devices"), thinned(RUNS, ("auto", "8")))
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "devices"), RUNS)
 def test_digits_reaches_95_percent(
     strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -313,23 +313,11 @@ _ELEMENTWISE = (  # by name, since jax does not export them all
     "ne nextafter not or population_count pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical "
     "sign sin sinh sqrt square tan tanh xor random_wrap random_unwrap "
 )
+_LINEAR = "neg copy copy_p stop_gradient real imag reduce_precision sharding_constraint reshard"
 
 RULES: dict[str, Callable[[Equation], Relation]] = {
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(
-        (
-            "neg",
-            "copy",
-            "copy_p",
-            "stop_gradient",
-            "real",
-            "imag",
-            "reduce_precision",
-            "sharding_constraint",
-            "reshard",
-        ),
-        _linear,
-    ),
+    **dict.fromkeys(_LINEAR.split(), _linear),
     **dict.fromkeys(("add", "sub", "add_any"), _add),
     **dict.fromkeys(
         ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"), _reduce

@@ -125,7 +125,7 @@ def some(operations):
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["crash", "full"])
+@pytest.mark.parametrize("kind", ["crash", pytest.param("full", marks=pytest.mark.full)])
 def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, every, state):
     save("first/step_00000002", state).wait()
     shutil.copytree("first", "counted")

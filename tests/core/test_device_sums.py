@@ -93,7 +93,7 @@ def test_tables_are_refit_for_another_number_of_replicas(replicas: int | None) -
     assert table.read(found) == [13 / 4, 1.0, 5.0]
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
 def test_logging_leaves_the_training_as_it_is(strategy: str) -> None:
     models = [logging(log_all), logging()]
     for model in models:

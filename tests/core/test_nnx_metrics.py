@@ -78,7 +78,7 @@ def test_nnx_metrics_equal_numpy_over_replicas_and_uneven_batches(strategy: str,
     assert found == [pytest.approx(wanted, rel=1e-6) for wanted in expected * 2]
 
 
-@pytest.mark.parametrize("strategy", ("single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(("single", "shard_map"), "shard_map"))
 def test_nnx_metrics_of_an_accumulation_window_are_those_of_its_rows(strategy: str) -> None:
     train, rows = batches(8, 16, 5, seed=0), Rows()
     fit(Measured(False), train, None, rows, strategy=strategy, accumulate_grad_batches=2, log_every_n_steps=1)

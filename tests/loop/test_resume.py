@@ -102,7 +102,7 @@ def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [
-        pytest.param(strategy, place, marks=[pytest.mark.full] * (k >= {"single": 6, "fsdp": 1}.get(strategy, 0)))
+        pytest.param(strategy, place, marks=[pytest.mark.full] * (k >= {"single": 4, "fsdp": 1}.get(strategy, 0)))
         for strategy, places in ALL.items()
         for k, place in enumerate(places)
     ],
@@ -119,7 +119,12 @@ def test_resume_from_a_checkpoint_of_any_hook_is_exact(
     assert final(resumed) == end
 
 
-@pytest.mark.parametrize("place", [("on_train_batch_end", 114), ("on_validation_batch_end", 33), ("on_safe_point", 6)])
+DUE = [("on_train_batch_end", 114), ("on_validation_batch_end", 33), ("on_safe_point", 6)]
+
+
+@pytest.mark.parametrize(
+    "place", [DUE[1], *[pytest.param(place, marks=pytest.mark.full) for place in (DUE[0], DUE[2])]]
+)
 def test_resume_calls_the_safe_point_that_is_still_due_and_no_other(
     place: tuple[str, int], trained: Any, tmp_path: Path
 ) -> None:

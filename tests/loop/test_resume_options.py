@@ -192,6 +192,7 @@ def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) ->
     assert csv(last) == csv(whole)
 
 
+@pytest.mark.full
 def test_training_cut_by_ctrl_c_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
     stop = Interrupts("on_validation_batch_start", 22)
     cut = fit(make_trainer("single", tmp_path / "run", [stop], max_epochs=2, enable_checkpointing=True))
@@ -202,6 +203,7 @@ def test_training_cut_by_ctrl_c_goes_on(whole: jl.Trainer, tmp_path: Path) -> No
     assert csv(last) == csv(whole)
 
 
+@pytest.mark.full
 def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
     class Stops(RaisesAt):
         def at(self, trainer: jl.Trainer, *arguments: Any) -> None:

@@ -121,6 +121,7 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
     assert ["━━━━" in line for line in screen.text if line.startswith("epoch")] == [columns == 120] * 3
 
 
+@pytest.mark.full
 def test_a_file_has_a_line_for_each_epoch_and_no_control_codes_also_in_ascii(tmp_path):
     """Once under LANG=C, and then as UTF-8."""
     twice = f"""
