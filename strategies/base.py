@@ -203,7 +203,7 @@ class Strategy(ABC):
             return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
 
         given = [None if is_key(x) else x for x in leaves]
-        build = self.in_mesh(build)
+        build = named("create_state", self.in_mesh(build))
         made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
         # Without jit nothing follows out_shardings.
         return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def accuracy(out: str) -> float:
     return float(re.findall(r"^validation accuracy (\S+)$", out, re.M)[0])
 
 
-RUNS = itertools.product(("ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate", "auto"), ("1", "8"))
+RUNS = [*itertools.product(("ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate", "auto"), ("1", "8"))]
 
 
 @pytest.mark.full

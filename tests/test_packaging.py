@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folder in the checkout -> package that it ships as.

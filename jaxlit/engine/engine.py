@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper, check_extras
@@ -99,9 +100,7 @@ class Engine:
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
-        self._next_epoch = jax.jit(
-            lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=strategy.home
-        )
+        self._next_epoch = _next_epoch(strategy.home)
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
@@ -348,6 +347,12 @@ def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any
         return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
 
     return call
+
+
+@lru_cache(maxsize=64)
+def _next_epoch(home: NamedSharding) -> Callable[..., jax.Array]:
+    """Return a program of (counters, epoch), the same for all engines whose counters lie alike."""
+    return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=home)
 
 
 def _never(*_: Any) -> Any:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from kit.resume_model import SavesAt, assert_same, final, fit, journal, make_trainer
-from kit.trainers import thinned
 
 import jaxlit as jl
 
@@ -91,7 +90,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.mark.parametrize("strategy", thinned(["single", "pmap"], "single"))
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["single", "pmap"])
 def test_saving_does_not_change_training(strategy: str, trained: Any, tmp_path: Path) -> None:
     lines, end, _ = trained(strategy)
     plain = fit(make_trainer(strategy, tmp_path / "plain", logger=False))

@@ -111,7 +111,8 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("strategy", thinned(KILLS, "fsdp"))
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", KILLS)
 def test_killed_training_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     for number, kill in enumerate(KILLS[strategy]):

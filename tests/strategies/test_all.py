@@ -68,7 +68,7 @@ def reduced(x: np.ndarray) -> Any:
     return pytest.approx({name: getattr(x, name)() for name in REDUCED}, rel=1e-6)
 
 
-@pytest.fixture(scope="module", params=thinned(STRATEGIES, "single", "ddp", "fsdp", "shard_map", "pmap"))
+@pytest.fixture(scope="module", params=thinned(STRATEGIES, "single", "fsdp", "shard_map", "pmap"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train two epochs, validate, test and predict; nothing of it may be changed."""
     kept = SimpleNamespace(strategy=request.param, losses=[], outputs=[], alive=[], module=Scale())

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
-from kit.trainers import STRATEGIES, fit, make_trainer, splitting
+from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
@@ -122,7 +122,7 @@ class Free(Net):
         return super().__call__(jnp.tanh(jnp.tanh(x)))
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "hsdp"])
+@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "hsdp"], "hsdp", "pmap"))
 def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
     models, found = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
     batches = random(2)
@@ -135,7 +135,7 @@ def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp"], "fsdp"))
 def test_a_model_may_map_over_the_mesh_itself(strategy: str) -> None:
     class Maps(Linear):
         def __call__(self, x: jax.Array) -> jax.Array:
