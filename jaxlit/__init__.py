@@ -1,6 +1,6 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
-from jaxlit import callbacks, distributed, errors, strategies, testing
+from jaxlit import callbacks, distributed, errors, sharding, strategies, testing
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
@@ -28,6 +28,7 @@ __all__ = [
     "errors",
     "lazy",
     "register_strategy",
+    "sharding",
     "strategies",
     "testing",
 ]

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import sharding
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, StateError
@@ -63,14 +64,7 @@ class Strategy(ABC):
         if self.given_mesh is not None:
             self.mesh = self.given_mesh
             return
-        shape = self.mesh_shape(len(devices))
-        if math.prod(shape.values()) != len(devices):
-            raise ArgumentError(
-                f"{type(self).__name__}: a mesh of {shape} has {math.prod(shape.values())} devices, and there are "
-                f"{len(devices)}. Its sizes must multiply to the number of devices."
-            )
-        grid = np.asarray(devices).reshape(*shape.values())
-        self.mesh = jax.sharding.Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+        self.mesh = sharding.mesh(self.mesh_shape(len(devices)), devices)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return the size of each mesh axis, by name; here all devices stand on `data`.
@@ -157,7 +151,7 @@ class Strategy(ABC):
         Args:
             x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
         """
-        return rows_over(self.batch_axes) if x.ndim else P()
+        return sharding.split_dim(0, self.batch_axes) if x.ndim else P()
 
     @property
     def window_replicas(self) -> int | None:
@@ -241,7 +235,7 @@ class Strategy(ABC):
         whole = isinstance(batch, Whole) or num_rows(batch) * self.num_processes % self.num_replicas
         batch = batch.batch if isinstance(batch, Whole) else batch
         lies = (lambda _: self.replicated) if whole else self._batch_sharding
-        return jax.make_array_from_process_local_data(jax.tree.map(lies, batch), batch)
+        return sharding.place(batch, jax.tree.map(lies, batch))
 
     def place_inputs(self, inputs: Any) -> Any:
         """Place the inputs of `Trainer.apply`: each split over the devices where its rows divide."""
@@ -334,11 +328,6 @@ def own_mesh(strategy: Strategy, mesh: Any, known: tuple[str, ...] = ("data",)) 
     strategy.batch_axes = axes or tuple(map(str, mesh.axis_names))
     automatic = (AxisType.Auto,) * len(mesh.axis_names)
     strategy.given_mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
-
-
-def rows_over(axes: tuple[str, ...]) -> P:
-    """Return the partition of an array whose rows are split over these mesh axes together."""
-    return P(axes[0] if len(axes) == 1 else axes)
 
 
 def abstract_batch(batch: Any) -> Any:

@@ -9,9 +9,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
+from jaxlit import sharding
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import Strategy, own_mesh, rows_over
+from jaxlit.strategies.base import Strategy, own_mesh
 from jaxlit.strategies.like_params import like_params
 
 
@@ -88,11 +89,7 @@ class FSDP(Strategy):
     def spec(self, shape: tuple[int, ...]) -> P:
         """Return how an array of this shape is split."""
         parts = math.prod(self.mesh.shape[axis] for axis in self.shard_axes)
-        dividing = [d for d, size in enumerate(shape) if size % parts == 0]
-        if math.prod(shape) <= self.min_size or not dividing:
-            return P()
-        largest = max(dividing, key=lambda d: shape[d])
-        return P(*(None,) * largest, *rows_over(self.shard_axes))
+        return sharding.split_dim(sharding.largest_dim(shape, parts, self.min_size), self.shard_axes)
 
     def state_sharding(self, state: TrainState) -> Any:
         """Return sharded parameters and optimizer state, and the rest whole."""

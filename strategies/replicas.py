@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
+from jaxlit import sharding
 from jaxlit.core.replica import Replica, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.programs.alone import trace_alone
-from jaxlit.strategies.base import Strategy, Whole, rows_over, with_rows
+from jaxlit.strategies.base import Strategy, Whole, with_rows
 from jaxlit.strategies.program import EACH, ROWS, Lying, Program
 
 
@@ -60,7 +60,7 @@ class PerReplica(Strategy, ABC):
     def state_sharding(self, state: TrainState) -> Any:
         """Return the whole state on every device, and each replica's accumulation window on its own."""
         whole = jax.tree.map(lambda _: self.replicated, state)
-        own = NamedSharding(self.mesh, rows_over(self.batch_axes))
+        own = sharding.rows(self.mesh, self.batch_axes)
         return replace(whole, window=jax.tree.map(lambda _: own, state.window))
 
     @property

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import sharding
 from jaxlit.core.replica import Replica
 from jaxlit.strategies.base import own_mesh
 from jaxlit.strategies.program import EACH, Lying, Program, named, state_shardings
@@ -37,9 +37,7 @@ class ShardMapDDP(PerReplica):
 
     def place(self, batch: Any, *, whole: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
-        rows = P() if whole else P(self.axis)
-        shardings = jax.tree.map(lambda x: NamedSharding(self.mesh, rows if x.ndim else P()), batch)
-        return jax.make_array_from_process_local_data(shardings, batch)
+        return sharding.place(batch, self.replicated if whole else sharding.rows(self.mesh, self.axis))
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""

@@ -16,7 +16,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Lowest first: a room imports itself and the rooms before it.
-GROUND = ("errors", "version", "leaf_names", "checks", "control")  # the files on the ground floor, which is one room
+GROUND = (
+    "errors",
+    "version",
+    "leaf_names",
+    "checks",
+    "control",
+    "sharding",
+)  # the files on the ground floor, which is one room
 ROOMS = (
     "ground",
     "programs",
@@ -211,7 +218,7 @@ def test_a_room_says_in_one_line_what_is_in_it() -> None:
 
 # Public names -------------------------------------------------------------------------------------------
 
-PUBLIC = {"jl": "jaxlit", **{f"jl.{x}": f"jaxlit.{x}" for x in ("errors", *FACES[1:])}}
+PUBLIC = {"jl": "jaxlit", **{f"jl.{x}": f"jaxlit.{x}" for x in ("errors", "sharding", *FACES[1:])}}
 
 
 def documentation() -> str:

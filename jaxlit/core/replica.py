@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxlit import sharding
+
 
 def _same(tree: Any) -> Any:
     return tree
@@ -64,12 +66,12 @@ class Replica:
 
     def psum(self, tree: Any) -> Any:
         """Return the sum over replicas."""
-        return tree if self.axis is None else jax.lax.psum(tree, self.axis)
+        return tree if self.axis is None else sharding.all_reduce(tree, self.axis, "sum")
 
     def pmean(self, tree: Any) -> Any:
         """Return the mean over replicas that see different rows."""
         # With the same rows everywhere the mean is what each has: no collective is needed.
-        return jax.lax.pmean(tree, self.axis) if self.splits else tree
+        return sharding.all_reduce(tree, str(self.axis)) if self.splits else tree
 
 
 def is_row(x: Any, rows: int) -> bool:

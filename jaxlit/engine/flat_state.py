@@ -11,12 +11,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jaxlit import sharding
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.strategies.base import Strategy, rows_over
+from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.program import Lying
 
@@ -201,7 +202,7 @@ class FlatState:
     def own(self) -> NamedSharding:
         """The sharding of what each replica has its own of."""
         strategy = self._strategy
-        return NamedSharding(strategy.mesh, rows_over(strategy.batch_axes)) if self.has_own else strategy.home
+        return sharding.rows(strategy.mesh, strategy.batch_axes) if self.has_own else strategy.home
 
     def stacked(self, table: np.ndarray) -> np.ndarray:
         """Return one copy of a table of metrics for each replica that has its own."""

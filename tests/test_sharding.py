@@ -1,0 +1,78 @@
+"""Shardings by hand: where arrays lie, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from kit.batches import random
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+
+
+def test_a_mesh_is_made_of_all_devices_with_one_size_left_open() -> None:
+    mesh = jl.sharding.mesh({"data": 2, "fsdp": -1})
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 4} and list(mesh.devices.flat) == jax.devices()
+    assert dict(jl.sharding.mesh({"rows": -1}, jax.devices()[:3]).shape) == {"rows": 3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"data": 3}, r"\{'data': 3\} has 3 devices, and there are 8"),
+        ({"data": 3, "fsdp": -1}, "has a multiple of 3 devices, and there are 8"),
+        ({"data": -1, "fsdp": -1}, "one of them -1 at most"),
+        ({"data": 0}, "the size of each axis"),
+        ({}, "the size of each axis"),
+    ],
+)
+def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        jl.sharding.mesh(shape)
+
+
+def test_rows_are_split_and_numbers_lie_whole() -> None:
+    mesh, (batch,) = jl.sharding.mesh({"data": 2, "fsdp": 4}), random(1)
+    placed = jl.sharding.place(batch | {"scale": np.float32(2)}, jl.sharding.rows(mesh, ("data", "fsdp")))
+    assert placed["x"].sharding.spec == P(("data", "fsdp")) and placed["scale"].sharding.spec == P()
+    assert {shard.data.shape for shard in placed["x"].addressable_shards} == {(1, 3)}
+    np.testing.assert_array_equal(placed["x"], batch["x"])
+    assert jl.sharding.rows(mesh).spec == P("data")
+
+
+def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None:
+    mesh, model = jl.sharding.mesh({"data": 8}), nnx.Linear(24, 64, rngs=nnx.Rngs(0))
+    before = np.array(model.kernel[...])
+    for how, specs in (("replicate", (P(), P())), ("shard", (P(None, "data"), P()))):
+        nnx.update(model, jl.sharding.place_state(nnx.state(model), mesh, how))
+        assert (model.kernel.sharding.spec, model.bias.sharding.spec) == specs
+        np.testing.assert_array_equal(model.kernel[...], before)
+    placed = jl.sharding.place_state({"b": np.ones(64)}, mesh, "shard", min_size=0)
+    assert placed["b"].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize(("how", "expected"), [("mean", 1.5), ("sum", 6.0)])
+def test_values_of_devices_are_averaged_or_added_up(how, expected) -> None:
+    mesh = jl.sharding.mesh({"data": 4}, jax.devices()[:4])
+    reduce = lambda x: jl.sharding.all_reduce({"x": x}, "data", how)  # noqa: E731
+    mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
+    assert mapped(jnp.arange(4.0))["x"].tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda mesh: jl.sharding.rows(mesh, "model"), r"rows\(axes=...\) takes axes of the mesh.*'model'"),
+        (
+            lambda mesh: jl.sharding.place_state({}, mesh, "split"),
+            r"place_state\(how=...\) takes one of 'replicate', 'shard'",
+        ),
+        (lambda mesh: jl.sharding.place_state({}, mesh, axes=()), r"place_state\(axes=...\) takes axes of the mesh"),
+        (lambda mesh: jl.sharding.all_reduce(1.0, "data", "max"), r"all_reduce\(how=...\) takes one of 'mean', 'sum'"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(call, words) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        call(jl.sharding.mesh({"data": 8}))
