@@ -98,7 +98,7 @@ def test_a_mesh_that_is_not_made_of_all_devices_is_refused_by_its_sizes() -> Non
         def mesh_shape(self, device_count: int) -> dict[str, int]:
             return {"data": 2, "columns": 3}
 
-    with pytest.raises(ArgumentError, match=r"Wrong: a mesh of \{'data': 2, 'columns': 3\} has 6 devices.* are 8"):
+    with pytest.raises(ArgumentError, match=r"A mesh of \{'data': 2, 'columns': 3\} has 6 devices.* are 8"):
         make_trainer(strategy=Wrong())
 
 
