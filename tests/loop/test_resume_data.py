@@ -104,8 +104,6 @@ EPOCHS, EVERY = 2, 2  # 20 optimizer steps
 # Where the first and the second process die: the hook, and the step from which on. In `on_train_batch_start` a
 # checkpoint may just be being written, and at the first kill of `pmap` none is there.
 KILLS = {
-    "single": (("on_train_batch_start", 4), ("on_validation_batch_end", 12)),
-    "ddp": (("on_train_batch_end", 7), ("on_safe_point", 10)),
     "fsdp": (("on_validation_batch_end", 5), ("on_train_epoch_end", 10)),
     "pmap": (("on_log", 1), ("on_train_batch_start", 19)),
 }
