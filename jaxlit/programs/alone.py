@@ -41,7 +41,7 @@ def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: 
 
 def _freed(x: Any) -> Any:
     """Return a program, or a parameter of an operation, without constraints."""
-    if isinstance(x, core.ClosedJaxpr):
+    if isinstance(x, core.ClosedJaxpr) and x.jaxpr is not x:  # in later releases the two are one
         return core.ClosedJaxpr(_freed(x.jaxpr), x.consts)
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
         return type(x)(map(_freed, x))
@@ -70,4 +70,5 @@ def _freed(x: Any) -> Any:
         params = {name: _freed(value) for name, value in eqn.params.items()}
         eqns.append(eqn.replace(invars=invars, outvars=list(map(in_place_of, eqn.outvars)), params=params))
     bound = {name: list(map(in_place_of, getattr(x, name))) for name in ("invars", "outvars", "constvars")}
-    return x.replace(eqns=eqns, **bound)
+    held = {"consts": x.consts} if hasattr(x, "consts") else {}  # where a program and its constants are one
+    return x.replace(eqns=eqns, **bound, **held)
