@@ -70,5 +70,6 @@ def _freed(x: Any) -> Any:
         params = {name: _freed(value) for name, value in eqn.params.items()}
         eqns.append(eqn.replace(invars=invars, outvars=list(map(in_place_of, eqn.outvars)), params=params))
     bound = {name: list(map(in_place_of, getattr(x, name))) for name in ("invars", "outvars", "constvars")}
-    held = {"consts": x.consts} if hasattr(x, "consts") else {}  # where a program and its constants are one
-    return x.replace(eqns=eqns, **bound, **held)
+    if (consts := getattr(x, "consts", None)) is not None:  # where a program and its constants are one
+        bound["consts"] = consts
+    return x.replace(eqns=eqns, **bound)
