@@ -1,11 +1,13 @@
 """Shardings by hand, for loops of one's own: the functions that the strategies are made of."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +52,22 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
             f"there are {len(devices)}. Its sizes must multiply to the number of devices."
         )
     automatic = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic, devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=automatic, devices=devices)
+    return Mesh(_over_slices([*sizes.values()], slices, devices), tuple(sizes), axis_types=automatic)
+
+
+def _over_slices(sizes: list[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Order devices of several slices, whose network between them is slow: the first axis that can goes over them."""
+    over = next((i for i, size in enumerate(sizes) if size % slices == 0), None)
+    if over is None:
+        raise ArgumentError(
+            f"A mesh of sizes {sizes} has no axis that divides into the {slices} slices of its devices."
+        )
+    between = [slices if i == over else 1 for i in range(len(sizes))]
+    within = [size // n for size, n in zip(sizes, between, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(within, between, devices)
 
 
 def rows(mesh: Mesh, axes: str | Sequence[str] = "data") -> NamedSharding:
@@ -101,7 +118,8 @@ def place_state(
     Args:
         state: A pytree of arrays: `nnx.state(module)`, an optimizer's state.
         mesh: The mesh.
-        how: "replicate", or "shard": each array along its largest dim that divides by the size of `axes`.
+        how: "replicate", or "shard": each array along its largest dim that divides by the size of `axes`; if none
+            does, along two that do together, or over a part of the devices.
         axes: The mesh axis, or several together, that "shard" splits over.
         min_size: The most elements of an array that "shard" leaves whole.
 
@@ -117,12 +135,8 @@ def place_state(
     """
     check.one_of("how", how, ("replicate", "shard"), owner="jl.sharding.place_state")
     axes = _known(mesh, axes, "place_state")
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-
-    def lies(x: Any) -> NamedSharding:
-        dim = largest_dim(x.shape, parts, min_size) if how == "shard" else None
-        return NamedSharding(mesh, split_dim(dim, axes))
-
+    whole = NamedSharding(mesh, P())
+    lies = (lambda x: by_size(x, mesh, axes, min_size=min_size)) if how == "shard" else (lambda _: whole)
     return jax.tree.map(lambda x: jax.device_put(x, lies(x)), state)
 
 
@@ -147,17 +161,60 @@ def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
     return (jax.lax.pmean if how == "mean" else jax.lax.psum)(tree, axis)
 
 
-def largest_dim(shape: Sequence[int], parts: int, min_size: int = 0) -> int | None:
-    """Return the largest dim that divides by a number; None if there is none, or the array has `min_size` elements."""
-    dividing = [dim for dim, size in enumerate(shape) if size % parts == 0]
-    if math.prod(shape) <= min_size or not dividing:
-        return None
-    return max(dividing, key=lambda dim: shape[dim])
+def by_size(
+    x: Any, mesh: Mesh, axes: Sequence[str], *, min_size: int = 0, whole_dims: Collection[int] = ()
+) -> NamedSharding:
+    """Return the sharding of an array whose dims have no names: as many devices as its sizes allow have a part each.
+
+    Its largest dim that divides by the number of devices is split. If none does, two dims are that divide together, or
+    else what divides is split over a part of the devices, and each part stands on several.
+
+    Args:
+        x: The array, or its shape and dtype.
+        mesh: The mesh.
+        axes: The mesh axes to split over, together.
+        min_size: The most elements of an array that stays whole.
+        whole_dims: Dims that are not split.
+    """
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    free = sorted((d for d in range(len(x.shape)) if d not in whole_dims), key=lambda d: -x.shape[d])
+    if parts == 1 or math.prod(x.shape) <= min_size or not free:
+        return NamedSharding(mesh, P())
+    for dim in free:
+        if x.shape[dim] % parts == 0:
+            return NamedSharding(mesh, split_dim(dim, axes))
+    return _over_factors(x.shape, free, mesh, axes, parts)
 
 
-def split_dim(dim: int | None, axes: Sequence[str]) -> P:
-    """Return the partition of an array whose one dim is split over mesh axes; None for no dim."""
-    return P() if dim is None else P(*(None,) * dim, axes[0] if len(axes) == 1 else tuple(axes))
+def _over_factors(
+    shape: Sequence[int], free: Sequence[int], mesh: Mesh, axes: Sequence[str], parts: int
+) -> NamedSharding:
+    """Split one or two dims into factors of the number of devices, on a mesh whose axis is divided into these."""
+    best: dict[int, int] = {}
+    for dims in (*((d,) for d in free), *itertools.permutations(free, 2)):
+        found, left = {}, parts
+        for dim in dims:
+            found[dim] = math.gcd(shape[dim], left)
+            left //= found[dim]
+        if math.prod(found.values()) > math.prod(best.values()):
+            best = found
+    place = [mesh.axis_names.index(axis) for axis in axes]
+    adjacent = place == list(range(place[0], place[0] + len(place)))  # or the devices would be in another order
+    if not best or not adjacent:
+        return NamedSharding(mesh, P())
+    factors = [*best.values(), parts // math.prod(best.values())]
+    names = [f"{axes[0]}.{i}" for i in range(len(factors))]
+    around = slice(place[0], place[-1] + 1)
+    sizes, axis_names = list(mesh.axis_sizes), list(mesh.axis_names)
+    sizes[around], axis_names[around] = factors, names
+    divided = Mesh(mesh.devices.reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+    name_of = dict(zip(best, names, strict=False))
+    return NamedSharding(divided, P(*(name_of.get(dim) for dim in range(max(best) + 1))))
+
+
+def split_dim(dim: int, axes: Sequence[str]) -> P:
+    """Return the partition of an array whose one dim is split over mesh axes."""
+    return P(*(None,) * dim, axes[0] if len(axes) == 1 else tuple(axes))
 
 
 def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -14,11 +14,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
-from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError, StateError
-from jaxlit.leaf_names import is_key
-from jaxlit.strategies.program import Out, Program, named, state_shardings
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.strategies.create import create
+from jaxlit.strategies.program import Out, Program, lay, named, state_shardings
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +41,7 @@ class Strategy(ABC):
         >>> from jax.sharding import NamedSharding, PartitionSpec as P
         >>> @jl.register_strategy("copies")
         ... class Copies(jl.Strategy):
-        ...     def state_sharding(self, state):
+        ...     def state_sharding(self, state, model, example):
         ...         return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), state)
         >>> trainer = jl.Trainer(strategy="copies", max_epochs=1, logger=False)
     """
@@ -56,15 +57,59 @@ class Strategy(ABC):
     several_processes = True
     """Whether it can train over the devices of several processes."""
 
-    given_mesh: jax.sharding.Mesh | None = None
-    """A mesh of the user's own; None builds one over the devices."""
+    takes_mesh = True
+    """Whether it can train on a mesh of the user's own."""
+
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data",)
+    """The axes of such a mesh that split the batch, as far as it has them; an only axis does, whatever its name."""
+
+    given_mesh: jax.sharding.Mesh | dict[str, int] | None = None
+    """A mesh of the user's own, or the sizes of its axes; None builds one by `mesh_shape`."""
+
+    def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
+        """Train on a mesh of the user's own; to be called before `use`.
+
+        Args:
+            mesh: The mesh, whose axes become automatic (XLA places what no rule places); or the size of each axis by
+                its name, one of them -1 at most; or None to build one.
+
+        Raises:
+            ArgumentError: The strategy takes none, or it does not tell which axis splits the batch.
+            ArgumentTypeError: It is no mesh.
+        """
+        name = type(self).__name__
+        if mesh is None:
+            return
+        if not self.takes_mesh or self.given_mesh is not None:
+            why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
+            raise ArgumentError(
+                f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
+            )
+        if not isinstance(mesh, (jax.sharding.Mesh, Mapping)):
+            raise ArgumentTypeError(
+                f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, {{'data': 2, 'fsdp': -1}} say, "
+                f"got {mesh!r}."
+            )
+        names = mesh.axis_names if isinstance(mesh, jax.sharding.Mesh) else tuple(mesh)
+        axes = tuple(axis for axis in self.mesh_axes if axis in names)
+        if not axes and len(names) > 1:
+            raise ArgumentError(
+                f"{name}(mesh=...) splits the batch over an axis named {' or '.join(map(repr, self.mesh_axes))}, got "
+                f"axes {names}. Rename one of them."
+            )
+        self.batch_axes = axes or tuple(map(str, names))
+        if isinstance(mesh, jax.sharding.Mesh):
+            self.given_mesh = jax.sharding.Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        else:
+            self.given_mesh = dict(mesh)
 
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh over `devices`; called once a fit, before anything else."""
-        if self.given_mesh is not None:
-            self.mesh = self.given_mesh
-            return
-        self.mesh = sharding.mesh(self.mesh_shape(len(devices)), devices)
+        given = self.given_mesh
+        if isinstance(given, jax.sharding.Mesh):
+            self.mesh = given
+        else:
+            self.mesh = sharding.mesh(self.mesh_shape(len(devices)) if given is None else given, devices)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return the size of each mesh axis, by name; here all devices stand on `data`.
@@ -107,7 +152,7 @@ class Strategy(ABC):
         Raises:
             ArgumentError: There are fewer.
         """
-        if (mesh := self.given_mesh) is not None:
+        if isinstance(mesh := self.given_mesh, jax.sharding.Mesh):
             if devices not in (None, mesh.size):
                 raise ArgumentError(
                     f"Trainer(devices={devices}) with a mesh of {mesh.size} devices. Leave devices out: the mesh says "
@@ -126,16 +171,72 @@ class Strategy(ABC):
         return present[:devices]
 
     @abstractmethod
-    def state_sharding(self, state: TrainState) -> TrainState:
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
         """Return the sharding of each leaf of the state.
 
         Args:
             state: The state, with `jax.ShapeDtypeStruct` leaves. Arrays of callbacks are not in it: they are split as
                 the parameters are.
+            model: The module taken apart; `model.origin` is the module, whose arrays may be mere shapes and dtypes.
+            example: The first batch of the training, for `step_program`; None where none is known yet: in an
+                evaluation, or where a module is built before its loaders.
 
         Returns:
             The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
         """
+
+    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return how gradients lie in a step, as a tree like `state.params`, or None for as XLA decides.
+
+        Args:
+            state: See `state_sharding`.
+            model: See `state_sharding`.
+            example: See `state_sharding`.
+        """
+        return None
+
+    def reduce_grads(self, replica: Replica, grads: Any, how: str, to: Any) -> Any:
+        """Return a replica's gradients summed or averaged over all of them, inside the step.
+
+        Args:
+            replica: The replica; one that sees the global batch has the gradients of all.
+            grads: Its gradients, a tree like the parameters.
+            how: "sum" or "mean".
+            to: What `grad_sharding` returned.
+        """
+        return lay(replica.reduce(grads, how), to)
+
+    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
+        """Return the user's step as it is to be traced into a program; here as it is.
+
+        Args:
+            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
+            shardings: That of each leaf of the state.
+        """
+        return body
+
+    def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Trace the user's training step; what is traced again later is not traced twice.
+
+        Args:
+            state: See `state_sharding`.
+            model: See `state_sharding`.
+            example: See `state_sharding`; not None.
+
+        Returns:
+            Its program, a `jax.extend.core.ClosedJaxpr`, whose first inputs are the leaves of params, frozen and
+            model_state.
+        """
+        found: list[Any] = []
+
+        def keep(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
+            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
+            found.append(jax.make_jaxpr(model.body("training", replica))(*args))
+
+        # Of the types that the placed state will have, which a trace is kept for.
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
+        self.trace(keep, (placed.params, placed.frozen, placed.model_state, placed.counters), example)
+        return found[0]
 
     @property
     def num_replicas(self) -> int:
@@ -161,7 +262,7 @@ class Strategy(ABC):
     @property
     def replica(self) -> Replica:
         """What a step body sees."""
-        return Replica(constrain_batch=self._constrain_batch, constrain_grads=self.constrain_grads)
+        return Replica(constrain_batch=self._constrain_batch)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -173,12 +274,8 @@ class Strategy(ABC):
         """Where the counters, the metrics' sums and the loss scale lie."""
         return self.replicated
 
-    def constrain_grads(self, grads: Any) -> Any:
-        """Shard gradients inside the step; here XLA decides."""
-        return grads
-
     def create_state(self, init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
-        """Run `init(*inputs)` so that each result is born in its sharding.
+        """Run `init(*inputs)` so that each result is born in its sharding, which may be on any mesh.
 
         Args:
             init: A function of arrays to a pytree of arrays.
@@ -186,36 +283,7 @@ class Strategy(ABC):
             *inputs: Pytrees of arrays.
             donate: Whether the inputs may be overwritten.
         """
-        if inputs and not donate:
-            # Arrays that the caller holds may be committed to other devices.
-            inputs = jax.tree.map(self._here, inputs)
-        leaves, treedef = jax.tree.flatten(inputs)
-        # What holds a typed key comes out as raw data, for which its buffer cannot be used again.
-        kept = [x if is_key(x) else None for x in leaves]
-
-        def build(given: list[Any], kept: list[Any]) -> Any:
-            return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
-
-        given = [None if is_key(x) else x for x in leaves]
-        build = named("create_state", self.in_mesh(build))
-        made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
-        # Without jit nothing follows out_shardings.
-        return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
-
-    def _here(self, x: Any) -> jax.Array:
-        # What lies on these devices already stays as it is split: whole on each, it might not fit.
-        if isinstance(x, jax.Array) and x.sharding.device_set == set(self.mesh.devices.flat):
-            return x
-        if self.num_processes == 1:
-            return jax.device_put(x, self.replicated)
-        key = is_key(x)  # which jax does not put onto the devices of other processes
-        try:
-            data = jax.device_put(jax.random.key_data(x) if key else x, self.replicated)
-        except AssertionError as error:
-            raise StateError(
-                "The module's weights are not the same in every process. Build it with the same seed everywhere."
-            ) from error
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data
+        return create(self.in_mesh(init), shardings, *inputs, donate=donate)
 
     @property
     def num_processes(self) -> int:
@@ -250,9 +318,12 @@ class Strategy(ABC):
         return jax.tree.map(place, inputs)
 
     def _constrain_batch(self, batch: Any) -> Any:
-        if self.mesh.size == 1:
+        uneven = num_rows(batch) % self.num_replicas
+        # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too. But not where
+        # each part of it stands on several devices: XLA (of jax 0.10 to 0.12) adds the rows that it pads with to the
+        # gradient of an embedding's first row.
+        if self.mesh.size == 1 or (uneven and self.mesh.size > self.num_replicas):
             return batch
-        # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too.
         split = lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x  # noqa: E731
         return jax.tree.map(split, batch)
 
@@ -301,41 +372,3 @@ class Strategy(ABC):
         """Return one line for people: the name, the mesh, and why it was chosen."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
-
-
-def own_mesh(strategy: Strategy, mesh: Any, known: tuple[str, ...] = ("data",)) -> None:
-    """Make a strategy use a mesh of the user's own, whose batch axes it takes over.
-
-    Args:
-        strategy: The strategy.
-        mesh: The mesh, or None. Its axes become automatic: XLA places what no rule places.
-        known: The names of axes that split the batch; an only axis splits it whatever its name.
-
-    Raises:
-        ArgumentError: It is no mesh, or it does not tell which axis splits the batch.
-    """
-    if mesh is None:
-        return
-    name = type(strategy).__name__
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise ArgumentError(f"{name}(mesh=...) takes a jax.sharding.Mesh, got {mesh!r}. Make one by jax.make_mesh.")
-    axes = tuple(axis for axis in known if axis in mesh.axis_names)
-    if not axes and len(mesh.axis_names) > 1:
-        raise ArgumentError(
-            f"{name}(mesh=...) splits the batch over an axis named {' or '.join(map(repr, known))}, got axes "
-            f"{mesh.axis_names}. Rename one of them."
-        )
-    strategy.batch_axes = axes or tuple(map(str, mesh.axis_names))
-    automatic = (AxisType.Auto,) * len(mesh.axis_names)
-    strategy.given_mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic)
-
-
-def abstract_batch(batch: Any) -> Any:
-    """Return the shapes and dtypes that a batch has inside a step, where 64-bit numbers are 32."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """Return the shapes and dtypes of a batch of another number of rows."""
-    resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x  # noqa: E731
-    return jax.tree.map(resized, abstract_batch(batch))

@@ -1,11 +1,13 @@
 """Data parallel: every device holds the whole state and a share of the rows."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import Strategy, own_mesh
+from jaxlit.strategies.base import Strategy
 
 
 class DDP(Strategy):
@@ -15,11 +17,12 @@ class DDP(Strategy):
     BatchNorm, which couple rows. XLA averages the gradients.
 
     Args:
-        mesh: A mesh of your own: the batch is split over its axis `data`, or over its only axis, and the state
-            is whole on every device.
+        mesh: A mesh of your own, or the sizes of its axes: the batch is split over its axis `data`, or over its only
+            axis, and the state is whole on every device.
 
     Raises:
-        ArgumentError: It is no mesh, or has several axes and none named `data`.
+        ArgumentError: It has several axes and none named `data`.
+        ArgumentTypeError: It is no mesh.
 
     Example:
         >>> import jax, jaxlit as jl
@@ -28,9 +31,9 @@ class DDP(Strategy):
         >>> trainer = jl.Trainer(strategy=jl.strategies.DDP(mesh=mesh), max_epochs=1, logger=False)
     """
 
-    def __init__(self, *, mesh: jax.sharding.Mesh | None = None) -> None:
-        own_mesh(self, mesh)
+    def __init__(self, *, mesh: jax.sharding.Mesh | Mapping[str, int] | None = None) -> None:
+        self.use_mesh(mesh)
 
-    def state_sharding(self, state: TrainState) -> Any:
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the replicated sharding for every leaf."""
         return jax.tree.map(lambda _: self.replicated, state)

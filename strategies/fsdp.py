@@ -1,8 +1,8 @@
-"""Fully sharded data parallel: its stages (ZeRO), and copies of its shards (HSDP)."""
+"""Fully sharded data parallel: its stages (ZeRO), copies of its shards (HSDP), and rules."""
 
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -10,18 +10,25 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
 from jaxlit import sharding
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import Strategy, own_mesh
+from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.programs.scans import by_layer, scanned_dims
+from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.rules import Rules, dim_names
 
 
 class FSDP(Strategy):
     """Shard the state over the devices that split the batch.
 
-    Each array is split along its largest dim that divides by the number of shards; arrays of at most
-    `min_size` elements, and those with no such dim, stay whole. Random state, batch statistics and
-    counters stay whole too. The step sees the global batch, so the numbers are those of `single`.
+    How a parameter is split is said by the first of these that holds: a rule of its path; the names of its dims, as the
+    module annotates them; its largest dim that divides by the number of shards; two dims that divide together; what
+    divides by a part of the shards. Else it stays whole, as arrays of at most `min_size` elements, random state, batch
+    statistics and counters do. The dim that a scan goes along, layer by layer, is split by rules only. The step sees
+    the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one are gathered
+    at a time.
 
     The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
     is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
@@ -32,8 +39,14 @@ class FSDP(Strategy):
         min_size: The most elements of an array that stays whole.
         replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
             the number of processes, and 2 in a single one.
-        mesh: A mesh of your own: the batch is split over its axes `data` and `fsdp`, the state over `fsdp`; with one
-            of the two, or with an only axis, both are split over that.
+        rules: Which mesh axes arrays are split over, see `Rules`.
+        remat: Compute the layers that a step scans over again in the backward pass: True keeps their inputs only, a
+            name of `jax.checkpoint_policies` what it says.
+        body: "auto" leaves the collectives to XLA. "explicit" runs the step once on each device, on its rows (see
+            `ShardMapDDP`): split parameters are gathered once a step and gradients summed into shards once a window, so
+            a device holds all parameters during a step, and all of its own gradients in float32 during a window.
+        mesh: A mesh of your own, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
+            state over `fsdp`; with one of the two, or with an only axis, both are split over that.
 
     Raises:
         ArgumentError: A value is out of its set, or the mesh has several axes and none of these names.
@@ -44,25 +57,51 @@ class FSDP(Strategy):
         >>> strategy = jl.strategies.FSDP(replicas=2)  # on 8 devices: two copies, each split over four
     """
 
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp")
+
+    _bodies: ClassVar[dict[str, type["FSDP"]]] = {}
+
+    def __init_subclass__(cls, body: str | None = None) -> None:
+        """Note the class that `FSDP(body=...)` is to make."""
+        if body is not None:
+            FSDP._bodies[body] = cls
+
+    def __new__(cls, *_: Any, body: str = "auto", **__: Any) -> "FSDP":
+        """Return a strategy of the class that the body asks for."""
+        return super().__new__(FSDP._bodies.get(body, cls) if cls is FSDP else cls)
+
     def __init__(
         self,
         *,
         stage: int = 3,
         min_size: int = 1024,
         replicas: int | str = 1,
-        mesh: jax.sharding.Mesh | None = None,
+        rules: Mapping[str, Any] | None = None,
+        remat: bool | str = False,
+        body: str = "auto",
+        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
-        whole = check.is_int(min_size, low=0)
-        check.require(stage in (1, 2, 3), "stage", stage, "must be 1, 2 or 3", owner="FSDP")
-        check.require(whole, "min_size", min_size, "must be an int of at least 0", owner="FSDP")
+        name, whole = type(self).__name__, check.is_int(min_size, low=0)
+        check.require(stage in (1, 2, 3), "stage", stage, "must be 1, 2 or 3", owner=name)
+        check.require(whole, "min_size", min_size, "must be an int of at least 0", owner=name)
         known = replicas == "auto" or check.is_int(replicas, low=1)
-        check.require(known, "replicas", replicas, "must be a positive int or 'auto'", owner="FSDP")
-        alone = mesh is None or replicas == 1
-        check.require(alone, "replicas", replicas, "is said by the mesh where one is given: leave it out", owner="FSDP")
-        self.stage, self.min_size, self.replicas = stage, min_size, replicas
+        check.require(known, "replicas", replicas, "must be a positive int or 'auto'", owner=name)
+        known = isinstance(remat, bool) or (isinstance(remat, str) and hasattr(jax.checkpoint_policies, remat))
+        check.require(known, "remat", remat, "must be a bool or a name of jax.checkpoint_policies", owner=name)
+        check.require(body in ("auto", "explicit"), "body", body, "must be 'auto' or 'explicit'", owner=name)
+        self.stage, self.min_size, self.replicas, self.remat = stage, min_size, replicas, remat
+        self.rules = Rules(rules, owner=name)
         if replicas != 1:
             self.batch_axes = ("data", "fsdp")
-        own_mesh(self, mesh, known=("data", "fsdp"))
+        self.use_mesh(mesh)
+
+    def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
+        """Train on a mesh of the user's own; see `Strategy.use_mesh`."""
+        alone, name = mesh is None or self.replicas == 1, type(self).__name__
+        check.require(
+            alone, "replicas", self.replicas, "is said by the mesh where one is given: leave it out", owner=name
+        )
+        super().use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each.
@@ -86,31 +125,69 @@ class FSDP(Strategy):
         """The mesh axes that the state is split over, together."""
         return ("fsdp",) if "fsdp" in self.batch_axes else self.batch_axes
 
-    def spec(self, shape: tuple[int, ...]) -> P:
-        """Return how an array of this shape is split."""
-        parts = math.prod(self.mesh.shape[axis] for axis in self.shard_axes)
-        return sharding.split_dim(sharding.largest_dim(shape, parts, self.min_size), self.shard_axes)
-
-    def state_sharding(self, state: TrainState) -> Any:
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return sharded parameters and optimizer state, and the rest whole."""
-        split = lambda tree: jax.tree.map(lambda x: NamedSharding(self.mesh, self.spec(x.shape)), tree)  # noqa: E731
+        split = self._split(state, model, example)
+        params, frozen, model_state = split if self.stage == 3 else jax.tree.map(self._gathered, split)
         whole = jax.tree.map(lambda _: self.replicated, state)
-        params = split(state.params) if self.stage == 3 else whole.params
         window = whole.window
-        if window is not None and self.stage >= 2:
-            window = replace(window, grads=split(state.params))
-        return replace(
-            whole,
-            params=params,
-            frozen=split(state.frozen) if self.stage == 3 else whole.frozen,
-            opt_state=like_params(state.opt_state, state.params, split(state.params), self.replicated),
-            window=window,
-        )
+        if window is not None:
+            window = replace(window, grads=split[0] if self.stage >= 2 else params)
+        opt_state = like_params(state.opt_state, state.params, split[0], self.replicated)
+        held = {"params": params, "frozen": frozen, "model_state": model_state}
+        return replace(whole, opt_state=opt_state, window=window, **held)
 
-    def constrain_grads(self, grads: Any) -> Any:
-        """Shard the gradients from stage 2 on."""
-        if self.stage == 1:
-            return grads
-        return jax.tree.map(
-            lambda g: jax.lax.with_sharding_constraint(g, NamedSharding(self.mesh, self.spec(g.shape))), grads
-        )
+    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return the gradients' shards from stage 2 on."""
+        return None if self.stage == 1 else self._split(state, model, example)[0]
+
+    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
+        """Return the step with scans that gather the weights of one layer at a time, and compute it again if asked."""
+        held = jax.tree.leaves((shardings.params, shardings.frozen, shardings.model_state))
+        lies = [(split, self._gathered(split)) if self._is_split(split) else None for split in held]
+        if not self.remat and not any(lies):
+            return body
+        if not self.remat:
+            return by_layer(body, lies)
+        policies = jax.checkpoint_policies
+        policy = policies.nothing_saveable if self.remat is True else getattr(policies, str(self.remat))
+        return by_layer(body, [(split, self._gathered(split)) for split in held], policy)
+
+    def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
+        """Return the shardings of parameters, frozen parameters and other state as stage 3 has them."""
+        parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
+        leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
+
+        self.rules.check(self.mesh, [name for _, name, _ in leaves])
+
+        def lies(scanned: dict[int, set[int]]) -> list[NamedSharding]:
+            return [
+                self._sharding(name, x, names.get(name, P()), by_size=is_param, scanned=scanned.get(i, set()))
+                for i, (is_param, name, x) in enumerate(leaves)
+            ]
+
+        found = lies({})
+        # A trace is asked for only if what it tells can matter: the first dim of a stack of layers was split.
+        doubtful = any(lie.spec and lie.spec[0] and x.ndim > 1 for lie, (_, _, x) in zip(found, leaves, strict=True))
+        if example is not None and doubtful:
+            places = [i for i, (_, _, x) in enumerate(leaves) if not is_key(x)]
+            found = lies(scanned_dims(self.step_program(state, model, example), places))
+        return jax.tree.structure(parts).unflatten(found)
+
+    def _sharding(self, name: str, x: Any, names: P, *, by_size: bool, scanned: set[int]) -> NamedSharding:
+        if not is_key(x) and (found := self.rules.sharding(name, x, names, self.mesh)) is not None:
+            return found
+        if not by_size:
+            return self.replicated
+        return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, whole_dims=scanned)
+
+    def _is_split(self, lies: NamedSharding) -> bool:
+        return lies != self._gathered(lies)
+
+    def _gathered(self, lies: NamedSharding) -> NamedSharding:
+        """Return how an array lies while it is used: over the axes of rules alone."""
+        if lies.mesh is not self.mesh:  # over a part of the devices: all its axes are of the shards
+            return self.replicated
+        entries = (x if isinstance(x, tuple) else (x,) for x in lies.spec)
+        kept = [tuple(axis for axis in x if axis is not None and axis not in self.shard_axes) for x in entries]
+        return NamedSharding(self.mesh, P(*(x[0] if len(x) == 1 else x or None for x in kept)))

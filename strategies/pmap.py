@@ -30,6 +30,7 @@ class PMap(PerReplica):
     """
 
     several_processes = False
+    takes_mesh = False
 
     def place(self, batch: Any, *, whole: bool) -> Any:
         """Give every leaf a leading dim of replicas, on its device."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 
 
@@ -22,6 +23,7 @@ class Program:
             `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
             parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
             and runs the optimizer on global arrays.
+        grads: How the gradients lie between the two, a tree of shardings like the parameters; None for as XLA decides.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Program:
     outputs: tuple[Any, ...]
     donate: tuple[int, ...] = ()
     parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    grads: Any = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ def state_shardings(program: Program) -> tuple[Any, ...]:
     compile again.
     """
     return tuple([lying.sharding for lying in x] if isinstance(x, list) else None for x in program.outputs)
+
+
+def lay(tree: Any, to: Any) -> Any:
+    """Return a tree whose arrays lie, inside a step, as a tree of shardings says; None leaves them to XLA."""
+    return tree if to is None else jax.tree.map(jax.lax.with_sharding_constraint, tree, to)
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,17 +66,26 @@ def strategy_names() -> list[str]:
     return ["auto", *_registry]
 
 
-def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
+def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> Strategy:
     """Return the strategy of a name, or the object itself; a copy of one that is in use.
 
     Args:
         strategy: A name, a name with an int as in "simulate:8", or a `Strategy`.
         devices: The number of devices asked for, None for all; "auto" looks at it.
+        mesh: A mesh to train on, or the sizes of its axes; "auto" looks at these too.
 
     Raises:
         ArgumentError: The name is unknown.
         ArgumentTypeError: It is neither a name nor a strategy.
     """
+    found = _resolve(strategy, devices, mesh)
+    if mesh is not None:
+        found = copy.copy(found)
+        found.use_mesh(mesh)
+    return found
+
+
+def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if isinstance(strategy, Strategy):
         # One that is set up stays with whom it was set up for.
         return copy.copy(strategy) if "mesh" in vars(strategy) else strategy
@@ -85,7 +94,7 @@ def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
     if not isinstance(strategy, str):
         raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {strategy!r}.")
     if strategy == "auto":
-        return _choose(devices)
+        return _choose(devices, getattr(mesh, "axis_names", mesh) or ())
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
         raise ArgumentError(
@@ -104,8 +113,12 @@ def resolve_strategy(strategy: Any, devices: int | None) -> Strategy:
         ) from None
 
 
-def _choose(devices: int | None) -> Strategy:
+def _choose(devices: int | None, axes: Any) -> Strategy:
+    if axes:
+        chosen: Strategy = FSDP() if "fsdp" in axes else DDP()
+        chosen.reason = f"auto: axes {', '.join(map(str, axes))}"
+        return chosen
     count = jax.device_count() if devices is None else devices
-    chosen: Strategy = SingleDevice() if count == 1 else DDP()
+    chosen = SingleDevice() if count == 1 else DDP()
     chosen.reason = f"auto: {count} device{'s' * (count > 1)}"
     return chosen

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
 from jaxlit import sharding
-from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.programs.alone import trace_alone
-from jaxlit.strategies.base import Strategy, Whole, with_rows
+from jaxlit.strategies.base import Strategy, Whole
 from jaxlit.strategies.program import EACH, ROWS, Lying, Program
 
 
@@ -57,7 +58,7 @@ class PerReplica(Strategy, ABC):
         check.require(known, "loss_reduction", loss_reduction, "must be 'mean' or 'sum'", owner=owner)
         self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
 
-    def state_sharding(self, state: TrainState) -> Any:
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the whole state on every device, and each replica's accumulation window on its own."""
         whole = jax.tree.map(lambda _: self.replicated, state)
         own = sharding.rows(self.mesh, self.batch_axes)

@@ -1,6 +1,6 @@
 """Data parallel with explicit collectives, by jax.shard_map."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.base import own_mesh
 from jaxlit.strategies.program import EACH, Lying, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
@@ -22,7 +21,7 @@ class ShardMapDDP(PerReplica):
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
-        mesh: A mesh of your own: the replicas stand on its axis `data`, or on its only axis.
+        mesh: A mesh of your own, or the sizes of its axes: the replicas stand on its axis `data`, or on its only axis.
 
     Example:
         >>> import jaxlit as jl
@@ -30,10 +29,14 @@ class ShardMapDDP(PerReplica):
     """
 
     def __init__(
-        self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean", mesh: jax.sharding.Mesh | None = None
+        self,
+        *,
+        sync_batchnorm: bool = True,
+        loss_reduction: str = "mean",
+        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
-        own_mesh(self, mesh)
+        self.use_mesh(mesh)
 
     def place(self, batch: Any, *, whole: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
@@ -41,8 +44,15 @@ class ShardMapDDP(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
-        specs = tuple([lying.sharding.spec for lying in state] for state in program.inputs)
-        out_specs = self.out_tree(program, replica, own=P(self.axis), shared=P())
+        mapped, out = self.mapped(program, replica), state_shardings(program)
+        return jax.jit(named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
+
+    def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
+        """Return the program under shard_map."""
+        specs = tuple([self._spec(lying) for lying in state] for state in program.inputs)
+        outs = self.out_tree(program, replica, own=P(self.axis), shared=P())
+        split = lambda x, out: self._spec(x) if isinstance(x, Lying) else out  # noqa: E731
+        out_specs = jax.tree.map(split, program.outputs, outs)
 
         def call(*args: Any) -> Any:
             *states, batch = args
@@ -59,8 +69,11 @@ class ShardMapDDP(PerReplica):
             )
             return mapped(*args)
 
-        out = state_shardings(program)
-        return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
+        return call
+
+    def _spec(self, lying: Lying) -> P:
+        # What lies on another mesh, parts of which stand on several devices each, is whole on each of them.
+        return lying.sharding.spec if lying.sharding.mesh == self.mesh else P()
 
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.

@@ -28,6 +28,7 @@ class Simulated(PerReplica):
     """
 
     several_processes = False
+    takes_mesh = False
 
     def __init__(
         self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"

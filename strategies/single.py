@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy
@@ -18,6 +19,7 @@ class SingleDevice(Strategy):
     """
 
     several_processes = False
+    takes_mesh = False
 
     def choose_devices(self, devices: int | None) -> list[jax.Device]:
         """Return the first device.
@@ -32,6 +34,6 @@ class SingleDevice(Strategy):
             )
         return jax.devices()[:1]
 
-    def state_sharding(self, state: TrainState) -> Any:
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the one device's sharding for every leaf."""
         return jax.tree.map(lambda _: self.replicated, state)

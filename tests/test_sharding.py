@@ -53,6 +53,53 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
     assert placed["b"].sharding.spec == P("data")
 
 
+@pytest.mark.parametrize(
+    ("shape", "whole_dims", "part"),
+    [
+        ((64, 128), (), (64, 16)),
+        ((128, 64), (), (16, 64)),
+        ((100, 64), (), (100, 8)),
+        ((4, 16, 32), (), (4, 16, 4)),
+        ((32, 32), (), (32, 32)),  # 1024 elements stay whole
+        ((), (), ()),
+        ((96, 64), (0,), (96, 8)),
+        ((96, 33), (0,), (96, 33)),
+        ((33, 3, 31), (), (33, 3, 31)),  # nothing divides
+        ((4, 2, 257), (), (1, 1, 257)),  # two dims divide together
+        ((502, 4), (), (251, 1)),
+        ((50, 30), (), (25, 15)),  # over four of the eight devices
+        ((12, 101), (), (3, 101)),
+    ],
+)
+def test_the_largest_dim_that_divides_is_split_or_two_or_over_a_part_of_the_devices(shape, whole_dims, part) -> None:
+    mesh, x = jl.sharding.mesh({"copies": 1, "data": 8}), np.arange(float(np.prod(shape))).reshape(shape)
+    lies = jl.sharding.by_size(x, mesh, ("data",), min_size=1024, whole_dims=whole_dims)
+    placed = jax.device_put(x, lies)
+    assert lies.shard_shape(shape) == part and list(lies.mesh.devices.flat) == jax.devices()
+    np.testing.assert_array_equal(placed, x)
+
+
+def test_devices_of_several_slices_stand_so_that_one_axis_goes_between_them(monkeypatch) -> None:
+    class Device:
+        platform = device_kind = "cpu"
+        process_index = 0
+
+        def __init__(self, id: int, slice_index: int) -> None:
+            self.id, self.slice_index = id, slice_index
+
+    devices = [Device(i, i % 2) for i in range(8)]
+    monkeypatch.setattr(jl.sharding, "Mesh", lambda devices, names, axis_types: devices)
+    for shape, inner in (({"data": 2, "fsdp": 4}, 1), ({"a": 1, "data": 4, "fsdp": 2}, 2)):
+        made = jl.sharding.mesh(shape, devices)
+        assert made.shape == tuple(shape.values())
+        axis = list(shape).index("data")
+        slices = np.vectorize(lambda d: d.slice_index)(np.moveaxis(made, axis, 0).reshape(made.shape[axis], -1))
+        assert (slices == slices[:, :1]).all()  # all that stands at one place of the axis is of one slice
+        assert len(np.unique(slices)) == 2 and (slices[: len(slices) // 2] == slices[0, 0]).all(), inner
+    with pytest.raises(ArgumentError, match="no axis that divides into the 2 slices"):
+        jl.sharding.mesh({"data": 3, "fsdp": 3}, [Device(i, i % 2) for i in range(9)])
+
+
 @pytest.mark.parametrize(("how", "expected"), [("mean", 1.5), ("sum", 6.0)])
 def test_values_of_devices_are_averaged_or_added_up(how, expected) -> None:
     mesh = jl.sharding.mesh({"data": 4}, jax.devices()[:4])

@@ -9,7 +9,8 @@ import jax
 from jaxlit import sharding
 
 
-def _same(tree: Any) -> Any:
+def same(tree: Any) -> Any:
+    """Return what is given."""
     return tree
 
 
@@ -24,7 +25,6 @@ class Replica:
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
         loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
         constrain_batch: Shards a global batch inside the step.
-        constrain_grads: Shards the gradients inside the step.
     """
 
     # The one thing about strategies that a step's body knows: the same body serves all of them. Where it sees the
@@ -34,8 +34,7 @@ class Replica:
     whole: bool = False
     sync_batchnorm: bool = True
     loss_reduction: str = "mean"
-    constrain_batch: Callable[[Any], Any] = _same
-    constrain_grads: Callable[[Any], Any] = _same
+    constrain_batch: Callable[[Any], Any] = same
 
     @property
     def splits(self) -> bool:
@@ -73,6 +72,10 @@ class Replica:
         # With the same rows everywhere the mean is what each has: no collective is needed.
         return sharding.all_reduce(tree, str(self.axis)) if self.splits else tree
 
+    def reduce(self, tree: Any, how: str) -> Any:
+        """Return the "sum" or the "mean" over replicas, see `psum` and `pmean`."""
+        return self.psum(tree) if how == "sum" else self.pmean(tree)
+
 
 def is_row(x: Any, rows: int) -> bool:
     """Tell whether an output has one row for each row of the batch."""
@@ -82,3 +85,14 @@ def is_row(x: Any, rows: int) -> bool:
 def num_rows(batch: Any) -> int:
     """Return the leading size of a batch's arrays; 1 if it holds scalars only."""
     return next((x.shape[0] for x in jax.tree.leaves(batch) if getattr(x, "ndim", 0)), 1)
+
+
+def abstract_batch(batch: Any) -> Any:
+    """Return the shapes and dtypes that a batch has inside a step, where 64-bit numbers are 32."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), batch)
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """Return the shapes and dtypes of a batch of another number of rows."""
+    resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x  # noqa: E731
+    return jax.tree.map(resized, abstract_batch(batch))

@@ -17,7 +17,7 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
-from jaxlit.core.replica import Replica, num_rows
+from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
 from jaxlit.errors import ModuleError
 from jaxlit.leaf_names import is_key
@@ -35,6 +35,9 @@ class TrainStep:
         clip: What is done to the gradients of an optimizer step first; it must be without state.
         extras: Callbacks whose arrays are in the state, by their keys.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
+        wrap: What the strategy makes of the user's step.
+        reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
+        lay_window: Shards a window's gradients inside the step.
     """
 
     pure: PureModule
@@ -44,6 +47,9 @@ class TrainStep:
     clip: optax.GradientTransformation | None = None
     extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
     traced: tuple[Callable[..., Any], ...] = ()
+    wrap: Callable[..., Any] = same
+    reduce_grads: Callable[[Replica, Any, str], Any] = Replica.reduce
+    lay_window: Callable[[Any], Any] = same
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -83,7 +89,7 @@ class TrainStep:
             new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
             loss = None  # it is in the table
             # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
-            grads = replica.pmean(grads)
+            grads = self.reduce_grads(replica, grads, "mean")
             if replica.splits:
                 table = self.table.reduce(table, replica.psum, str(replica.axis))
         else:
@@ -93,10 +99,10 @@ class TrainStep:
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
-            grads, rows = replica.psum((new.window.grads, rows))
+            grads, rows = self.reduce_grads(replica, new.window.grads, "sum"), replica.psum(rows)
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
             new = replace(new, window=self._empty_window(new.window))
-        return self.layout.flatten(new), replica.constrain_grads(grads), table, loss, outputs
+        return self.layout.flatten(new), grads, table, loss, outputs
 
     def apply(self, old: list[Any], new: list[Any], grads: Any, table: jax.Array) -> tuple[Any, ...]:
         """Clip, check and take the optimizer's step: the second half of `update`, which sees no batch and no replica.
@@ -127,7 +133,7 @@ class TrainStep:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
         traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
         batch = replica.constrain_batch(batch)
-        body = self.pure.body("training", replica)
+        body = self.wrap(self.pure.body("training", replica))
         params, *rest = hand_out(replica, held, traced.sharing)
         rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
         factor, scale = replica.loss_factor, state.loss_scale
@@ -157,7 +163,7 @@ class TrainStep:
         weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(replica.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
         written = (new.params, new.frozen, new.model_state)
         if self.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
@@ -288,12 +294,14 @@ class EvalStep:
         stage: "validation", "test" or "predict".
         loader: The `dataloader_idx` of a step that takes one, else None.
         layout: How (counters, params, frozen, model_state) is laid out flat.
+        wrap: What the strategy makes of the user's step.
     """
 
     pure: PureModule
     stage: str
     loader: int | None
     layout: Layout
+    wrap: Callable[..., Any] = same
 
     def run(
         self, replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
@@ -313,7 +321,7 @@ class EvalStep:
         step, epoch = counters[0], counters[1]
         batch = replica.constrain_batch(batch)
         table, batch_idx = sums
-        body = self.pure.body(self.stage, replica, self.loader)
+        body = self.wrap(self.pure.body(self.stage, replica, self.loader))
         _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
         metrics, traced = self.pure.table(self.stage, self.loader), self.pure.trace_of(self.stage, self.loader)
         entry = metrics.entry(*on_replica(replica, metrics, values, weights, traced.sharing), replica.share)

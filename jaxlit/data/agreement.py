@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.core.replica import num_rows
+from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.data.array_loader import ArrayLoader, differences
 from jaxlit.data.intake import named_leaves
 from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import agree, join_rows
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import DataError
-from jaxlit.strategies.base import Whole, with_rows
+from jaxlit.strategies.base import Whole
 
 
 class Agreement:

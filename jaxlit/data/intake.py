@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlit.core.replica import abstract_batch
 from jaxlit.data.copies import own
 from jaxlit.errors import DataError, did_you_mean
 from jaxlit.leaf_names import is_key, leaf_name
@@ -40,6 +41,9 @@ class Intake:
             limit.
         debug: Refuse NaN, in every batch.
         may_be_empty: Whether a batch may have no rows: this process's share of a last one.
+
+    Attributes:
+        example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Intake:
         self._treedef: Any = None
         self._last, self._kind = None, _Kind({}, (), as_is=False)
         self._told_float64 = False
+        self.example: Any = None
 
     @property
     def prepares(self) -> bool:
@@ -112,6 +117,8 @@ class Intake:
         treedef = jax.tree.structure(batch)
         if self._kinds:
             self._compare(kind, treedef)
+        else:
+            self.example = abstract_batch(jax.tree.map(np.asarray, batch))
         self._treedef, self._kinds[key] = treedef, kind
         return kind
 

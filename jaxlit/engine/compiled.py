@@ -11,7 +11,7 @@ from jaxlit import checks as check
 from jaxlit.core.device_sums import Table
 from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.precision import PRECISIONS, Precision
-from jaxlit.core.replica import num_rows
+from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.data.intake import Intake
@@ -20,7 +20,7 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentTypeError, StateError
-from jaxlit.strategies.base import Strategy, with_rows
+from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 
 
@@ -167,21 +167,21 @@ def compile_step(
         ...         return optax.sgd(0.1)
         >>> batch = {"x": np.ones(4, np.float32), "y": np.full(4, 2.0, np.float32)}
         >>> state, step = jl.compile_step(Line(), batch=batch, strategy="single")
-        >>> for _ in range(3):
-        ...     state, logs = step(state, batch)
-        >>> round(float(logs["loss"]), 4)
-        1.6384
+        >>> state, logs = step(state, batch)
+        >>> float(logs["loss"])
+        4.0
     """
     count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)
     found.use(count)
-    own = isinstance(module, lazy)
     built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
     check_variables(built)
-    engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", precision=Precision(precision), own=own)
-    processes = found.num_processes
-    engine.prepare_training(example if processes == 1 else with_rows(example, processes * num_rows(example)))
+    if (processes := found.num_processes) > 1:
+        example = with_rows(example, processes * num_rows(example))
+    kept = {"precision": Precision(precision), "own": isinstance(module, lazy), "example": example}
+    engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", **kept)
+    engine.prepare_training(example)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)

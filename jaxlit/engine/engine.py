@@ -24,7 +24,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reads import Reads, reading
-from jaxlit.core.replica import Replica
+from jaxlit.core.replica import Replica, abstract_batch
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
@@ -34,8 +34,8 @@ from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
-from jaxlit.strategies.base import Strategy, abstract_batch
-from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, state_shardings
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay, state_shardings
 
 _logger = logging.getLogger("jaxlit")
 
@@ -57,6 +57,7 @@ class Engine:
         debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
         extras: Callbacks that keep arrays in the state, by their keys.
+        example: The first batch of the training, for a strategy that looks at the step before it places the state.
 
     Attributes:
         state: The arrays.
@@ -77,6 +78,7 @@ class Engine:
         debug: bool = False,
         own: bool = False,
         extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+        example: Any = None,
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
         self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
@@ -94,13 +96,16 @@ class Engine:
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
-        self.state = FlatState(self.pure, strategy, init, variables, donate=own)
+        self.state = FlatState(self.pure, strategy, init, variables, donate=own, example=example)
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
-        self._next_epoch = _next_epoch(strategy.home)
+        self._next_epoch, self._wrap = (
+            _next_epoch(strategy.home),
+            partial(strategy.wrap_body, shardings=self.state.laid),
+        )
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
@@ -122,7 +127,12 @@ class Engine:
             inspect_step(self.pure, replica, *args, twice=self.debug)
 
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
-        step = self._step = TrainStep(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras)
+        step = self._step = TrainStep(
+            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras),
+            wrap=self._wrap,
+            reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
+            lay_window=partial(lay, to=None if state.has_own else state.laid_grads),
+        )
         table = self.pure.table("training")
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
@@ -141,6 +151,7 @@ class Engine:
             outputs=(state.lying, SHARED, loss, out),
             donate=(0,),
             parts=(step.gradients, step.apply),
+            grads=state.laid_grads,
         )
         self._programs["train_step"] = self._compile(train)
         if at.window is not None:
@@ -270,7 +281,7 @@ class Engine:
             inspect_evaluation(pure, stage, loader, replica, *args)
 
         trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
-        step = EvalStep(pure, stage, loader, state.eval_layout)
+        step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
         sums = [Lying(state.own, own=state.has_own), Lying(self.strategy.home)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(

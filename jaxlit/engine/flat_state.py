@@ -33,10 +33,13 @@ class FlatState:
         init: A function of the module's trained, frozen and other variables to the state of step 0.
         variables: These variables.
         donate: Whether their arrays may be overwritten.
+        example: The first batch of the training, if one is known.
 
     Attributes:
         leaves: The newest arrays; random keys as their raw data.
         layout: How the list becomes a `TrainState`.
+        laid: A `TrainState` of shardings.
+        laid_grads: The gradients' shardings in a step, None for as XLA decides.
         shardings: That of each array.
         lying: How each array lies, as a program takes it.
         at: A `TrainState` whose leaves are places in the list.
@@ -45,12 +48,21 @@ class FlatState:
     """
 
     def __init__(
-        self, pure: PureModule, strategy: Strategy, init: Callable[..., TrainState], variables: Any, *, donate: bool
+        self,
+        pure: PureModule,
+        strategy: Strategy,
+        init: Callable[..., TrainState],
+        variables: Any,
+        *,
+        donate: bool,
+        example: Any = None,
     ) -> None:
         self._model, self._strategy = pure, strategy
         abstract = jax.eval_shape(init, *variables)
         self.layout = Layout(abstract)
-        self.shardings: list[NamedSharding] = jax.tree.leaves(self._state_sharding(abstract))
+        self.laid = self._state_sharding(abstract, example)
+        self.laid_grads = strategy.grad_sharding(replace(abstract, extras={}), pure, example)
+        self.shardings: list[NamedSharding] = jax.tree.leaves(self.laid)
         self.leaves: list[jax.Array] = strategy.create_state(
             lambda *inputs: self.layout.flatten(init(*inputs)), self.shardings, *variables, donate=donate
         )
@@ -209,10 +221,10 @@ class FlatState:
         n = self._strategy.window_replicas
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
-    def _state_sharding(self, abstract: TrainState) -> TrainState:
+    def _state_sharding(self, abstract: TrainState, example: Any) -> TrainState:
         """Ask the strategy, except for jaxlit's own bookkeeping, which no rule on shapes should meet."""
         # Without the callbacks' arrays: a strategy need not know of them, they lie as the parameters do.
-        shardings: Any = self._strategy.state_sharding(replace(abstract, extras={}))
+        shardings: Any = self._strategy.state_sharding(replace(abstract, extras={}), self._model, example)
         extras = like_params(abstract.extras, abstract.params, shardings.params, self._strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.side_tables import set_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
@@ -71,13 +72,15 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     graphs: list[Any] = []
 
     def init() -> Any:
-        graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
+        # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
+        with nnx.use_eager_sharding(False):
+            graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
         graphs.append(graphdef)
         return nnx.as_pure(params), nnx.as_pure(rest)
 
     params, rest = jax.eval_shape(strategy.in_mesh(init))
-    blank = _abstract_state(params, rest)
-    shardings = strategy.state_sharding(blank)  # known before an array is: none is ever whole on a device
+    blank, pure = _abstract_state(params, rest), PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
+    shardings = strategy.state_sharding(blank, pure, None)  # known before an array is: none is ever whole on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
     return model.with_hparams(nnx.merge(graphs[0], *arrays))
 

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, is_row, num_rows
+from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
 from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
-from jaxlit.strategies.base import Strategy, with_rows
+from jaxlit.strategies.base import Strategy
 
 
 def trace_step(

@@ -33,6 +33,7 @@ class Settings:
 
     strategy: Any = "auto"
     devices: int | str = "auto"
+    mesh: Any = None
     precision: str = "32-true"
     max_epochs: int | None = None
     min_epochs: int | None = None

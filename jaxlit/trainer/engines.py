@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.precision import Precision
+from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.engine import Engine
@@ -96,6 +97,10 @@ class Engines:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
+        assert run.train is not None
+        example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
+        if example is not None and (processes := self._strategy.num_processes) > 1:
+            example = with_rows(example, processes * num_rows(example))
         return Engine(
             run.module,
             self._strategy,
@@ -107,4 +112,5 @@ class Engines:
             debug=settings.debug,
             own=own,
             extras=array_keepers(run.hooks.callbacks),
+            example=example,
         )

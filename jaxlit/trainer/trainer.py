@@ -1,10 +1,12 @@
 """The Trainer: what a user calls, and what hooks read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
@@ -39,31 +41,29 @@ class Trainer:
         strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8",
             "auto" or a registered one) or a `Strategy`.
         devices: How many devices, or "auto" for all; `single` uses one.
+        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's own.
         precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
             loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are
             bfloat16 as well.
         max_epochs: Epochs to train; None or -1 for no limit.
         min_epochs: Epochs before which `stop` does not end training.
         max_steps: Optimizer steps to train, -1 for no limit.
-        min_steps: Optimizer steps before which `stop` does not end training, nor before the end of the first epoch
-            unless `min_epochs` is given.
+        min_steps: Optimizer steps before which `stop` does not end training, nor before the end of the first epoch if
+            `min_epochs` is None.
         max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
         logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). Beside a
-            WandbLogger here or in `callbacks` stand a CSVLogger and a JSONLLogger, unless it is False: W&B loses rows
-            when a process is killed.
+            WandbLogger stand a CSVLogger and a JSONLLogger unless it is False: W&B loses rows if a process is killed.
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.
         limit_predict_batches: The same for `predict`.
-        overfit_batches: Train on these few batches, the same in every epoch, and validate on as many: an int counts,
-            a float is a fraction, 0.0 is off. An ArrayLoader is taken without its shuffling.
+        overfit_batches: Train on these few batches in every epoch, unshuffled, and validate on as many: a count, or a
+            fraction as a float; 0.0 is off.
         fast_dev_run: Run this many batches (True: one) of everything once, without loggers and early stopping.
         num_sanity_val_steps: Validation batches of each loader before training, -1 for all.
-        val_check_interval: Training batches between validations as an int, or as a fraction of an epoch; or a
-            duration like `max_time`.
-        check_val_every_n_epoch: Epochs between those that validate; None counts the batches of `val_check_interval`
-            across epochs.
+        val_check_interval: Training batches between validations, a fraction of an epoch, or a time like `max_time`.
+        check_val_every_n_epoch: Epochs from one that validates to the next; None counts batches across epochs.
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
         gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
@@ -105,6 +105,7 @@ class Trainer:
         *,
         strategy: str | Strategy = "auto",
         devices: int | str = "auto",
+        mesh: Mapping[str, int] | Mesh | None = None,
         precision: str = "32-true",
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -145,7 +146,7 @@ class Trainer:
         given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
         refuse_unknown(Trainer, unknown)
         settings = Settings(**given).of_trial()
-        strategy = resolve_strategy(settings.strategy, settings.device_count)
+        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))

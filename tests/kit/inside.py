@@ -13,6 +13,7 @@ from jaxlit.checkpoints import files as files  # of a checkpoint
 from jaxlit.core.log import Metric as Metric
 from jaxlit.core.module import optimizer_of
 from jaxlit.core.precision import Precision
+from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica as Replica
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.watchdog import Watchdog
@@ -69,12 +70,12 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
         accumulate: Whether there is a window.
     """
     optimizer = optimizer_of(module) if tx is None else jl.Optimizer(tx)
-    _, params, frozen, rest = nnx.split(module, optimizer.wrt, nnx.Param, ...)
+    graphdef, params, frozen, rest = nnx.split(module, optimizer.wrt, nnx.Param, ...)
     parts = [nnx.as_pure(part) for part in (params, frozen, rest)]
     strategy.setup(jax.devices())
     init = lambda *parts: init_state(optimizer.tx, None if accumulate else 0, Precision(), *parts)  # noqa: E731
     state = jax.eval_shape(init, *parts)
-    return state, strategy.state_sharding(state)
+    return state, strategy.state_sharding(state, PureModule(graphdef, optimizer.wrt, module), None)
 
 
 def key_value_store() -> Any:

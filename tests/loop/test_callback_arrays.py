@@ -260,7 +260,7 @@ def test_a_resume_tells_of_callbacks_that_are_new_or_gone_and_refuses_other_shap
 
 def test_a_strategy_that_knows_nothing_of_extras_trains() -> None:
     class Copies(jl.Strategy):
-        def state_sharding(self, state: Any) -> Any:
+        def state_sharding(self, state: Any, model: Any, example: Any) -> Any:
             whole = jax.tree.map(lambda _: self.replicated, state)
             names = ("counters", "params", "frozen", "model_state", "opt_state", "window", "loss_scale", "sums")
             return type(state)(**{name: getattr(whole, name) for name in names})

@@ -67,7 +67,7 @@ class Columns(jl.Strategy):
         columns = self.mesh.shape["columns"]
         return P("data", "columns") if x.ndim == 2 and x.shape[1] % columns == 0 else super().batch_spec(x)
 
-    def state_sharding(self, state: Any) -> Any:
+    def state_sharding(self, state: Any, model: Any, example: Any) -> Any:
         spec = lambda x: P(None, "columns") if len(x.shape) == 2 and x.shape[1] % 4 == 0 else P()  # noqa: E731
         return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
 
@@ -164,3 +164,43 @@ def test_variables_that_are_annotated_with_mesh_axes_are_built_and_trained(lazy:
     trainer = fit(model, random(2), strategy="ddp")
     assert trainer.module.inner.kernel.out_sharding == (None, "data")
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("rows", [(8, 6), (6, 8)])
+def test_a_tail_trains_right_where_each_part_of_a_batch_stands_on_several_devices(rows: tuple[int, int]) -> None:
+    class Words(jl.TrainModule):
+        def __init__(self) -> None:
+            self.embed = nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+
+        def training_step(self, words: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.tanh(self.embed(words)) ** 2)
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(1.0)
+
+    batches = [np.arange(1, 1 + 2 * n, dtype=np.int32).reshape(n, 2) % 7 + 1 for n in rows]  # never the first word
+    trainer = make_trainer(strategy="ddp", mesh={"data": 4, "model": 2})
+    trainer.fit(model := Words(), batches)
+    table = np.asarray(Words().embed.embedding[...])
+    for words in batches:
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, words, 2 * np.tanh(table[words]) * (1 - np.tanh(table[words]) ** 2) / words.size / 4)
+        table = table - gradient
+    np.testing.assert_allclose(model.embed.embedding[...], table, rtol=1e-5, atol=1e-7)
+
+
+def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
+    meshes = [jl.sharding.mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4)]
+    shardings = [NamedSharding(mesh, spec) for mesh in meshes for spec in (P("data"), P())]
+    strategy = jl.strategies.DDP()
+    strategy.use(4)
+
+    def init(key: jax.Array, x: jax.Array) -> list[jax.Array]:
+        return [x * 2, x + 1, jax.random.normal(key, (4,)), x.sum()]
+
+    key, x = jax.random.key(0), np.arange(8.0, dtype=np.float32)
+    made = strategy.create_state(init, shardings, key, x)
+    assert [a.sharding for a in made] == shardings
+    wanted = [x * 2, x + 1, np.asarray(jax.random.normal(key, (4,))), x.sum()]
+    for found, value in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-6)

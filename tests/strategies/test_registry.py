@@ -30,7 +30,7 @@ def columns() -> Iterator[type[jl.Strategy]]:
         def mesh_shape(self, device_count: int) -> dict[str, int]:
             return {"model": device_count}
 
-        def state_sharding(self, state: Any) -> Any:
+        def state_sharding(self, state: Any, model: Any, example: Any) -> Any:
             def spec(x: Any) -> P:
                 return P(None, "model") if len(x.shape) == 2 and x.shape[1] % self.mesh.size == 0 else P()
 

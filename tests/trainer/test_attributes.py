@@ -18,7 +18,7 @@ from jaxlit.errors import ArgumentError
 from jaxlit.loop.settings import Settings
 
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
-FIXED = {"strategy", "devices", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
+FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
 
 
 def test_arguments_that_are_set_hold_for_the_next_run() -> None:

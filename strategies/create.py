@@ -1,0 +1,72 @@
+"""Makes arrays where they are to lie."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import StateError
+from jaxlit.leaf_names import is_key
+from jaxlit.strategies.program import named
+
+
+def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
+    """Run `init(*inputs)` so that each result is born in its sharding.
+
+    Where the results lie on several sets of devices, each set computes its own: no device ever holds another's.
+
+    Args:
+        init: A function of arrays to a pytree of arrays.
+        shardings: The same pytree, of shardings.
+        *inputs: Pytrees of arrays.
+        donate: Whether the inputs may be overwritten.
+    """
+    wanted, treedef = jax.tree.flatten(shardings)
+    groups: dict[Any, list[int]] = {}
+    for i, lies in enumerate(wanted):
+        groups.setdefault(tuple(lies.mesh.devices.flat), []).append(i)
+    made: list[Any] = [None] * len(wanted)
+    for places in groups.values():
+        # XLA drops what only the others need.
+        some = lambda *xs, places=tuple(places): [jax.tree.leaves(init(*xs))[i] for i in places]  # noqa: E731
+        arrays = _on_one_set(some, [wanted[i] for i in places], inputs, donate=donate and len(groups) == 1)
+        for i, array in zip(places, arrays, strict=True):
+            made[i] = array
+    return treedef.unflatten(made)
+
+
+def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:
+    if inputs and not donate:
+        # Arrays that the caller holds may be committed to other devices.
+        inputs = jax.tree.map(lambda x: _onto(x, shardings[0].mesh), inputs)
+    leaves, treedef = jax.tree.flatten(inputs)
+    # What holds a typed key comes out as raw data, for which its buffer cannot be used again.
+    kept = [x if is_key(x) else None for x in leaves]
+
+    def build(given: list[Any], kept: list[Any]) -> Any:
+        return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
+
+    given = [None if is_key(x) else x for x in leaves]
+    build = named("create_state", build)
+    made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
+    # Without jit nothing follows out_shardings.
+    return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
+
+
+def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
+    # What lies on these devices already stays as it is split: whole on each, it might not fit.
+    if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
+        return x
+    whole = NamedSharding(mesh, P())
+    if not mesh.is_multi_process:
+        return jax.device_put(x, whole)
+    key = is_key(x)  # which jax does not put onto the devices of other processes
+    try:
+        data = jax.device_put(jax.random.key_data(x) if key else x, whole)
+    except AssertionError as error:
+        raise StateError(
+            "The module's weights are not the same in every process. Build it with the same seed everywhere."
+        ) from error
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data

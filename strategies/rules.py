@@ -1,0 +1,140 @@
+"""How parameters are split by rules: of their paths, and of the names of their dims."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.leaf_names import leaf_name
+
+
+class Rules:
+    r"""Which mesh axes the dims of arrays are split over.
+
+    A rule of a path says all of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`; the expression is
+    searched for in the array's path in the module, such as `blocks[0].attention.query.kernel`, and the first that is
+    found holds. A rule of a name says what a dim of this name is split over, where the module names its dims
+    (`nnx.with_partitioning`, `out_sharding`): `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim that is
+    named as a mesh axis needs no rule. If two dims of an array go to one axis, the first has it.
+
+    Args:
+        rules: By path or name, as above.
+        owner: The strategy's name, for messages.
+
+    Raises:
+        ArgumentError: A path is no regular expression.
+        ArgumentTypeError: A rule is neither a `PartitionSpec` nor mesh axes.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> from jax.sharding import PartitionSpec as P
+        >>> rules = jl.strategies.Rules({r"up\.kernel$": P(None, "tp"), "embed": "fsdp"})
+    """
+
+    def __init__(self, rules: Mapping[str, Any] | None = None, *, owner: str = "Rules") -> None:
+        self.owner, self.paths, self.names = owner, {}, {}
+        if not isinstance(rules, Mapping | None):
+            raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {rules!r}.")
+        for key, value in (rules or {}).items():
+            axes = (value,) if isinstance(value, str) else value
+            if not isinstance(key, str):
+                raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no text: {key!r}.")
+            if isinstance(value, P):
+                self.paths[_expression(key, owner)] = value
+            elif axes is None or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
+                self.names[key] = axes or ()
+            else:
+                raise ArgumentTypeError(
+                    f"{owner}(rules={{{key!r}: {value!r}}}): a path takes a jax.sharding.PartitionSpec, the name of a "
+                    "dim takes a mesh axis, a tuple of them, or None."
+                )
+
+    def check(self, mesh: Mesh, paths: Sequence[str]) -> None:
+        """Refuse rules that name no axis of the mesh, or a path that no array has.
+
+        Args:
+            mesh: The mesh.
+            paths: Those of all arrays.
+
+        Raises:
+            ArgumentError: Naming the rule.
+        """
+        for key, axes in (*((k.pattern, axes_of(spec)) for k, spec in self.paths.items()), *self.names.items()):
+            if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
+                raise ArgumentError(
+                    f"{self.owner}(rules=...): the rule of {key!r} names {unknown[0]!r}, and the mesh has "
+                    f"{dict(mesh.shape)}."
+                )
+        for pattern in self.paths:
+            if not any(map(pattern.search, paths)):
+                raise ArgumentError(
+                    f"{self.owner}(rules=...): no parameter's path has {pattern.pattern!r}. They are named like "
+                    f"{paths[0] if paths else 'blocks[0].kernel'!r}."
+                )
+
+    def sharding(self, path: str, x: Any, names: P, mesh: Mesh) -> NamedSharding | None:
+        """Return how an array is split, or None if no rule says it.
+
+        Args:
+            path: Its path in the module.
+            x: The array, or its shape and dtype.
+            names: The names of its dims, `P()` if they have none.
+            mesh: The mesh.
+
+        Raises:
+            ArgumentError: A dim does not divide, or is not there.
+        """
+        spec = next((spec for pattern, spec in self.paths.items() if pattern.search(path)), None)
+        if spec is None:
+            spec = self._of_names(names, mesh)
+        if spec is None:
+            return None
+        if len(spec) > len(x.shape):
+            raise ArgumentError(f"{self.owner}: {path} has shape {x.shape}, and is to be split by {spec}.")
+        for dim, entry in enumerate(spec):
+            parts = math.prod(mesh.shape[axis] for axis in axes_of(P(entry)))
+            if x.shape[dim] % parts:
+                raise ArgumentError(
+                    f"{self.owner}: dim {dim} of {path} has {x.shape[dim]} elements, and is to be split by {spec} over "
+                    f"{entry!r} into {parts}. Choose a size that divides, or a rule that leaves it whole."
+                )
+        return NamedSharding(mesh, spec)
+
+    def _of_names(self, names: P, mesh: Mesh) -> P | None:
+        if not any(name in self.names or name in mesh.axis_names for name in axes_of(names)):
+            return None  # all of them are meant for another mesh
+        entries, used = [], set[str]()
+        for entry in names:
+            axes = [axis for name in axes_of(P(entry)) for axis in self.names.get(name, (name,))]
+            axes = [axis for axis in axes if axis in mesh.axis_names and axis not in used]
+            used |= set(axes)
+            entries.append(axes[0] if len(axes) == 1 else tuple(axes) or None)
+        return P(*entries)
+
+
+def dim_names(module: nnx.Module) -> dict[str, P]:
+    """Return the names that a module gives to the dims of its arrays, by path; those without are left out.
+
+    Args:
+        module: The module; its Variables may hold shapes and dtypes in place of arrays.
+    """
+    specs = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(module)))
+    values = {leaf_name(path): x.get_value() if isinstance(x, nnx.Variable) else x for path, x in specs}
+    return {path: spec for path, spec in values.items() if isinstance(spec, P) and axes_of(spec)}
+
+
+def axes_of(spec: P) -> tuple[Any, ...]:
+    """Return the names in a partition, one by one."""
+    return tuple(x for entry in spec for x in (entry if isinstance(entry, tuple) else (entry,)) if x is not None)
+
+
+def _expression(text: str, owner: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArgumentError(f"{owner}(rules=...): {text!r} is no regular expression: {error}.") from error

@@ -1,0 +1,47 @@
+"""Sequence parallel: the batch is split along its rows and along its sequences."""
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxlit import checks as check
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.state import TrainState
+from jaxlit.strategies.base import Strategy
+
+
+class SequenceParallel(Strategy):
+    """Split the batch's rows over `data` and their second dim, the positions of a sequence, over `seq`.
+
+    Activations follow: a device holds its part of each sequence only. Where positions meet, as keys and values in
+    attention do, XLA gathers them, unless the model sends them round itself (`jax.shard_map` and `jax.lax.ppermute`
+    over `seq`). An array whose second dim does not divide is split by rows only. The state is whole on every device.
+
+    Args:
+        seq: Devices that share a sequence; -1 for all that are left.
+        data: Parts of the rows.
+
+    Raises:
+        ArgumentError: The sizes do not multiply to the number of devices.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> strategy = jl.strategies.SequenceParallel(seq=4, data=-1)
+    """
+
+    def __init__(self, *, seq: int = -1, data: int = 1) -> None:
+        sizes = {"data": data, "seq": seq}
+        for name, size in sizes.items():
+            whole = size == -1 or check.is_int(size, low=1)
+            check.require(whole, name, size, "must be a positive int, or -1", owner="SequenceParallel")
+        self.use_mesh(sizes)
+
+    def batch_spec(self, x: Any) -> P:
+        """Return rows over `data`, and the second dim over `seq` if it divides."""
+        split = x.ndim > 1 and x.shape[1] % self.mesh.shape["seq"] == 0
+        return P("data", "seq") if split else super().batch_spec(x)
+
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return the replicated sharding for every leaf."""
+        return jax.tree.map(lambda _: self.replicated, state)

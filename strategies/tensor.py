@@ -1,0 +1,70 @@
+"""Tensor parallel: weights are split within a layer, by rules."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxlit import checks as check
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.state import TrainState
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.rules import axes_of
+
+
+class TensorParallel(FSDP):
+    r"""Split weights over `tp` by rules, the rest of the state over `fsdp`, and the batch over `data` and `fsdp`.
+
+    The rules say which dim of a weight goes over `tp`; XLA splits what is computed with it and adds the collectives
+    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053: first the columns, then the rows, and one sum behind a
+    pair). The numbers are those of `single`.
+
+    Args:
+        rules: By path or name of a dim, see `Rules`; None if the module names its dims as the mesh axes.
+        tp: Devices that share a weight; -1 for all that are left.
+        fsdp: Devices that share the rest of the state.
+        data: Copies of all that.
+        min_size: The most elements of an array that `fsdp` leaves whole.
+        remat: See `FSDP`.
+
+    Raises:
+        ArgumentError: The sizes do not multiply to the number of devices, or nothing is split over `tp`.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> from jax.sharding import PartitionSpec as P
+        >>> rules = {r"up\.kernel$": P(None, "tp"), r"down\.kernel$": P("tp", None)}
+        >>> strategy = jl.strategies.TensorParallel(rules, tp=2, data=-1)
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, Any] | None = None,
+        *,
+        tp: int = -1,
+        fsdp: int = 1,
+        data: int = 1,
+        min_size: int = 1024,
+        remat: bool | str = False,
+    ) -> None:
+        sizes = {"data": data, "fsdp": fsdp, "tp": tp}
+        for name, size in sizes.items():
+            whole = size == -1 or check.is_int(size, low=1)
+            check.require(whole, name, size, "must be a positive int, or -1", owner="TensorParallel")
+        super().__init__(rules=rules, min_size=min_size, remat=remat, mesh=sizes)
+
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return the shardings by rules, the optimizer state as the parameters.
+
+        Raises:
+            ArgumentError: Nothing is split over `tp`.
+        """
+        found = super().state_sharding(state, model, example)
+        weights = jax.tree.leaves((found.params, found.frozen))
+        if self.mesh.shape["tp"] > 1 and not any("tp" in axes_of(lies.spec) for lies in weights):
+            raise ArgumentError(
+                f"TensorParallel splits nothing of {model.name} over 'tp'. Give rules such as "
+                '{"up.kernel$": P(None, "tp")}, or name dims in the module.'
+            )
+        return found

@@ -1,0 +1,112 @@
+"""Layers that a step scans over: which dims they are, and what is gathered of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxlit as jl
+from jaxlit.programs.scans import by_layer, scanned_dims
+
+LAYERS, WIDTH = 6, 16
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def plain(w: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0].sum()
+
+
+def along_another_dim(w: Any, x: jax.Array) -> jax.Array:
+    scan = nnx.scan(lambda x, w: layer(x, w), in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)
+    return scan(x, w.swapaxes(0, 1)).sum()
+
+
+def computed_again(w: Any, x: jax.Array) -> jax.Array:
+    turn = jax.checkpoint(lambda x, w: (layer(x, w), None))
+    return jax.lax.scan(turn, x, w)[0].sum()
+
+
+def inside_of_calls(w: Any, x: jax.Array) -> jax.Array:
+    return jax.jit(jax.checkpoint(plain))(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def two_levels(w: Any, x: jax.Array) -> jax.Array:
+    w = w.reshape(2, 3, WIDTH, WIDTH)
+    return jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0], None), x, w)[0].sum()
+
+
+def one_by_one(w: Any, x: jax.Array) -> jax.Array:
+    for i in range(LAYERS):
+        x = layer(x, w[i])
+    return x.sum()
+
+
+def the_same_in_each(w: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (layer(x, w[0]), None), x, None, length=LAYERS)[0].sum()
+
+
+SCANS = (plain, along_another_dim, computed_again, inside_of_calls)
+OTHERS = (two_levels, one_by_one, the_same_in_each)  # a reshape makes another array of it
+
+
+def arguments() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 4
+    return w, rng.normal(size=(8, WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize("fn", [*SCANS, *OTHERS])
+def test_a_scanned_dim_is_found_wherever_the_scan_is(fn: Callable[..., Any]) -> None:
+    found = scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1])
+    assert found == ({0: {0}} if fn in SCANS else {})
+
+
+def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
+    def nested(w: Any, x: jax.Array) -> jax.Array:
+        inner = lambda x, w: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0], None)  # noqa: E731
+        return jax.lax.scan(inner, x, w)[0].sum()
+
+    w, x = arguments()
+    assert scanned_dims(jax.make_jaxpr(nested)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
+
+
+def gradient(fn: Callable[..., Any], lies: Any, policy: Any = None) -> Any:
+    wrapped = by_layer(fn, [lies, None], policy)
+    return jax.jit(jax.value_and_grad(wrapped), out_shardings=(None, lies[0]))
+
+
+@pytest.mark.parametrize("fn", [*SCANS, *OTHERS])
+def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[..., Any]) -> None:
+    mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
+    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    placed = jax.device_put(w, lies[0]), jax.device_put(x, NamedSharding(mesh, P("data")))
+    step = gradient(fn, lies)
+    loss, grads = step(*placed)
+    wanted = jax.value_and_grad(fn)(w, x)
+    np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(grads, wanted[1], rtol=1e-5, atol=2e-2 if fn is inside_of_calls else 1e-5)
+    if fn in SCANS:
+        # Of the whole array no gather is in the program, only of a layer: once forward and once backward.
+        text = step.lower(*placed).compile().as_text()
+        gathers = [line for line in text.splitlines() if " all-gather(" in line]
+        assert gathers and not [line for line in gathers if f"[{LAYERS},{WIDTH},{WIDTH}]" in line]
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable])
+def test_what_was_gathered_is_not_kept_for_the_backward_pass(policy: Any) -> None:
+    mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
+    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    _, pullback = jax.vjp(by_layer(plain, [lies, None], policy), jax.device_put(w, lies[0]), x)
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", ()) == w.shape]
+    assert all(leaf.sharding.is_equivalent_to(lies[0], 3) for leaf in kept)
+    activations = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", ()) == (LAYERS, *x.shape)]
+    assert len(activations) == 1 if policy else len(activations) > 1  # what goes into a layer; what is made in it

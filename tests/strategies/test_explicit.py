@@ -1,0 +1,70 @@
+"""Fully sharded training with collectives of its own: how many there are, and what it writes back."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import sized
+from kit.inside import lowered
+from kit.modules import Net
+from kit.refusals import fit_refuses
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies import FSDP
+
+
+class Wide(jl.TrainModule):
+    """Two matrices that are split, a bias that is not, and a matrix that the step writes to itself."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([nnx.Linear(16, 16, use_bias=bias, rngs=nnx.Rngs(bias)) for bias in (True, False)])
+        self.scale = nnx.Param(jnp.ones((16, 16)))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        self.scale[...] = self.scale[...] * 0.5
+        return jnp.mean((x.sum(-1, keepdims=True) - batch["y"]) ** 2)
+
+    def configure_optimizers(self) -> jl.Optimizer:
+        return jl.Optimizer(optax.adamw(1e-2), wrt=nnx.PathContains("layers"))
+
+
+def collectives(trainer: jl.Trainer, program: str, batch: Any) -> Counter[str]:
+    text = lowered(trainer, program, batch).as_text()
+    return Counter(re.findall(r"stablehlo\.(all_gather|all_reduce|reduce_scatter)", text))
+
+
+def test_gradients_are_reduced_once_a_window_and_only_what_is_used_is_gathered() -> None:
+    batches = sized(16, 16, features=16)
+    strategy = FSDP(min_size=100, body="explicit")
+    trainer = fit(Wide(), batches, strategy=strategy, accumulate_grad_batches=2)
+    # Two weights, and the matrix that is written to; neither moments nor the bias.
+    assert collectives(trainer, "micro_step", batches[0]) == {"all_gather": 3}
+    update = collectives(trainer, "train_step", batches[0])
+    assert (update["all_gather"], update["reduce_scatter"]) == (3, 2)
+    assert "explicit: all parameters and gradients on each device" in trainer.strategy.describe()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_step_writes_to_a_split_array_is_this_devices_part(stage: int) -> None:
+    module = Wide()
+    module.scale[...] = jnp.arange(256.0).reshape(16, 16)
+    fit(module, sized(16, 16, features=16), strategy=FSDP(stage=stage, min_size=100, body="explicit"))
+    np.testing.assert_array_equal(module.scale[...], np.arange(256.0).reshape(16, 16) / 4)
+
+
+@pytest.mark.parametrize("where", [{"replicas": 2}, {"mesh": {"other": 2, "data": 4}}])
+def test_a_mesh_of_several_axes_is_refused(where: dict[str, Any]) -> None:
+    strategy = FSDP(body="explicit", **where)
+    words = r"FSDP\(body='explicit'\) takes a mesh of one axis"
+    fit_refuses(ArgumentError, words, model=Net(rngs=nnx.Rngs(0)), strategy=strategy)

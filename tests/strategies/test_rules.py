@@ -1,0 +1,279 @@
+"""Which rule says how an array is split, and the strategies that are made of rules."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from kit.inside import laid_out
+from kit.refusals import refuses
+from kit.trainers import fit, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.strategies import FSDP, Rules, SequenceParallel, TensorParallel
+
+WIDTH, HIDDEN, VOCAB = 16, 64, 64
+COLUMNS, WHOLE_ROWS = P(None, "tp"), P("tp", None)
+
+
+def linear(ins: int, outs: int, names: Any, rngs: nnx.Rngs) -> nnx.Linear:
+    init = nnx.initializers.lecun_normal()
+    return nnx.Linear(ins, outs, kernel_init=nnx.with_partitioning(init, names) if names else init, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Attention of one head and a perceptron, whose dims may have names."""
+
+    def __init__(self, up: Any, down: Any, rngs: nnx.Rngs) -> None:
+        self.qkv = linear(WIDTH, 3 * WIDTH, up, rngs)
+        self.out = linear(WIDTH, WIDTH, down, rngs)
+        self.up = linear(WIDTH, HIDDEN, up, rngs)
+        self.down = linear(HIDDEN, WIDTH, down, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = jnp.split(self.qkv(x)[:, :, None], 3, -1)
+        x = x + self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True)[:, :, 0])
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Transformer(jl.TrainModule):
+    """Two blocks, one after the other or scanned over."""
+
+    def __init__(self, up: Any = None, down: Any = None, *, scanned: bool = False, rngs: nnx.Rngs) -> None:
+        self.scanned = scanned
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        make = lambda rngs: Block(up, down, rngs)  # noqa: E731
+        stack = {nnx.PARTITION_NAME: "layers"}
+        if scanned:
+            self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(make, transform_metadata=stack))(rngs)
+        else:
+            self.blocks = nnx.List([make(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def training_step(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens[:, :-1])
+        if self.scanned:
+            graph, blocks = nnx.split(self.blocks)
+            x, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, block)(x), None), x, blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return optax.softmax_cross_entropy_with_integer_labels(self.head(x), tokens[:, 1:]).mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adamw(1e-2, eps=1e-3)
+
+
+PATHS = {r"(qkv|up)\.kernel$": COLUMNS, r"(out|down)\.kernel$": WHOLE_ROWS}
+
+
+def spec_of(strategy: Any, shape: tuple[int, ...], names: Any = None, path: str = "kernel") -> P:
+    """Return how a strategy splits one parameter."""
+
+    class One(jl.TrainModule):
+        def __init__(self) -> None:
+            with nnx.use_eager_sharding(False):
+                setattr(self, path, nnx.Param(jnp.zeros(shape), **({"out_sharding": names} if names else {})))
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(1.0)
+
+    _, shardings = laid_out(strategy, One())
+    return jax.tree.leaves(shardings.params)[0].spec
+
+
+MESH = {"data": 2, "fsdp": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("rules", "names", "spec"),
+    [
+        ({"^kernel$": P("tp", "fsdp")}, ("fsdp", "tp"), P("tp", "fsdp")),  # a path goes before names
+        ({"kern": P(), "^kernel$": P("tp")}, None, P()),  # the first that is found, and whole if it says so
+        ({"embed": "fsdp", "mlp": "tp"}, ("embed", "mlp"), P("fsdp", "tp")),
+        ({"embed": None, "mlp": ("fsdp", "tp")}, ("embed", "mlp"), P(None, ("fsdp", "tp"))),
+        ({"embed": "tp", "mlp": "tp"}, ("embed", "mlp"), P("tp", None)),  # an axis is taken once
+        ({"embed": None}, ("embed", None), P(None, None)),
+        ({}, ("fsdp", "tp"), P("fsdp", "tp")),  # names of the mesh need no rule
+        ({}, ("embed", "tp"), P(None, "tp")),
+        ({}, ("heads", "kv"), P(None, "fsdp")),  # names that nobody knows: by size
+        ({}, None, P(None, "fsdp")),
+    ],
+)
+def test_a_path_goes_before_names_and_names_before_the_size(rules: Any, names: Any, spec: P) -> None:
+    assert spec_of(FSDP(mesh=MESH, rules=rules), (32, 64), names) == spec
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules", "words"),
+    [
+        (ArgumentTypeError, ["tp"], r"takes a dict"),
+        (ArgumentTypeError, {3: "tp"}, r"no text: 3"),
+        (ArgumentTypeError, {"kernel": 1}, r"'kernel': 1.*PartitionSpec.*mesh axis"),
+        (ArgumentError, {"(": P("tp")}, r"'\(' is no regular expression"),
+        (ArgumentError, {"kernel": P("model")}, r"the rule of 'kernel' names 'model'.*'tp': 2"),
+        (ArgumentError, {"mlp": "model"}, r"the rule of 'mlp' names 'model'"),
+        (ArgumentError, {"kernal": P("tp")}, r"no parameter's path has 'kernal'.*'kernel'"),
+        (ArgumentError, {"kernel": P(None, None, "tp")}, r"kernel has shape \(32, 63\)"),
+        (ArgumentError, {"kernel": P(None, "tp")}, r"dim 1 of kernel has 63 elements.*'tp' into 2"),
+        (ArgumentError, {"kernel": P(("fsdp", "tp"), None), "other": P()}, r"no parameter's path has 'other'"),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_is_refused(kind: Any, rules: Any, words: str) -> None:
+    refuses(kind, lambda: spec_of(FSDP(mesh=MESH, rules=rules), (32, 63)), rf"FSDP.*{words}")
+
+
+def test_rules_are_there_for_a_strategy_of_ones_own() -> None:
+    mesh, rules = jl.sharding.mesh({"data": 4, "tp": 2}), Rules({"up": COLUMNS})
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    found = rules.sharding("blocks[0].up.kernel", x, P(), mesh)
+    assert found is not None and found.spec == COLUMNS and rules.sharding("down.kernel", x, P(), mesh) is None
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (64, 64)])  # there are 64 layers; by size alone they would be split
+def test_the_layers_of_a_scan_are_not_divided_among_devices(shape: tuple[int, int]) -> None:
+    class Deep(jl.TrainModule):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.ones(shape))
+
+        def training_step(self, x: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda x, scale: (x * scale, None), x, self.scale[...])[0].mean()
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.1)
+
+    batch = np.ones((8, shape[1]), np.float32)
+    for model in (Deep(), jl.lazy(Deep)):
+        trainer = fit(model, [batch], strategy=FSDP(min_size=0))
+        assert trainer.state.params["scale"].sharding.spec == P(None, "data")
+    assert laid_out(FSDP(min_size=0), Deep())[1].params["scale"].spec == P("data")  # what it is without the step
+
+
+# Strategies that are made of rules
+
+SPLIT = {
+    "rules": (lambda: TensorParallel(PATHS, tp=2, fsdp=2, data=2), {}),
+    "names of the mesh": (lambda: TensorParallel(tp=2, fsdp=2, data=-1), {"up": (None, "tp"), "down": ("tp", None)}),
+    "names of dims": (
+        lambda: TensorParallel({"embed": "fsdp", "mlp": "tp"}, tp=-1, fsdp=2, data=2),
+        {"up": ("embed", "mlp"), "down": ("mlp", "embed")},
+    ),
+    "scanned": (
+        lambda: TensorParallel({"mlp": "tp", "embed": "fsdp"}, tp=2, fsdp=2, data=2),
+        {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scanned": True},
+    ),
+    "copies of shards": (lambda: FSDP(replicas=2, min_size=0), {}),
+    "four copies": (lambda: FSDP(replicas=4, min_size=0), {}),
+    "gathered by layer": (lambda: FSDP(min_size=0), {"scanned": True}),
+    "computed again": (lambda: FSDP(min_size=0, remat=True), {"scanned": True}),
+    "dots kept": (lambda: FSDP(min_size=0, remat="dots_saveable"), {"scanned": True}),
+    "explicit": (lambda: FSDP(min_size=0, body="explicit"), {}),
+    "explicit, by layer": (lambda: FSDP(stage=2, min_size=0, body="explicit", remat=True), {"scanned": True}),
+    "sequences": (lambda: SequenceParallel(seq=4, data=2), {}),
+}
+ODD = {"plain": {}, "window": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}}
+MIXED = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
+
+
+def tokens() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCAB, (rows, 9)).astype(np.int32) for rows in (16, 16, 16, 6)]  # 8 inputs of a sequence
+
+
+OFTEN = [
+    ("rules", "window"),
+    ("names of dims", "plain"),
+    ("gathered by layer", "window"),
+    ("explicit", "window"),
+    ("sequences", "plain"),
+]
+
+
+@pytest.mark.parametrize(("kind", "how"), thinned([(kind, how) for kind in SPLIT for how in ODD], *OFTEN))
+def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> None:
+    strategy, names = SPLIT[kind]
+    with nnx.use_eager_sharding(False):
+        jl.testing.assert_same_training(
+            lambda: Transformer(**names, rngs=nnx.Rngs(0)),
+            tokens(),
+            strategies=[strategy()],
+            devices=(8,),
+            steps=4 // ODD[how].get("accumulate_grad_batches", 1) + 1,
+            **ODD[how],
+        )
+
+
+def test_a_module_with_names_is_built_in_its_shards_and_trains_under_any_strategy() -> None:
+    model = jl.lazy(Transformer, ("embed", "mlp"), ("mlp", "embed"))
+    wanted = fit(model, tokens(), enable_checkpointing=False).state.params
+    for strategy in (TensorParallel({"embed": None, "mlp": "tp"}, tp=2, data=4), "ddp", "shard_map"):
+        found = fit(model, tokens(), strategy=strategy, enable_checkpointing=False).state.params
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, found)
+    state = fit(model, tokens(), strategy=TensorParallel({"mlp": "tp"}, tp=2, data=4), max_steps=1).state
+    assert state.params["blocks"][0]["up"]["kernel"].sharding.spec == COLUMNS
+    assert state.opt_state[0].mu["blocks"][1]["down"]["kernel"].sharding.spec == WHOLE_ROWS
+
+
+def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
+    trainer = make_trainer(strategy=TensorParallel({"embed": "fsdp"}, tp=4, data=2))
+    refuses(
+        ArgumentError, lambda: trainer.fit(Transformer(rngs=nnx.Rngs(0)), tokens()), "splits nothing of Transformer"
+    )
+    for make, words in (
+        (lambda: TensorParallel(tp=0), r"TensorParallel\(tp=\.\.\.\)"),
+        (lambda: SequenceParallel(seq="all"), r"SequenceParallel\(seq=\.\.\.\)"),
+        (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or a name of jax\.checkpoint_policies"),
+        (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "has a multiple of 3 devices|has 3 devices"),
+    ):
+        refuses(ArgumentError, make, words)
+
+
+def test_a_sequence_lies_in_parts_on_the_devices() -> None:
+    strategy = SequenceParallel(seq=4, data=2)
+    strategy.use(None)
+    placed = strategy.shard_batch({"x": np.ones((4, 8, 3)), "odd": np.ones((4, 9)), "y": np.ones(4), "n": np.ones(())})
+    parts = {name: x.addressable_shards[0].data.shape for name, x in placed.items()}
+    assert parts == {"x": (2, 2, 3), "odd": (2, 9), "y": (2,), "n": ()}
+
+
+# A mesh of the user's own, at the Trainer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "described"),
+    [
+        ("fsdp", {"data": 2, "fsdp": -1}, "FSDP on mesh data=2 x fsdp=4"),
+        ("ddp", {"rows": 8}, "DDP on mesh rows=8"),
+        ("shard_map", {"data": -1}, "ShardMapDDP on mesh data=8"),
+        ("auto", {"data": 2, "fsdp": 4}, "FSDP on mesh data=2 x fsdp=4 (auto: axes data, fsdp)"),
+        ("auto", {"data": 4, "model": 2}, "DDP on mesh data=4 x model=2 (auto: axes data, model)"),
+        (FSDP(min_size=0), jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("fsdp",)), "FSDP on mesh fsdp=2"),
+    ],
+)
+def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, described: str) -> None:
+    trainer = make_trainer(strategy=strategy, mesh=mesh)
+    assert trainer.strategy.describe() == described
+    assert not isinstance(strategy, FSDP) or strategy.given_mesh is None  # the user's own object stays as it was
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "mesh", "words"),
+    [
+        (ArgumentError, "single", {"data": 1}, "SingleDevice builds its own mesh.*'ddp', 'fsdp' or 'shard_map'"),
+        (ArgumentError, "pmap", {"data": 8}, "PMap builds its own mesh"),
+        (ArgumentError, "simulate:4", {"data": 8}, "Simulated builds its own mesh"),
+        (ArgumentError, TensorParallel(tp=2, data=4), {"tp": 8}, "TensorParallel has a mesh of its own already"),
+        (ArgumentError, "fsdp", {"data": 3}, r"\{'data': 3\} has 3 devices, and there are 8"),
+        (ArgumentError, "fsdp", {"rows": 4, "model": 2}, r"FSDP\(mesh=\.\.\.\).*'data' or 'fsdp'.*'rows', 'model'"),
+        (ArgumentTypeError, "ddp", 8, r"DDP\(mesh=\.\.\.\) takes a jax\.sharding\.Mesh or the sizes"),
+    ],
+)
+def test_a_mesh_that_cannot_be_taken_is_refused_before_anything_runs(
+    kind: Any, strategy: Any, mesh: Any, words: str
+) -> None:
+    refuses(kind, lambda: make_trainer(strategy=strategy, mesh=mesh), words)
