@@ -1,0 +1,51 @@
+"""A compiled program that can be asked what it costs."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxlit.programs.cost import ProgramCost, program_cost
+
+
+class CompiledProgram:
+    """A program as a strategy has compiled it, and the shapes of its first call.
+
+    Args:
+        name: Its name.
+        program: The strategy's function.
+
+    Attributes:
+        run: What to call: behind the first call the strategy's function itself, so that no step waits for more.
+    """
+
+    def __init__(self, name: str, program: Callable[..., Any]) -> None:
+        self.name, self.program = name, program
+        self.run: Callable[..., Any] = self._first
+        self._arguments: tuple[Any, ...] | None = None
+
+    def _first(self, *args: Any) -> Any:
+        arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
+        result = self.program(*args)
+        self._arguments, self.run = arguments, self.program
+        return result
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was called."""
+        return self._arguments is not None
+
+    @cached_property
+    def cost(self) -> ProgramCost:
+        """What a call like the first one costs."""
+        assert self._arguments is not None, "nothing is known of a program before its first call"
+        return program_cost(self.name, self.program, self._arguments)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Return what jax knows an argument of a compiled function by."""
+    if isinstance(x, jax.Array):
+        placed = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.aval.weak_type)  # type: ignore[attr-defined]
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
