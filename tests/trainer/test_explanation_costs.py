@@ -212,6 +212,16 @@ def test_before_the_first_step_there_is_the_state_and_before_that_nothing() -> N
     assert [x.name for x in first.programs] == ["train_step"] and first.programs == trainer.explain().programs
 
 
+def test_after_a_fit_inside_of_a_mesh_nothing_is_made_either() -> None:
+    with jax.set_mesh(jl.sharding.mesh({"data": 8})):
+        trainer = fit(strategy="fsdp")
+    before = One.traces
+    with compiles() as found:
+        programs = costs(trainer)
+    assert (found, One.traces) == ([], before)
+    assert sent(programs["eval_step"], "all-gather") == KERNEL
+
+
 def test_what_jax_has_forgotten_is_made_again_outside_of_the_runs_compile_seconds() -> None:
     seconds: list[Any] = []
 
