@@ -1,7 +1,6 @@
 """What is trained, and where it lies."""
 
 import io
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ from flax import nnx
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, placement
+from jaxlit.reporting.table import size
 from jaxlit.reporting.terminal import line_width, say
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class Row:
     shape: tuple[int, ...] | None  # None for a group
     params: int
     trained: int  # how many of them the optimizer trains
-    sharding: str  # "P('fsdp', None)", "replicated", or "mixed" for a group
-    bytes_per_device: int
+    sharding: str  # see `Placement.partition`
+    bytes: int  # of the whole arrays
+    bytes_per_device: int  # on the device that holds the most
 
 
 class ModelSummary(Callback):
@@ -66,33 +68,39 @@ def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -
     """Return a row for each parameter, in the order of their paths.
 
     Args:
-        state: The state on its devices.
+        state: The state on its devices; its leaves may be shapes, dtypes and shardings.
         module: The module that it belongs to, for the names of its classes.
         max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
             into one row; -1 for none.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    devices = devices_of(jax.tree.leaves(_held(state)))
+    groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
     for keys, array, trained in sorted(
         [(keys, x, True) for keys, x in _leaves(state.params)]
         + [(keys, x, False) for keys, x in _leaves(state.frozen)],
         # Indices and names never meet at one place of a path, but may at one place of two.
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
     ):
-        row = Row(
-            path=leaf_name(keys),
-            type=types[keys[:-1]],
-            shape=array.shape,
-            params=array.size,
-            trained=array.size if trained else 0,
-            sharding=_spec(array),
-            bytes_per_device=_shard_bytes(array),
+        groups.setdefault(keys if max_depth < 0 else keys[:max_depth], []).append((keys, array, trained))
+    found = []
+    for path, leaves in groups.items():
+        alone = leaves[0][0] == path
+        arrays = [array for _, array, _ in leaves]
+        lies = placement(arrays, devices)
+        found.append(
+            Row(
+                path=leaf_name(path),
+                type=types[path[:-1] if alone else path],
+                shape=arrays[0].shape if alone else None,
+                params=sum(x.size for x in arrays),
+                trained=sum(x.size for _, x, trained in leaves if trained),
+                sharding=lies.partition,
+                bytes=lies.bytes,
+                bytes_per_device=lies.bytes_per_device,
+            )
         )
-        groups.setdefault(keys if max_depth < 0 else keys[:max_depth], []).append(row)
-    return [
-        rows[0] if rows[0].path == leaf_name(keys) else _merge(leaf_name(keys), types[keys], rows)
-        for keys, rows in groups.items()
-    ]
+    return found
 
 
 def totals(state: "TrainState") -> str:
@@ -100,55 +108,20 @@ def totals(state: "TrainState") -> str:
     params, trained = (
         sum(x.size for x in jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.params)
     )
-    held = (state.params, state.frozen, state.model_state, state.opt_state)
+    whole, optimizer = (bytes_of(jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.opt_state))
     return (
-        f"{params:,} params ({trained:,} trained), {_size(_bytes((state.params, state.frozen)))}, "
-        f"optimizer {_size(_bytes(state.opt_state))}, "
-        f"{_size(sum(_shard_bytes(x) for x in jax.tree.leaves(held)))} per device"
+        f"{params:,} params ({trained:,} trained), {size(whole)}, optimizer {size(optimizer)}, "
+        f"{size(bytes_per_device(jax.tree.leaves(_held(state))))} per device"
     )
 
 
-def _merge(path: str, type_name: str, rows: list[Row]) -> Row:
-    shardings = {row.sharding for row in rows}
-    return Row(
-        path=path,
-        type=type_name,
-        shape=None,
-        params=sum(row.params for row in rows),
-        trained=sum(row.trained for row in rows),
-        sharding=shardings.pop() if len(shardings) == 1 else "mixed",
-        bytes_per_device=sum(row.bytes_per_device for row in rows),
-    )
+def _held(state: "TrainState") -> tuple[Any, ...]:
+    return state.params, state.frozen, state.model_state, state.opt_state
 
 
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
     """Return (keys, array) of each leaf; a key is an attribute's name or an index."""
     return [(tuple(keys), x) for keys, x in nnx.to_flat_state(tree)]
-
-
-def _spec(array: jax.Array) -> str:
-    spec = array.sharding.spec  # type: ignore[attr-defined]
-    if all(axes is None for axes in spec):
-        return "replicated"
-    return f"P({', '.join(repr(axes) for axes in spec)})"
-
-
-def _shard_bytes(array: jax.Array) -> int:
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        num_bytes /= 1024
-        if num_bytes < 1024 or unit == "TiB":
-            break
-    return f"{num_bytes:.{1 if num_bytes < 100 else 0}f} {unit}"
 
 
 def _table(rows: list[Row]) -> str:
@@ -159,7 +132,7 @@ def _table(rows: list[Row]) -> str:
     for row in rows:
         mark = "" if row.trained == row.params else " (frozen)" if not row.trained else " (partly frozen)"
         shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
-        cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, _size(row.bytes_per_device))
+        cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, size(row.bytes_per_device))
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
     width = line_width() or 200  # a file has no width

@@ -355,7 +355,10 @@ class Strategy(ABC):
         jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
 
     def compile(self, program: Program) -> Callable[..., Any]:
-        """Return a function of `(*states, batch)` that runs the program, compiled at its first call."""
+        """Return a function of `(*states, batch)` that runs the program, compiled at its first call.
+
+        If it has `trace`, as a function of `jax.jit` has, `Trainer.explain` tells what the program costs.
+        """
         body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
         # What a step returns beside the state and the metrics may lie as XLA likes.
         out = tuple(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
+from jax.stages import Traced
 
 from jaxlit import checks as check
 from jaxlit import sharding
@@ -16,6 +17,7 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.programs.alone import trace_alone
+from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy, Whole
 from jaxlit.strategies.program import EACH, ROWS, Lying, Program
 
@@ -36,6 +38,11 @@ class ByDivision:
         """Run the program that fits the batch, the last argument."""
         *states, batch = args
         return self.whole(*states, batch.batch) if type(batch) is Whole else self.split(*args)
+
+    def trace(self, *args: Any) -> Traced | None:
+        """Return the trace of the program that fits the batch."""
+        *states, batch = args
+        return trace(self.whole, *states, batch.batch) if type(batch) is Whole else trace(self.split, *args)
 
 
 class PerReplica(Strategy, ABC):

@@ -29,6 +29,7 @@ from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import EvalStep, TrainStep
+from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_trainable, init_state
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
@@ -86,7 +87,7 @@ class Engine:
         self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
         self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, CompiledProgram] = {}
         variables = self.pure.split(module)
         # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
         if optimizer:
@@ -159,13 +160,13 @@ class Engine:
                 state.put(at.window.metrics, state.stacked(table.empty()))
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
+            self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
         self.train_step = partial(self._train, self._programs["train_step"])
-        self.micro_step = partial(self._train, self._programs.get("micro_step", _never))
 
-    def _train(self, program: Callable[..., Any], batch: Any) -> tuple[jax.Array, Any, Any]:
+    def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
-        self.state.leaves, logs, loss, outputs = program(self.state.leaves, batch)
+        self.state.leaves, logs, loss, outputs = program.run(self.state.leaves, batch)
         return logs, loss, outputs
 
     def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
@@ -183,13 +184,13 @@ class Engine:
             step, train = replace(self._step, traced=traced), self._train_program
             train = replace(train, name="train_step_traced", fn=step.update, parts=(step.gradients, step.apply))
             self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
-        state.leaves, logs, loss, outputs, seen = self._programs[traced](state.leaves, batch)
+        state.leaves, logs, loss, outputs, seen = self._programs[traced].run(state.leaves, batch)
         return logs, loss, outputs, seen
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
         # Nothing of the engine is touched: compile_step hands the state from call to call.
-        leaves, logs, _, _ = self._programs["train_step"](leaves, batch)
+        leaves, logs, _, _ = self._programs["train_step"].program(leaves, batch)
         return leaves, logs
 
     def begin_epoch(self, epoch: int) -> None:
@@ -313,7 +314,7 @@ class Engine:
             The metrics so far, those of the batch alone, and the step's outputs.
         """
         leaves = self.state.leaves
-        return self._evaluation[stage, loader].run([leaves[i] for i in self.state.eval_at], sums, batch)
+        return self._evaluation[stage, loader].program.run([leaves[i] for i in self.state.eval_at], sums, batch)
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
@@ -335,12 +336,19 @@ class Engine:
         leaves = self.state.leaves
         return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], self.strategy.place_inputs(inputs))
 
+    @property
+    def programs(self) -> list[CompiledProgram]:
+        """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
+        training = () if self.evaluates_only else self._programs.values()
+        return [x for x in (*training, *(x.program for x in self._evaluation.values())) if x.ran]
+
     # Helpers ----------------------------------------------------------------------------------------
 
-    def _compile(self, program: Program) -> Callable[..., Any]:
+    def _compile(self, program: Program) -> CompiledProgram:
         # Where jit is disabled a program is not compiled, but must still take and place what it would.
         run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
-        return _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
+        run = _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
+        return CompiledProgram(program.name, run)
 
 
 def _outputs(pure: PureModule, stage: str, loader: int | None = None) -> Any:
@@ -364,7 +372,3 @@ def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any
 def _next_epoch(home: NamedSharding) -> Callable[..., jax.Array]:
     """Return a program of (counters, epoch), the same for all engines whose counters lie alike."""
     return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=home)
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("a micro step needs accumulate_grad_batches > 1")

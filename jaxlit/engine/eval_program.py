@@ -1,10 +1,10 @@
 """A compiled evaluation step, and what it can be used for again."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlit.core.pure_module import PureModule
+from jaxlit.engine.compiled_program import CompiledProgram
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class EvalProgram:
         stage: "validation", "test" or "predict".
         loader: The loader, for a step that asks for it.
         like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
-        run: The compiled step.
+        program: The compiled step.
     """
 
     pure: PureModule
     stage: str
     loader: int | None
     like: Any
-    run: Callable[..., Any]
+    program: CompiledProgram
 
     @property
     def holds(self) -> bool:

@@ -84,6 +84,16 @@ class FlatState:
         # With their shardings: only equal types share one trace of the user's step.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.unflatten())
 
+    def lies(self) -> TrainState | None:
+        """Return the shape, dtype and sharding of every array as it is held, also of one that was overwritten.
+
+        None if a restore that failed has left some out.
+        """
+        if any(x is None for x in self.leaves):
+            return None
+        held = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
+        return jax.tree.unflatten(self.layout.treedef, held)
+
     def branch(self) -> "FlatState":
         """Return a state of the same arrays: what is written to one of the two is not in the other."""
         found = copy.copy(self)

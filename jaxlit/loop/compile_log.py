@@ -1,5 +1,7 @@
 """How long the steps of a run took to compile."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +28,15 @@ class CompileLog:
 
     def __exit__(self, *_: Any) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Add up nothing inside the block."""
+        kept = dict(self.seconds)
+        try:
+            yield
+        finally:
+            self.seconds = kept
 
     def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
         # Named train_step while it is traced, jit(train_step) later.

@@ -1,1 +1,1 @@
-"""What a traced program tells: where its results come from, and how those of replicas relate to the whole batch's."""
+"""What a program tells: where its results come from, how those of replicas relate to the batch's, and what it costs."""

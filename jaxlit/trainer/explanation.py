@@ -1,11 +1,22 @@
-"""Where the time of a run went, by callback and hook."""
+"""Where the time of a run went, how its state lies on the devices, and what its programs cost."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+
+from jaxlit.callbacks.model_summary import ModelSummary, summarize
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
+from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
+from jaxlit.programs.collectives import Collective
+from jaxlit.programs.cost import ProgramCost
+from jaxlit.programs.flops import Flops
+from jaxlit.reporting.placement import devices_of, placement
+from jaxlit.reporting.table import count, duration, size, table
 
 
 @dataclass(frozen=True)
@@ -20,18 +31,34 @@ class HookTime:
 
 
 @dataclass(frozen=True)
+class StatePart:
+    """How a part of the training state lies on the devices."""
+
+    name: str  # a parameter's path; "(optimizer)", "(window)", "(other)" and "(all)" for those together
+    partition: str  # "P('fsdp', None)", "replicated", "on cpu:3", or "mixed"
+    bytes: int  # of the whole arrays
+    bytes_per_device: int  # on the device that holds the most of it
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """What `Trainer.explain` returns; printed, it is a table.
+    """What `Trainer.explain` returns; printed, it is tables.
 
     Attributes:
         hooks: Each owner's hooks that ran, the longest first.
         seconds: How long the run took, or has taken so far.
         compile_seconds: Seconds of compiling by step; part of the rest.
+        shardings: How the state lies on the devices: a part for each parameter, or for as many together as
+            `ModelSummary(max_depth=...)` shows, then the rest and all of it.
+        programs: What a call of each compiled program that ran costs, with a batch like the first one that it was
+            given: `name`, `flops`, `memory` and `collectives`.
     """
 
     hooks: Sequence[HookTime]
     seconds: float
     compile_seconds: dict[str, float]
+    shardings: tuple[StatePart, ...] = ()
+    programs: tuple[ProgramCost, ...] = ()
 
     def __str__(self) -> str:
         blocked = sum(hook.seconds for hook in self.hooks)
@@ -40,43 +67,110 @@ class Explanation:
         if self.compile_seconds:
             each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
             lines.append(f"Compiling: {each}.")
-        rows = [("owner", "hook", "calls", "total", "mean", "longest")]
-        rows += [
-            (x.owner, x.hook, f"{x.calls:,}", *map(_time, (x.seconds, x.seconds / x.calls, x.longest)))
-            for x in self.hooks
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = [
-                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        blocks = [[*lines, *_hooks(self.hooks)]]
+        if self.shardings:
+            blocks.append(_shardings(self.shardings))
+        if self.programs:
+            blocks += [_programs(self.programs), _collectives(self.programs)]
+        return "\n\n".join("\n".join(block) for block in blocks)
 
     __repr__ = __str__
 
 
 def explain(run: Run | None) -> Explanation:
-    """Return where the time of a run went.
+    """Return where the time of a run went, how its state lies, and what its programs cost.
 
     Raises:
         ArgumentError: There was none.
     """
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
+    seconds, hooks = run.seconds, _times(run.hooks)
+    engine: Engine | None = getattr(run, "engine", None)  # a run that has not begun its loops has none
+    if engine is None:
+        return Explanation(hooks, seconds, dict(run.compiles.seconds))
+    # What jax has forgotten meanwhile is compiled again, which is not the run's.
+    with run.compiles.paused():
+        programs = tuple(_numbered(program.cost for program in engine.programs))
+    return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, engine), programs)
+
+
+def _times(hooks: Hooks) -> list[HookTime]:
     spent, seen = [], Counter[tuple[str, str]]()
-    for hook, f in run.hooks.functions():
+    for hook, f in hooks.functions():
         # Several of one class are told apart by their order.
         number, seen[f.owner, hook] = seen[f.owner, hook], seen[f.owner, hook] + 1
         if f.calls:
             owner = f"{f.owner}:{number}" if number else f.owner
             spent.append(HookTime(owner, hook, f.calls, f.seconds, f.longest))
-    spent.sort(key=lambda hook: -hook.seconds)
-    return Explanation(spent, run.seconds, dict(run.compiles.seconds))
+    return sorted(spent, key=lambda hook: -hook.seconds)
 
 
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
+    """Yield programs of one name, those of several loaders say, as "name", "name:1" and so on."""
+    seen = Counter[str]()
+    for cost in costs:
+        number, seen[cost.name] = seen[cost.name], seen[cost.name] + 1
+        yield replace(cost, name=f"{cost.name}:{number}") if number else cost
+
+
+def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
+    if (state := engine.state.lies()) is None:
+        return ()
+    depth = next((x.max_depth for x in run.hooks.callbacks if isinstance(x, ModelSummary)), -1)
+    rows = summarize(state, run.module, max_depth=depth) if depth else []
+    found = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
+    of_module = (state.params, state.frozen)
+    other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
+    parts = {"(optimizer)": state.opt_state, "(window)": state.window, "(other)": other}
+    if not depth:
+        parts = {"(parameters)": of_module, **parts}
+    everything = jax.tree.leaves(state)
+    devices = devices_of(everything)
+    for name, tree in (*parts.items(), ("(all)", everything)):
+        if leaves := jax.tree.leaves(tree):
+            lies = placement(leaves, devices)
+            found.append(StatePart(name, lies.partition, lies.bytes, lies.bytes_per_device))
+    return tuple(found)
+
+
+# As text ------------------------------------------------------------------------------------------------
+
+
+def _hooks(hooks: Sequence[HookTime]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("owner", "hook", "calls", "total", "mean", "longest")]
+    for x in hooks:
+        times = (x.seconds, x.seconds / x.calls, x.longest)
+        rows.append((x.owner, x.hook, f"{x.calls:,}", *map(duration, times)))
+    return table(rows, texts=2)
+
+
+def _shardings(parts: Sequence[StatePart]) -> list[str]:
+    rows = [(x.name, x.partition, size(x.bytes), size(x.bytes_per_device)) for x in parts]
+    return table([("state", "partition", "whole", "per device"), *rows], texts=2)
+
+
+def _programs(programs: Sequence[ProgramCost]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("program", "FLOP", "arguments", "outputs", "temporaries", "aliased")]
+    for x in programs:
+        memory = ("-",) * 4
+        if (found := x.memory) is not None:
+            memory = tuple(map(size, (found.arguments, found.outputs, found.temporaries, found.aliased)))
+        rows.append((x.name, "-" if x.flops is None else _least(x.flops, count(x.flops.count)), *memory))
+    return table(rows)
+
+
+def _collectives(programs: Sequence[ProgramCost]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("program", "collective", "calls", "result bytes")]
+    for program in programs:
+        if program.collectives is None:
+            rows.append((program.name, "-", "-", "-"))
+        elif not program.collectives:
+            rows.append((program.name, "none", "0", "0 B"))
+        for x in program.collectives or ():
+            rows.append((program.name, x.kind, _least(x, f"{x.calls:,}"), _least(x, size(x.bytes))))
+    return table(rows, texts=2)
+
+
+def _least(found: Flops | Collective, text: Any) -> str:
+    return text if found.exact else f">= {text}"

@@ -322,10 +322,10 @@ class Trainer:
         self.saver.save(path)
 
     def explain(self) -> Explanation:
-        """Tell where the time of the newest run went, by callback and hook; may be called while it runs.
+        """Tell where the time of the newest run went, how its state lies on the devices, and what its programs cost.
 
         Returns:
-            The seconds that each hook kept the loop waiting; printed, it is a table.
+            What it prints as tables, also while the run goes on; it waits for no device, and compiles nothing anew.
 
         Raises:
             ArgumentError: Nothing has run yet.

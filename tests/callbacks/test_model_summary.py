@@ -32,13 +32,19 @@ def module() -> Net:
     return Net(nnx.Rngs(0))
 
 
-def make_state(module: Any, wrt: Any = nnx.Param) -> Any:
-    """Return the state on eight devices: the body's kernel in eight shards, the rest whole on each."""
-    mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
+def on_all(x: Any) -> NamedSharding:
+    """Lay the body's kernel in eight shards over eight devices, and the rest whole on each."""
+    return on(range(8), P("fsdp", None) if x.shape == (64, 256) else P())
 
-    def place(x: Any) -> jax.Array:
-        return jax.device_put(np.asarray(x), NamedSharding(mesh, P("fsdp", None) if x.shape == (64, 256) else P()))
 
+def on(devices: Any, spec: P) -> NamedSharding:
+    """Return a sharding on a mesh of these devices."""
+    return NamedSharding(Mesh(np.asarray([jax.devices()[i] for i in devices]), ("fsdp",)), spec)
+
+
+def make_state(module: Any, wrt: Any = nnx.Param, lies: Any = on_all) -> Any:
+    """Return the state on its devices, each array where `lies` says."""
+    place = lambda x: jax.device_put(np.asarray(x), lies(x))  # noqa: E731
     _, *states = nnx.split(module, wrt, nnx.Param, ...)
     params, frozen, stats = (jax.tree.map(place, nnx.as_pure(state)) for state in states)
     opt_state = jax.tree.map(place, optax.adam(1e-3).init(params))
@@ -48,16 +54,16 @@ def make_state(module: Any, wrt: Any = nnx.Param) -> Any:
 def test_each_parameter_or_each_part_has_a_row(module) -> None:
     state = make_state(module)
     assert summarize(state, module) == [
-        Row("body[0].bias", "Linear", (256,), 256, 256, "replicated", 1024),
-        Row("body[0].kernel", "Linear", (64, 256), 16384, 16384, "P('fsdp', None)", 16384 * 4 // 8),
-        Row("body[1].bias", "BatchNorm", (256,), 256, 256, "replicated", 1024),
-        Row("body[1].scale", "BatchNorm", (256,), 256, 256, "replicated", 1024),
-        Row("head.bias", "Linear", (10,), 10, 10, "replicated", 40),
-        Row("head.kernel", "Linear", (256, 10), 2560, 2560, "replicated", 10240),
+        Row("body[0].bias", "Linear", (256,), 256, 256, "replicated", 1024, 1024),
+        Row("body[0].kernel", "Linear", (64, 256), 16384, 16384, "P('fsdp', None)", 16384 * 4, 16384 * 4 // 8),
+        Row("body[1].bias", "BatchNorm", (256,), 256, 256, "replicated", 1024, 1024),
+        Row("body[1].scale", "BatchNorm", (256,), 256, 256, "replicated", 1024, 1024),
+        Row("head.bias", "Linear", (10,), 10, 10, "replicated", 40, 40),
+        Row("head.kernel", "Linear", (256, 10), 2560, 2560, "replicated", 10240, 10240),
     ]
     assert summarize(state, module, max_depth=1) == [
-        Row("body", "List", None, 17152, 17152, "mixed", 3 * 1024 + 8192),
-        Row("head", "Linear", None, 2570, 2570, "replicated", 10280),
+        Row("body", "List", None, 17152, 17152, "mixed", 3 * 1024 + 65536, 3 * 1024 + 8192),
+        Row("head", "Linear", None, 2570, 2570, "replicated", 10280, 10280),
     ]
     assert [row.path for row in summarize(state, module, max_depth=2)][:2] == ["body[0]", "body[1]"]
 
@@ -83,6 +89,30 @@ def test_the_table_shows_every_path_whole_and_what_is_not_trained_and_adds_every
     for x in jax.tree.leaves((state.params, state.model_state, state.opt_state)):
         x.delete()
     ModelSummary().on_fit_start(make_trainer(state=state), module)
+
+
+def test_what_lies_on_some_devices_only_is_not_replicated_and_counts_where_it_is(module) -> None:
+    """The body's arrays have 64 x 256 or 256 entries, the head's 256 x 10 and 10."""
+    state = make_state(
+        module, lies=lambda x: on([5] if 10 in x.shape else [2], P())
+    )  # two stages, each on a mesh of one
+    assert {(row.path, row.sharding, row.bytes_per_device) for row in summarize(state, module, max_depth=1)} == {
+        ("body", "on cpu:2", 4 * 17152),
+        ("head", "on cpu:5", 4 * 2570),
+    }
+    # The fuller one: the body three times, 512 statistics and the count, of which the other has none.
+    assert totals(state).endswith(f"optimizer 154 KiB, {(3 * 4 * 17152 + 2048 + 4) / 1024:.0f} KiB per device")
+    crossed = make_state(module, lies=lambda x: on([5] if x.ndim == 1 else [2], P()))
+    assert [(row.sharding, row.bytes_per_device) for row in summarize(crossed, module, max_depth=1)] == [
+        ("mixed", 4 * 16384),  # beside 4 * 768 on the other device
+        ("mixed", 4 * 2560),
+    ]
+    split = lambda x: on([0, 1], P(*["fsdp"][: x.ndim]))  # noqa: E731
+    halves = make_state(module, lies=lambda x: on([4, 5, 7], P()) if 10 in x.shape else split(x))
+    assert [(row.sharding, row.bytes_per_device) for row in summarize(halves, module, max_depth=1)] == [
+        ("P('fsdp') on cpu:0-1", 4 * 17152 // 2),
+        ("replicated on cpu:4-5,7", 4 * 2570),
+    ]
 
 
 @pytest.mark.parametrize("depth", [-2, 1.0, "1", True, None])

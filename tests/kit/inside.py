@@ -56,8 +56,8 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
     engine = engine_of(trainer)
     found = [fn for key, fn in engine._programs.items() if (type(key) is tuple if name == "traced" else key == name)]
     assert len(found) == 1, list(engine._programs)
-    program: Any = getattr(found[0], "split", found[0])
-    return program.lower(engine.state.leaves, engine.strategy.shard_batch(batch))
+    program: Any = found[0].program
+    return program.trace(engine.state.leaves, engine.strategy.shard_batch(batch)).lower()
 
 
 def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: bool = False) -> tuple[Any, Any]:

@@ -1,0 +1,56 @@
+"""A compiled program that can be asked what it costs."""
+
+import contextlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxlit.programs.cost import ProgramCost, program_cost
+
+
+class CompiledProgram:
+    """A program as a strategy has compiled it, and the shapes of its first call.
+
+    Args:
+        name: Its name.
+        program: The strategy's function.
+
+    Attributes:
+        run: What to call: behind the first call the strategy's function itself, so that no step waits for more.
+    """
+
+    def __init__(self, name: str, program: Callable[..., Any]) -> None:
+        self.name, self.program = name, program
+        self.run: Callable[..., Any] = self._first
+        self._arguments: tuple[Any, ...] | None = None
+        self._mesh: jax.sharding.Mesh  # in context in the first call, which the caller's jax.set_mesh may have set
+
+    def _first(self, *args: Any) -> Any:
+        arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
+        self._mesh = jax.sharding.get_mesh()
+        result = self.program(*args)
+        self._arguments, self.run = arguments, self.program
+        return result
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was called."""
+        return self._arguments is not None
+
+    @cached_property
+    def cost(self) -> ProgramCost:
+        """What a call like the first one costs."""
+        assert self._arguments is not None, "nothing is known of a program before its first call"
+        same = jax.sharding.get_mesh() == self._mesh
+        with contextlib.nullcontext() if same else jax.set_mesh(self._mesh):
+            return program_cost(self.name, self.program, self._arguments)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Return what jax knows an argument of a compiled function by."""
+    if isinstance(x, jax.Array):
+        placed = x.sharding if x.committed else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.aval.weak_type)  # type: ignore[attr-defined]
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))

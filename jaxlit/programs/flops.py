@@ -1,0 +1,124 @@
+"""How many floating-point operations a traced program takes."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlit.programs.jaxpr import inner_jaxprs
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Multiplications and additions of a program.
+
+    Attributes:
+        count: How many, at least.
+        exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
+    """
+
+    count: int = 0
+    exact: bool = True
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.count + other.count, self.exact and other.exact)
+
+    def __mul__(self, times: int) -> "Flops":
+        return Flops(self.count * times, self.exact)
+
+
+def count_flops(jaxpr: Any) -> Flops:
+    """Return the operations of a program's matrix products and convolutions, on all devices together.
+
+    Loops count by their turns, of several branches the longest. What XLA merges or leaves out later is counted too,
+    and all else, elementwise work say, is not: this is what a share of the devices' peak is taken of.
+
+    Args:
+        jaxpr: The program, of global arrays.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> count_flops(jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr).count
+        48
+    """
+    return sum(map(_of_equation, jaxpr.eqns), Flops())
+
+
+def _of_equation(eqn: Any) -> Flops:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _PRODUCTS:
+        return Flops(2 * _PRODUCTS[name](eqn))
+    if name == "custom_linear_solve":  # beside solving it holds the product and the transposes, for gradients
+        return count_flops(params["jaxprs"].solve.jaxpr)
+    inner = [count_flops(getattr(x, "jaxpr", x)) for x in inner_jaxprs(eqn)]
+    if not any(x.count for x in inner):
+        return Flops()
+    if name == "cond":
+        return Flops(max(x.count for x in inner), all(x.exact for x in inner))
+    found = sum(inner, Flops())
+    if name == "while":
+        return Flops(found.count, exact=False)
+    return found * _turns(name, params)
+
+
+def _turns(name: str, params: Any) -> int:
+    """Return how often an equation runs the program in it, on all devices together."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid)
+    return 1
+
+
+def _dot(eqn: Any) -> int:
+    left, right = (x.aval for x in eqn.invars)
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    return left.size * _size(right, (*contracted, *batch))
+
+
+def _ragged_dot(eqn: Any) -> int:
+    left, right = (x.aval for x in eqn.invars[:2])
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    # Each row meets the matrix of its own group only.
+    return left.size * _size(right, (*contracted, *batch, *numbers.rhs_group_dimensions))
+
+
+def _size(array: Any, without: tuple[int, ...]) -> int:
+    return math.prod(size for dim, size in enumerate(array.shape) if dim not in without)
+
+
+def _convolution(eqn: Any) -> int:
+    params, (image, kernel), (out,) = eqn.params, (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars)
+    numbers = params["dimension_numbers"]
+    _, features, *spatial = numbers.rhs_spec
+    pairs = math.prod(
+        _pairs(image.shape[at], kernel.shape[dim], out.shape[to], *settings)
+        for at, dim, to, *settings in zip(
+            numbers.lhs_spec[2:],
+            spatial,
+            numbers.out_spec[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    )
+    rows, channels = (out.shape[dim] for dim in numbers.out_spec[:2])
+    return rows * channels * kernel.shape[features] * pairs
+
+
+def _pairs(size: int, window: int, out: int, stride: int, padding: Any, hole: int, spread: int) -> int:
+    """Return how many (output, weight) pairs of a dim meet an entry of the image, not padding or a hole.
+
+    So a convolution's two gradients, convolutions themselves of padded and spread arrays, count as much as it does.
+    """
+    at = np.arange(out)[:, None] * stride + np.arange(window) * spread - padding[0]
+    return int(np.count_nonzero((at >= 0) & (at <= (size - 1) * hole) & (at % hole == 0)))
+
+
+_PRODUCTS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution}

@@ -1,0 +1,77 @@
+"""Where arrays lie, and what they take on each device."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How some arrays lie on the devices.
+
+    Attributes:
+        partition: "P('fsdp', None)", "replicated", or "mixed" if they lie in several ways; "on cpu:3" for what one
+            device holds alone, and "replicated on cpu:4-7" for what lies on some devices only.
+        bytes: Of the whole arrays.
+        bytes_per_device: What they take on the device that holds the most of them.
+    """
+
+    partition: str
+    bytes: int
+    bytes_per_device: int
+
+
+def placement(arrays: Sequence[Any], devices: Iterable[jax.Device]) -> Placement:
+    """Return how arrays lie.
+
+    Args:
+        arrays: Arrays, or their shapes, dtypes and shardings.
+        devices: All devices in question.
+    """
+    among = frozenset(devices)
+    partitions = {_partition(sharding, among) for sharding in {x.sharding for x in arrays}}
+    partition = partitions.pop() if len(partitions) == 1 else "mixed"
+    return Placement(partition, bytes_of(arrays), bytes_per_device(arrays))
+
+
+def bytes_of(arrays: Iterable[Any]) -> int:
+    """Return the bytes of whole arrays."""
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def bytes_per_device(arrays: Iterable[Any]) -> int:
+    """Return what arrays take on the device that holds the most of them."""
+    by_sharding, held = Counter[Any](), Counter[jax.Device]()
+    for x in arrays:
+        by_sharding[x.sharding] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for sharding, num_bytes in by_sharding.items():
+        held.update(dict.fromkeys(sharding.device_set, num_bytes))
+    return max(held.values(), default=0)
+
+
+def devices_of(arrays: Iterable[Any]) -> frozenset[jax.Device]:
+    """Return the devices that hold anything of arrays."""
+    return frozenset().union(*(sharding.device_set for sharding in {x.sharding for x in arrays}))
+
+
+def _partition(sharding: Any, among: frozenset[jax.Device]) -> str:
+    held = sharding.device_set
+    if len(held) == 1:
+        return f"on {_names(held)}"
+    spec = sharding.spec
+    split = any(axes is not None for axes in spec)
+    text = f"P({', '.join(map(repr, spec))})" if split else "replicated"
+    return text if held == among else f"{text} on {_names(held)}"
+
+
+def _names(devices: Iterable[jax.Device]) -> str:
+    """Return devices as "cpu:0-3,6"."""
+    ids = sorted(device.id for device in devices)
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
+    spans = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{next(iter(devices)).platform}:{','.join(spans)}"

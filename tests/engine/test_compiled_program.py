@@ -1,0 +1,86 @@
+"""A compiled program is called as if nothing were asked of it, and told apart from what it costs."""
+
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.compiles import compiles
+from kit.refusals import refuses
+
+from jaxlit.engine.compiled_program import CompiledProgram
+from jaxlit.programs.cost import Memory, ProgramCost
+from jaxlit.programs.flops import Flops
+
+
+class Product:
+    """A compiled function of (state, batch), which knows how often it was traced."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+        self.jitted = jax.jit(self._body, donate_argnums=0)
+
+    def _body(self, state: list[Any], batch: Any) -> Any:
+        self.traces += 1
+        return [state[0] + batch["x"] @ state[0]], batch["n"] + 1
+
+
+def batch() -> Any:
+    return {"x": np.ones((4, 4)), "n": np.int64(3)}  # of 64 bits, which jax makes 32
+
+
+def test_what_is_called_from_the_second_call_on_is_the_strategys_function_itself() -> None:
+    function = Product().jitted
+    program = CompiledProgram("train_step", function)
+    assert not program.ran and program.run is not function
+    state, count = program.run([jnp.ones((4, 4))], batch())
+    assert program.ran and program.run is function
+    np.testing.assert_array_equal(state[0], np.full((4, 4), 5.0))
+    assert count == 4
+
+
+def test_what_it_costs_is_that_of_its_first_call_and_nothing_is_traced_or_compiled_for_it() -> None:
+    product = Product()
+    program = CompiledProgram("train_step", product.jitted)
+    state, _ = program.run([jnp.ones((4, 4))], batch())
+    with compiles() as found:
+        cost = program.cost
+    assert (found, product.traces) == ([], 1)
+    assert cost.name == "train_step" and cost.flops == Flops(2 * 4**3) and cost.collectives == ()
+    # The state and the batch's matrix, and its number; the first takes its own place again.
+    assert isinstance(cost.memory, Memory) and (cost.memory.arguments, cost.memory.aliased) == (2 * 64 + 4, 64)
+    program.run(state, {"x": np.ones((4, 4)), "n": np.float32(3)})
+    assert product.traces == 2 and program.cost is cost
+
+
+def test_it_holds_no_array_of_its_call() -> None:
+    program = CompiledProgram("train_step", jax.jit(lambda state, x: (state, x.sum())))
+    state, x = [jnp.ones(3)], jnp.ones(5)
+    held = [weakref.ref(a) for a in (*state, x)]
+    program.run(state, x)
+    del state, x
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_a_first_call_that_fails_is_none() -> None:
+    def call(x: Any) -> Any:
+        if x.shape == (1,):
+            raise ZeroDivisionError("no")
+        return x
+
+    program = CompiledProgram("step", jax.jit(call))
+    refuses(ZeroDivisionError, lambda: program.run(jnp.ones(1)), "no")
+    assert not program.ran
+    program.run(jnp.ones(2))
+    assert program.cost.memory is not None and program.cost.memory.arguments == 8
+
+
+@pytest.mark.parametrize("bare", [lambda x: x, jax.jit(lambda x: x).__call__])
+def test_of_a_function_that_jax_cannot_be_asked_about_only_the_name_is_told(bare) -> None:
+    program = CompiledProgram("step", lambda x: bare(x))
+    program.run(jnp.ones(2))
+    assert program.cost == ProgramCost("step", None, None, None)

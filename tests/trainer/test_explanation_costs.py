@@ -1,0 +1,273 @@
+"""trainer.explain() tells where the state lies and what each program costs: by formulas, and by what devices hold."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit import trainers
+from kit.compiles import compiles
+from kit.inside import leaves_of
+from kit.journal import hooks
+from kit.trainers import BARE, SEVERAL, STRATEGIES, make_trainer, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.programs.cost import ProgramCost
+from jaxlit.trainer.explanation import StatePart
+
+ROWS, INSIDE, OUT = 32, 16, 8
+KERNEL = 4 * INSIDE * OUT  # bytes
+PRODUCT = 2 * ROWS * INSIDE * OUT  # operations
+SHARDED = {"fsdp", "zero1"}
+
+
+class One(jl.TrainModule):
+    """One matrix; a step counts how often it is traced."""
+
+    traces = 0
+
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.ones((INSIDE, OUT)))
+
+    def loss(self, batch: Any) -> jax.Array:
+        One.traces += 1
+        return jnp.mean((batch["x"] @ self.kernel[...]) ** 2)
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: Any = None, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch))
+
+    def predict_step(self, batch: Any) -> jax.Array:
+        return batch["x"] @ self.kernel[...]
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1, momentum=0.9)
+
+
+def batches(count: int = 2, rows: int = ROWS) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.ones((rows, INSIDE), np.float32)} for _ in range(count)]
+
+
+def fit(*callbacks: Any, train: Any = None, val: Any = None, strategy: Any = "single", **arguments: Any) -> jl.Trainer:
+    given = BARE | {"num_sanity_val_steps": 0, "strategy": splitting(strategy)} | arguments
+    return trainers.fit(One(), train or batches(), val or batches(), *callbacks, **given)
+
+
+def costs(trainer: jl.Trainer) -> dict[str, ProgramCost]:
+    return {program.name: program for program in trainer.explain().programs}
+
+
+def sent(cost: ProgramCost, kind: str) -> int:
+    assert cost.collectives is not None
+    return sum(x.bytes for x in cost.collectives if x.kind == kind)
+
+
+def on_fullest(arrays: Any) -> int:
+    """Return the bytes of arrays on the device that holds the most of them, by the shards that are there."""
+    held = Counter[Any]()
+    for array in arrays:
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return max(held.values())
+
+
+CASES = thinned([(s, n) for s in STRATEGIES for n in (1, 2)], ("fsdp", 2), ("shard_map", 2), ("pmap", 1))
+
+
+@pytest.mark.parametrize("strategy, accumulate", CASES)
+def test_every_program_has_its_operations_its_memory_and_what_its_devices_send(strategy, accumulate) -> None:
+    trainer = fit(strategy=strategy, accumulate_grad_batches=accumulate, limit_val_batches=1)
+    before, seconds = One.traces, trainer.compile_seconds
+    with compiles() as found:
+        programs = costs(trainer)
+    assert (found, One.traces, trainer.compile_seconds) == ([], before, seconds), "nothing is made for it"
+    train, micro = programs["train_step"], programs.get("micro_step")
+    assert [*programs] == ["train_step", *["micro_step"] * (accumulate > 1), "eval_step"]
+    # The product and the kernel's gradient; the batch has none.
+    assert all(x.flops is not None and x.flops.exact for x in programs.values())
+    assert [x.flops.count for x in programs.values() if x.flops] == [2 * PRODUCT] * accumulate + [PRODUCT]
+    state, devices = on_fullest(leaves_of(trainer)), trainer.strategy.mesh.size
+    assert train.memory is not None
+    assert train.memory.arguments == state + 4 * ROWS * INSIDE // devices
+    assert train.memory.aliased == state
+    for cost in (train, *([micro] if micro else [])):
+        each = strategy in SEVERAL and strategy not in ("shard_map", "pmap", "simulate:8")
+        # The gradients, and a few numbers: the loss, whether all is finite, how many rows.
+        reduces = each or (cost is train and strategy in ("shard_map", "pmap"))
+        assert sent(cost, "all-reduce") - KERNEL * reduces in range(16)
+    # Under fsdp the kernel before the product; under zero1 the new kernel, whose parts the devices have updated.
+    gathers = {"fsdp": {"train_step", "micro_step", "eval_step"}, "zero1": {"train_step"}}.get(strategy, set())
+    assert {name: sent(cost, "all-gather") for name, cost in programs.items() if sent(cost, "all-gather")} == {
+        name: KERNEL for name in gathers if name in programs
+    }
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "shard_map"))
+def test_the_state_is_told_by_parameter_and_kind_with_what_the_fullest_device_holds(strategy) -> None:
+    trainer = fit(strategy=strategy, accumulate_grad_batches=2)
+    parts = {part.name: part for part in trainer.explain().shardings}
+    state = trainer.state
+    kinds = {
+        "kernel": state.params,
+        "(optimizer)": state.opt_state,
+        "(window)": state.window,
+        "(other)": (state.counters, state.sums),
+        "(all)": state,
+    }
+    assert [*parts] == [*kinds]
+    for name, tree in kinds.items():
+        arrays = jax.tree.leaves(tree)
+        whole, most = sum(x.nbytes for x in arrays), on_fullest(arrays)
+        assert (parts[name].bytes, parts[name].bytes_per_device) == (whole, most)
+    alone = trainer.strategy.mesh.size == 1
+    assert parts["kernel"].partition == {"fsdp": "P('data')"}.get(strategy, "on cpu:0" if alone else "replicated")
+    assert parts["(all)"].partition == ("on cpu:0" if alone else "replicated" if strategy == "ddp" else "mixed")
+
+
+def test_the_state_is_grouped_as_the_model_summary_groups_it(capsys) -> None:
+    class Two(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nnx.List([nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(5))])
+
+    def names(depth: int) -> list[str]:
+        trainer = make_trainer(jl.callbacks.ModelSummary(max_depth=depth), **BARE | {"enable_model_summary": True})
+        trainer.fit(Two(), batches())
+        return [part.name for part in trainer.explain().shardings]
+
+    rest = ["(optimizer)", "(other)", "(all)"]
+    assert names(-1) == ["kernel", "parts[0]", "parts[1]", *rest]
+    assert names(1) == ["kernel", "parts", *rest]
+    assert names(0) == ["(parameters)", *rest]
+    capsys.readouterr()
+
+
+def test_a_batch_that_does_not_divide_is_computed_whole_by_every_replica() -> None:
+    programs = costs(fit(strategy="shard_map", train=batches(rows=5), val=batches(rows=ROWS)))
+    assert programs["train_step"].flops.count == 8 * 2 * PRODUCT * 5 // ROWS  # type: ignore[union-attr]
+    assert programs["eval_step"].flops.count == PRODUCT  # type: ignore[union-attr]
+    assert sent(programs["train_step"], "all-reduce") < KERNEL, "each has the whole gradient"
+
+
+def test_each_run_tells_of_its_own_programs_those_of_several_loaders_by_number() -> None:
+    trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), val=[batches(), batches(rows=8)])
+    programs = costs(trainer)
+    assert [*programs] == ["train_step", "train_step_traced", "eval_step", "eval_step:1"]
+    assert [x.flops.count for x in programs.values() if x.flops] == [2 * PRODUCT] * 2 + [PRODUCT, PRODUCT * 8 // ROWS]
+    trainer.predict(trainer.module, batches())
+    assert [*costs(trainer)] == ["predict_step"]
+    trainer.validate(One(), batches())
+    assert [*costs(trainer)] == ["eval_step"]
+    assert [part.name for part in trainer.explain().shardings] == ["kernel", "(other)", "(all)"]
+
+
+class Bare(jl.strategies.DDP):
+    """Compiles its steps to something that jax cannot be asked about."""
+
+    def compile(self, program: jl.strategies.Program) -> Any:
+        run = super().compile(program)
+        return lambda *args: run(*args)
+
+
+class BareReplicas(jl.strategies.ShardMapDDP):
+    """Maps its steps to something that jax cannot be asked about."""
+
+    def map(self, program: Any, replica: Any) -> Any:
+        run = super().map(program, replica)
+        return lambda *args: run(*args)
+
+
+@pytest.mark.parametrize("strategy", [Bare, BareReplicas])
+def test_of_a_strategy_whose_steps_have_no_trace_the_names_are_told(strategy) -> None:
+    explanation = fit(strategy=strategy()).explain()
+    assert explanation.programs == (ProgramCost("train_step"), ProgramCost("eval_step"))
+    tables = [[line.split() for line in block.splitlines()] for block in str(explanation).split("\n\n")]
+    assert tables[2][1:] == [["train_step", *"-----"], ["eval_step", *"-----"]]
+    assert tables[3][1:] == [["train_step", *"---"], ["eval_step", *"---"]]
+
+
+def test_where_nothing_is_compiled_the_names_are_told() -> None:
+    with jax.disable_jit():
+        explanation = fit(limit_train_batches=1, limit_val_batches=0).explain()
+    assert explanation.programs == (ProgramCost("train_step"),)
+    assert explanation.shardings[0] == StatePart("kernel", "on cpu:0", KERNEL, KERNEL)
+
+
+def test_before_the_first_step_there_is_the_state_and_before_that_nothing() -> None:
+    told: list[Any] = []
+    tell = lambda trainer, *_: told.append(trainer.explain())  # noqa: E731
+    trainer = fit(hooks("Tells", setup=tell, on_fit_start=tell, on_train_batch_end=tell), limit_val_batches=0)
+    setup, start, first, last = told
+    assert (setup.shardings, setup.programs, start.programs) == ((), (), ())
+    # The metrics have their columns once the step was traced.
+    assert start.shardings[:2] == last.shardings[:2]
+    assert [part.name for part in start.shardings] == ["kernel", "(optimizer)", "(other)", "(all)"]
+    assert last.shardings == trainer.explain().shardings
+    assert [x.name for x in first.programs] == ["train_step"] and first.programs == trainer.explain().programs
+
+
+def test_after_a_fit_inside_of_a_mesh_nothing_is_made_either() -> None:
+    with jax.set_mesh(jl.sharding.mesh({"data": 8})):
+        trainer = fit(strategy="fsdp")
+    before = One.traces
+    with compiles() as found:
+        programs = costs(trainer)
+    assert (found, One.traces) == ([], before)
+    assert sent(programs["eval_step"], "all-gather") == KERNEL
+
+
+def test_what_jax_has_forgotten_is_made_again_outside_of_the_runs_compile_seconds() -> None:
+    seconds: list[Any] = []
+
+    def ask(trainer: Any, *_: Any) -> None:
+        jax.clear_caches()
+        seconds.append(trainer.compile_seconds)
+        with compiles() as found:
+            assert [*costs(trainer)] == ["train_step"]
+        seconds.append(trainer.compile_seconds)
+        assert found == ["jit(train_step)"]
+
+    fit(hooks("Asks", on_train_epoch_end=ask), limit_val_batches=0)
+    before, after = seconds
+    assert before == after and before["train_step"] > 0
+
+
+def test_as_text_each_kind_has_a_table_whose_columns_stand_below_each_other() -> None:
+    explanation = fit(strategy="fsdp").explain()
+    hooks_, state, programs, collectives = str(explanation).split("\n\n")
+    assert hooks_.startswith("Callbacks and hooks took ")
+    assert [line.split() for line in state.splitlines()[:2]] == [
+        ["state", "partition", "whole", "per", "device"],
+        ["kernel", "P('data')", "512", "B", "64", "B"],
+    ]
+    head, train, _ = (line.split() for line in programs.splitlines())
+    assert head == ["program", "FLOP", "arguments", "outputs", "temporaries", "aliased"]
+    assert train[:2] == ["train_step", "16.4k"]  # 2 x 8,192
+    rows = [line.split() for line in collectives.splitlines()]
+    assert rows[0] == ["program", "collective", "calls", "result", "bytes"]
+    assert rows[1] == ["train_step", "all-gather", "1", "512", "B"]
+    for block in (state, programs, collectives):
+        lines = block.splitlines()
+        assert len({len(line) for line in lines}) == 1, block
+    none = str(fit().explain()).split("\n\n")[3]
+    assert [line.split() for line in none.splitlines()][1:] == [
+        [name, "none", "0", "0", "B"] for name in ("train_step", "eval_step")
+    ]
+
+
+def test_a_loop_whose_turns_are_not_known_is_told_as_the_least() -> None:
+    class Until(One):
+        def training_step(self, batch: Any) -> jax.Array:
+            grown = jax.lax.while_loop(lambda w: jnp.sum(w) < 1, lambda w: w @ w, jnp.eye(INSIDE) + batch["x"][:INSIDE])
+            return self.loss(batch) + jax.lax.stop_gradient(jnp.sum(grown)) * 0
+
+    trainer = trainers.fit(Until(), batches(), **BARE)
+    (cost,) = trainer.explain().programs
+    assert cost.flops is not None and (cost.flops.count, cost.flops.exact) == (2 * PRODUCT + 2 * INSIDE**3, False)
+    assert ">= 24.6k" in str(trainer.explain())
