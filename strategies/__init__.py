@@ -3,6 +3,7 @@
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.program import Program
 from jaxlit.strategies.registry import register_strategy
@@ -21,6 +22,7 @@ __all__ = [
     "Simulated",
     "SingleDevice",
     "Strategy",
+    "like_params",
     "register_strategy",
 ]
 
