@@ -252,7 +252,10 @@ class Strategy(ABC):
     def _constrain_batch(self, batch: Any) -> Any:
         if self.mesh.size == 1:
             return batch
-        # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too.
+        if num_rows(batch) % self.num_replicas and self.num_replicas < self.mesh.size:
+            # XLA adds what pads an uneven part into the gradient of a lookup, where several devices hold that part.
+            return jax.lax.with_sharding_constraint(batch, self.replicated)
+        # Else a sharding may be uneven inside a step: a batch that does not divide is computed sharded too.
         split = lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x  # noqa: E731
         return jax.tree.map(split, batch)
 

@@ -102,6 +102,28 @@ def test_a_mesh_that_is_not_made_of_all_devices_is_refused_by_its_sizes() -> Non
         make_trainer(strategy=Wrong())
 
 
+class Table(jl.TrainModule):
+    """Takes rows of a table: the gradient of one is how often it was taken."""
+
+    def __init__(self) -> None:
+        self.table = nnx.Param(jnp.zeros((8, 2)))
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        return self.table[...][batch].mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0)
+
+
+@pytest.mark.parametrize(("rows", "data"), ((5, 4), (13, 2), (3, 8)))
+def test_a_tail_trains_the_same_where_the_mesh_has_axes_that_do_not_split_the_batch(rows: int, data: int) -> None:
+    words = np.random.default_rng(0).integers(0, 8, (rows, 3)).astype(np.int32)
+    mesh, model = jax.make_mesh((data, 8 // data), ("data", "other")), Table()
+    fit(model, [words], strategy=jl.strategies.DDP(mesh=mesh))
+    share = np.bincount(words.ravel(), minlength=8) / words.size
+    np.testing.assert_allclose(model.table[...], -np.stack([share / 2, share / 2], 1), rtol=1e-6)
+
+
 # The mesh in context ------------------------------------------------------------------------------------
 
 
