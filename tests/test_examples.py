@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 from flax import nnx
 from kit.inside import laid_out, leaf_name
 from kit.trainers import thinned
+
+import jaxlit as jl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -95,6 +98,25 @@ def test_a_strategy_of_ones_own_splits_parameters_their_moments_and_their_gradie
         parts = {path: tuple(np.divide(x.shape, s.shard_shape(x.shape))) for path, x, s in leaves}
         assert {path: parts[path] for path in SPLIT[name]} == SPLIT[name]
     assert shardings.opt_state[0].count.is_fully_replicated
+
+
+def check(name: str, **arguments: Any) -> dict[str, float]:
+    example = runpy.run_path(str(EXAMPLES / "custom_strategy.py"))
+    model_fn = lambda: example["Transformer"](rngs=nnx.Rngs(0))  # noqa: E731
+    strategies = [example[name]()]
+    return jl.testing.assert_same_training(
+        model_fn, example["token_batches"](2), strategies=strategies, steps=2, **arguments
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_strategy_of_ones_own_passes_the_check_of_strategies(name: str) -> None:
+    assert len(check(name, factors=jl.testing.FACTORS)) == 6
+
+
+def test_a_strategy_of_ones_own_trains_on_windows_and_a_tail() -> None:
+    check("TensorParallel", devices=[8], accumulate_grad_batches=2)
 
 
 def test_piped_output_is_one_plain_line_an_epoch(
