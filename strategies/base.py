@@ -318,12 +318,12 @@ class Strategy(ABC):
         return jax.tree.map(place, inputs)
 
     def _constrain_batch(self, batch: Any) -> Any:
-        uneven = num_rows(batch) % self.num_replicas
-        # Inside a step a sharding may be uneven: a batch that does not divide is computed sharded too. But not where
-        # each part of it stands on several devices: XLA (of jax 0.10 to 0.12) adds the rows that it pads with to the
-        # gradient of an embedding's first row.
-        if self.mesh.size == 1 or (uneven and self.mesh.size > self.num_replicas):
+        if self.mesh.size == 1:
             return batch
+        if num_rows(batch) % self.num_replicas and self.num_replicas < self.mesh.size:
+            # XLA adds what pads an uneven part into the gradient of a lookup, where several devices hold that part.
+            return jax.lax.with_sharding_constraint(batch, self.replicated)
+        # Else a sharding may be uneven inside a step: a batch that does not divide is computed sharded too.
         split = lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x  # noqa: E731
         return jax.tree.map(split, batch)
 

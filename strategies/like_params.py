@@ -7,16 +7,30 @@ from jax.sharding import NamedSharding
 
 
 def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
-    """Give each leaf of an optimizer's or a callback's state the sharding of the parameter that it belongs to.
+    """Give each leaf of a state the sharding of the parameter that it belongs to.
 
     A leaf belongs to the parameter whose path is the end of its own and whose shape it has. This holds
-    for transforms that mask, partition or factor as well, where optax's own map over parameters fails.
+    for optimizers that mask, partition or factor as well, where optax's own map over parameters fails.
 
     Args:
-        state: The state, of `jax.ShapeDtypeStruct`s.
+        state: A state of an optimizer or a callback, or the whole training state, of `jax.ShapeDtypeStruct`s.
         params: The parameters, of `jax.ShapeDtypeStruct`s.
         shardings: The parameters' shardings.
         default: The sharding of the other leaves.
+
+    Returns:
+        The tree of `state`, of shardings.
+
+    Example:
+        >>> import jax, jaxlit as jl, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh = jl.sharding.mesh({"data": -1})
+        >>> split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 2), "float32")}
+        >>> state = jax.eval_shape(optax.adam(1e-3).init, params)
+        >>> adam, _ = jl.strategies.like_params(state, params, {"w": split}, whole)
+        >>> adam.mu["w"] == split, adam.count == whole
+        (True, True)
     """
     known = {
         _keys(path): (x.shape, sharding)

@@ -4,9 +4,16 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
+from kit.inside import laid_out, leaf_name
 from kit.trainers import thinned
+
+import jaxlit as jl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -56,6 +63,60 @@ def test_records_reaches_95_percent(
     strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert accuracy(run("records.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "5")) >= 0.95
+
+
+def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run("custom_strategy.py", monkeypatch, capsys, "--steps", "4")
+    assert "HSDP on mesh data=2 x fsdp=4" in out and "TensorParallel on mesh data=4 x tp=2" in out
+    single, *others = np.array([line.split()[2:] for line in out.splitlines() if line.startswith("step")], float).T
+    assert len(single) == 4 and len(others) == 2 and single[-1] < single[0] - 1
+    for losses in others:
+        np.testing.assert_allclose(losses, single, rtol=1e-5)
+
+
+SPLIT = {  # into how many parts, by dim
+    "HSDP": {"up.kernel": (1, 4), "attention.out.kernel": (1, 1, 4), "down.kernel": (4, 1), "norm.bias": (4,)},
+    "TensorParallel": {
+        "up.kernel": (1, 2),
+        "attention.out.kernel": (2, 1, 1),
+        "down.kernel": (2, 1),
+        "norm.bias": (1,),
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_strategy_of_ones_own_splits_parameters_their_moments_and_their_gradients(name: str) -> None:
+    example = runpy.run_path(str(EXAMPLES / "custom_strategy.py"))
+    module = nnx.eval_shape(lambda: example["Transformer"](rngs=nnx.Rngs(0)))
+    state, shardings = laid_out(example[name](), module, accumulate=True)
+    paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    for part in (lambda s: s.params, lambda s: s.opt_state[0].mu, lambda s: s.window.grads):
+        leaves = zip(paths, jax.tree.leaves(part(state)), jax.tree.leaves(part(shardings)), strict=True)
+        parts = {path: tuple(np.divide(x.shape, s.shard_shape(x.shape))) for path, x, s in leaves}
+        assert {path: parts[path] for path in SPLIT[name]} == SPLIT[name]
+    assert shardings.opt_state[0].count.is_fully_replicated
+
+
+def check(name: str, **arguments: Any) -> dict[str, float]:
+    example = runpy.run_path(str(EXAMPLES / "custom_strategy.py"))
+    model_fn = lambda: example["Transformer"](rngs=nnx.Rngs(0))  # noqa: E731
+    strategies = [example[name]()]
+    return jl.testing.assert_same_training(
+        model_fn, example["token_batches"](2), strategies=strategies, steps=2, **arguments
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_strategy_of_ones_own_passes_the_check_of_strategies(name: str) -> None:
+    assert len(check(name, factors=jl.testing.FACTORS)) == 6
+
+
+def test_a_strategy_of_ones_own_trains_on_windows_and_a_tail() -> None:
+    check("TensorParallel", devices=[8], accumulate_grad_batches=2)
 
 
 def test_piped_output_is_one_plain_line_an_epoch(

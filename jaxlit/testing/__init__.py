@@ -2,15 +2,11 @@
 
 from jaxlit.testing.devices import fake_devices
 from jaxlit.testing.faults import Crash, faults
-from jaxlit.testing.same_training import (
-    KeepFirstGrads,
-    Training,
-    assert_same_training,
-    keep_first_grads,
-    train,
-)
+from jaxlit.testing.same_training import FACTORS, assert_same_training
+from jaxlit.testing.training import KeepFirstGrads, Training, keep_first_grads, train
 
 __all__ = [
+    "FACTORS",
     "Crash",
     "KeepFirstGrads",
     "Training",

@@ -1,147 +1,36 @@
 """The same training under every strategy, compared number by number."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
-from jaxlit.callbacks.base import Callback
 from jaxlit.core.replica import num_rows
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ArgumentError
-from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.testing.difference import PARTS, RTOL, assert_close
+from jaxlit.testing.pairwise import pairwise
+from jaxlit.testing.training import Training, by_path, train
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.strategies.base import Strategy
 
-PARTS = ("loss", "metrics", "grads", "params")
+FACTORS: dict[str, Sequence[Any]] = {
+    "accumulate_grad_batches": (1, 3),
+    "gradient_clip_val": (None, 0.1),
+    "precision": ("32-true", "bf16-mixed"),
+}
+"""Arguments of the Trainer that a strategy has a part in, each with values that it must train alike under."""
 
-
-class KeepFirstGrads(NamedTuple):
-    """The state of `keep_first_grads`."""
-
-    count: jax.Array  # () int32
-    grads: Any  # the gradients of step 0, the shape of the parameters
-
-
-def keep_first_grads() -> optax.GradientTransformation:
-    """Return a transform that keeps the gradients of the first step; put it first in a chain.
-
-    They become part of the optimizer state, so every strategy is read alike.
-
-    Example:
-        >>> import jaxlit as jl, optax
-        >>> tx = optax.chain(jl.testing.keep_first_grads(), optax.adamw(1e-3))
-    """
-
-    def init(params: Any) -> KeepFirstGrads:
-        return KeepFirstGrads(jax.numpy.zeros((), "int32"), jax.tree.map(jax.numpy.zeros_like, params))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, KeepFirstGrads]:
-        first = state.count == 0
-        kept = jax.tree.map(lambda old, new: jax.numpy.where(first, new, old), state.grads, updates)
-        return updates, KeepFirstGrads(state.count + 1, kept)
-
-    return optax.GradientTransformation(init, update)
-
-
-@dataclass
-class Training:
-    """What one training gave.
-
-    Attributes:
-        name: Strategy and device count.
-        loss: One float a batch.
-        metrics: One dict a step of the logged values.
-        grads: Gradients of the first step by path.
-        params: The module's arrays after the last step by path: parameters and all other state.
-        random: Whether the step drew random numbers.
-    """
-
-    name: str
-    loss: list[float] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    grads: dict[str, np.ndarray] = field(default_factory=dict)
-    params: dict[str, np.ndarray] = field(default_factory=dict)
-    random: bool = False
-
-
-class _Keep(Callback):
-    def __init__(self, training: Training) -> None:
-        self.training = training
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.training.loss.append(float(outputs["loss"]))
-
-    def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
-        self.training.metrics.append(values)
-
-
-def train(
-    model_fn: "Callable[[], TrainModule]",
-    data: Any,
-    *,
-    strategy: "str | Strategy",
-    devices: int | str = "auto",
-    steps: int = 5,
-    tx: optax.GradientTransformation | None = None,
-    **trainer_arguments: Any,
-) -> Training:
-    """Train a fresh model for some steps and return what every strategy must agree on.
-
-    Args:
-        model_fn: Returns a new module with the same weights at each call.
-        data: A loader.
-        strategy: The strategy.
-        devices: The number of devices.
-        steps: Optimizer steps.
-        tx: The optimizer in place of the module's own.
-        **trainer_arguments: Other arguments of the Trainer.
-    """
-    from jaxlit.core.module import optimizer_of
-    from jaxlit.core.optimizer import Optimizer
-    from jaxlit.trainer import Trainer
-
-    module = model_fn()
-    cls = type(module)
-
-    def configure_optimizers(self: Any) -> Optimizer:
-        own = optimizer_of(self, cls)
-        return Optimizer(optax.chain(keep_first_grads(), tx or own.tx), own.wrt)
-
-    # The class, not the object: an attribute would become part of the module's graph.
-    module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": configure_optimizers})
-    plain = type(strategy).__str__ is object.__str__  # which would show where in memory it is
-    training = Training(f"{type(strategy).__name__ if plain else strategy} on {devices}")
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(
-        strategy=strategy,
-        devices=devices,
-        max_steps=steps,
-        log_every_n_steps=1,
-        callbacks=[_Keep(training)],
-        **(quiet | trainer_arguments),
-    )
-    before, own_keys = _by_path(nnx.as_pure(nnx.state(module, nnx.RngCount))), _has_own_keys(module)
-    try:
-        trainer.fit(module, data)
-    except Exception as error:
-        error.add_note(f"It was raised by the training under {training.name}.")
-        raise
-    state = trainer.state
-    training.grads = _by_path(state.opt_state[0].grads)
-    for part in (state.params, state.frozen, state.model_state):
-        training.params |= _by_path(part)
-    after = _by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
-    training.random = own_keys or any((before[k] != after[k]).any() for k in before)
-    return training
+_NONE: Mapping[str, Sequence[Any]] = MappingProxyType({})
 
 
 def assert_same_training(
@@ -152,11 +41,12 @@ def assert_same_training(
     devices: Sequence[int] = (1, 2, 8),
     steps: int = 5,
     tx: optax.GradientTransformation | None = None,
-    rtol: float = 1e-5,
+    rtol: float | Mapping[str, float] = RTOL,
     compare: Sequence[str] = PARTS,
-    reference: "Callable[[TrainModule, list[Any]], Sequence[Any]] | None" = None,
+    reference: "Callable[..., Sequence[Any]] | None" = None,
+    factors: Mapping[str, Sequence[Any]] = _NONE,
     **trainer_arguments: Any,
-) -> None:
+) -> dict[str, float]:
     """Assert that a model trains to the same numbers under every strategy as on a single device.
 
     Losses, logged metrics and first-step gradients agree under any optimizer. Parameters and other floating state
@@ -173,37 +63,128 @@ def assert_same_training(
         model_fn: Returns a new module with the same weights at each call.
         data: A loader that gives the same batches each time, or a DataModule.
         strategies: Names or objects.
-        devices: Device counts to run each on; `single` runs on one.
+        devices: Device counts to run on; `single` runs on one.
         steps: Optimizer steps, beside that of a tail.
         tx: The optimizer in place of the module's own.
-        rtol: Tolerance relative to the largest magnitude: of the metric, or among all gradients or parameters.
+        rtol: Tolerance relative to the largest magnitude: of the metric, or among all gradients or parameters. One
+            number, or one for each precision.
         compare: Which of "loss", "metrics", "grads", "params"; the last is the module's whole state.
         reference: Trains a module in place on a list of batches, without a Trainer, and returns the loss of each
-            batch; `single` is compared with it in losses and parameters.
+            batch; takes the value of each factor by its name. `single` is compared with it in losses and parameters.
+        factors: Values of arguments of the Trainer, such as `FACTORS`. Each meets each value of the others, each
+            strategy and each number of devices, in few trainings.
         **trainer_arguments: Other arguments of the Trainer.
+
+    Returns:
+        The largest difference of each training, relative as `rtol` is, by its name.
 
     Raises:
         AssertionError: Two trainings differ; it names them, the part and the difference.
-        ArgumentError: `compare` holds an unknown part, or there is nothing to compare with.
+        ArgumentError: An argument is out of its set, or nothing is compared.
 
     Example:
         >>> import jaxlit as jl, numpy as np
         >>> def check(model_fn):
         ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
-        ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp", "fsdp"])
+        ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors=jl.testing.FACTORS)
     """
-    others = _others(strategies, compare, reference)
-    batches, tails = _some_batches(data, steps * trainer_arguments.get("accumulate_grad_batches", 1), devices)
-    options = {"steps": steps + tails, "tx": tx, **trainer_arguments}
-    single = train(model_fn, batches, strategy="single", **options)
-    if reference is not None:
-        told = [part for part in ("loss", "params") if part in compare]  # all that such a loop tells
-        _assert_close(told, _train_by_hand(reference, model_fn(), batches), single, rtol)
-    for count, strategy in itertools.product(devices, others):
-        other = train(model_fn, batches, strategy=strategy, devices=count, **options)
+    others, options = _others(strategies, compare, reference), {"tx": tx, **trainer_arguments}
+    _check_factors(factors, {"strategy", "devices", "steps", *options})
+    comparison = _Comparison(model_fn, data, list(devices), steps, options, rtol, compare, reference)
+    return comparison.run(others, factors)
+
+
+@dataclass
+class _Comparison:
+    """Trainings compared with that of `single`, which is trained once for each case of the factors.
+
+    Attributes:
+        found: The differences, by the names of the trainings.
+        singles: The trainings under `single`, each with its case.
+    """
+
+    model_fn: "Callable[[], TrainModule]"
+    data: Any
+    devices: list[int]
+    steps: int
+    options: dict[str, Any]
+    rtol: float | Mapping[str, float]
+    compare: Sequence[str]
+    reference: "Callable[..., Sequence[Any]] | None"
+    found: dict[str, float] = field(default_factory=dict)
+    singles: list[tuple[dict[str, Any], Training]] = field(default_factory=list)
+
+    def run(self, others: list[Any], factors: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Train each pair of all that is given, compare, and return the differences."""
+        layouts = {"devices": self.devices, "strategy": others} if others else {}
+        for case in pairwise({**layouts, **factors}):
+            self.compare_one(case.pop("strategy", "single"), case.pop("devices", 1), case)
+        return self.found
+
+    def compare_one(self, strategy: "str | Strategy", devices: int, case: dict[str, Any]) -> None:
+        """Train under a strategy and compare."""
+        tolerance, single = self.tolerance(case), self.single(case)
+        if strategy == "single":
+            return
+        other = self.train(strategy, devices, case)
         kin = _kin_of(strategy) if single.random and _is_per_replica(strategy) else None
-        first = single if kin is None else train(model_fn, batches, strategy=kin, devices=count, **options)
-        _assert_close(compare, first, other, rtol)
+        first = single if kin is None else self.train(kin, devices, case)
+        self.found[other.name] = assert_close(self.compare, first, other, tolerance)
+
+    def single(self, case: dict[str, Any]) -> Training:
+        """Return the training under `single`; a new one is compared with the reference."""
+        known = next((training for of, training in self.singles if of == case), None)
+        if known is not None:
+            return known
+        single = self.train("single", "auto", case)
+        self.singles.append((case, single))
+        if self.reference is not None:
+            by_hand = _train_by_hand(partial(self.reference, **case), self.model_fn(), self.batches(case)[0])
+            told = [part for part in ("loss", "params") if part in self.compare]  # all that such a loop tells
+            self.found[single.name] = assert_close(told, by_hand, single, self.tolerance(case))
+        return single
+
+    def train(self, strategy: "str | Strategy", devices: int | str, case: dict[str, Any]) -> Training:
+        """Train under a strategy; the training is named by the case as well."""
+        batches, tails = self.batches(case)
+        given = {"strategy": strategy, "devices": devices, "steps": self.steps + tails, **self.options, **case}
+        try:
+            training = train(self.model_fn, batches, **given)
+        except Exception as error:
+            if case:
+                error.add_note(f"Its factors were {case}.")
+            raise
+        return replace(training, name=", ".join([training.name, *(f"{k}={v}" for k, v in case.items())]))
+
+    def batches(self, case: dict[str, Any]) -> tuple[list[Any], int]:
+        """Return the batches of a training, and how many of them are tails."""
+        accumulate = (self.options | case).get("accumulate_grad_batches", 1)
+        return _some_batches(self.data, self.steps * accumulate, self.devices)
+
+    def tolerance(self, case: dict[str, Any]) -> float:
+        """Return how far the trainings of a case may differ."""
+        if not isinstance(self.rtol, Mapping):
+            return self.rtol
+        precision = (self.options | case).get("precision", "32-true")
+        if precision not in self.rtol:
+            raise ArgumentError(
+                f"assert_same_training(rtol=...) has no tolerance for precision={precision!r}, only for "
+                f"{', '.join(self.rtol)}. Give rtol, one number or a dict."
+            )
+        return self.rtol[precision]
+
+
+def _check_factors(factors: Mapping[str, Sequence[Any]], others: set[str]) -> None:
+    for name, values in factors.items():
+        if name in others:
+            raise ArgumentError(
+                f"assert_same_training(factors=...) names {name!r}, which is an argument as well. Give it once."
+            )
+        if isinstance(values, str) or not values:
+            raise ArgumentError(
+                f"assert_same_training(factors=...) takes the values of each factor, got {name!r}: {values!r}. Give a "
+                "sequence of them."
+            )
 
 
 def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any) -> list[Any]:
@@ -247,7 +228,7 @@ def _train_by_hand(reference: Any, module: Any, batches: list[Any]) -> Training:
             f"{len(losses)}."
         )
     kept = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
-    return Training("the reference", loss=losses, params=_by_path(kept))
+    return Training("the reference", loss=losses, params=by_path(kept))
 
 
 def _is_per_replica(strategy: Any) -> bool:
@@ -266,50 +247,3 @@ def _kin_of(strategy: Any) -> "Strategy":
     given: Any = resolve_strategy(strategy, None)
     cls = ShardMapDDP if isinstance(given, Simulated) else Simulated
     return cls(sync_batchnorm=given.sync_batchnorm, loss_reduction=given.loss_reduction)
-
-
-def _assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) -> None:
-    for part in parts:
-        _assert_part_close(part, a, b, rtol)
-
-
-def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> None:
-    def named(training: Training) -> dict[str, Any]:
-        value = getattr(training, part)
-        if part == "loss":
-            return {"loss": np.array(value)}
-        if part == "metrics":
-            names = sorted({k for row in value for k in row})
-            return {k: np.array([row[k] for row in value if k in row]) for k in names}
-        return value
-
-    left, right = named(a), named(b)
-    what = "the gradient of the first step under " if part == "grads" else ""
-    assert left.keys() == right.keys(), f"{part}: {a.name} has {sorted(left)}, {b.name} has {sorted(right)}"
-    for name, x in left.items():
-        y = right[name]
-        assert x.shape == y.shape, f"{part} {name}: {a.name} has shape {x.shape}, {b.name} has {y.shape}"
-        if not np.issubdtype(x.dtype, np.inexact):
-            assert (x == y).all(), f"{part} {name}: {a.name} has {x}, {b.name} has {y}"
-            continue
-        scale = np.abs(x).max(initial=0.0)
-        worst = np.abs(x - y).max(initial=0.0)
-        # An array whose true value is zero holds rounding noise of the size of the others.
-        floor = max(np.abs(v).max(initial=0.0) for v in left.values()) if part in ("grads", "params") else 0.0
-        assert worst <= rtol * max(scale, floor), (
-            f"{part} {name}: {what}{a.name} and {b.name} differ by {worst:.3g} where the largest value is {scale:.3g} "
-            f"(rtol={rtol})"
-        )
-
-
-def _by_path(tree: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(leaf_name(path), jax.random.key_data(x) if is_key(x) else x) for path, x in leaves]
-    # numpy takes bfloat16 for no float.
-    return {name: np.asarray(x, np.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else None) for name, x in arrays}
-
-
-def _has_own_keys(module: Any) -> bool:
-    """Tell whether a module holds keys beside those of its streams."""
-    state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
-    return any(is_key(x) for x in jax.tree.leaves(state))

@@ -91,6 +91,16 @@ class Net(Linear):
         return super().training_step(batch)
 
 
+class Wide(Net):
+    """Has a matrix that every strategy splits, and stays finite over a few steps."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        super().__init__(width=64, rngs=rngs)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.01, momentum=0.9)
+
+
 def module(
     training: Callable[..., Any] | None = None,
     *,

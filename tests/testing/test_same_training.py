@@ -72,6 +72,25 @@ class Miscounting(Named, jl.strategies.DDP):
         return jax.tree.map(one_more, leaves)
 
 
+class Shifted(Named, jl.strategies.DDP):
+    """Trains on what it is given, but for a bias that is always a little more."""
+
+    def create_state(self, init, shardings, *inputs, donate=False):
+        leaves = super().create_state(init, shardings, *inputs, donate=donate)
+        return jax.tree.map(lambda x: x + 1e-3 if x.shape == (12,) and x.dtype == jnp.float32 else x, leaves)
+
+
+class Accumulating(Named, jl.strategies.DDP):
+    """Is wrong only where batches are accumulated."""
+
+    def state_sharding(self, state, model, example):
+        self.factor = 1 if state.window is None else 2
+        return super().state_sharding(state, model, example)
+
+    def reduce_grads(self, replica, grads, how, to):
+        return jax.tree.map(lambda g: self.factor * g, super().reduce_grads(replica, grads, how, to))
+
+
 class Forgetful(Replica):
     """Keeps the gradients of a replica to itself."""
 
@@ -90,7 +109,7 @@ def compare(*strategies, module=Rows, devices=(2,), rows=2 * ROWS, **arguments):
     data = {key: rng.normal(size=(rows, 12)).astype(np.float32) for key in ("x", "y")}
     loader = jl.ArrayLoader(data, ROWS)
     make = lambda: module(rngs=nnx.Rngs(0))  # noqa: E731
-    jl.testing.assert_same_training(make, loader, strategies=[*strategies], devices=devices, **arguments)
+    return jl.testing.assert_same_training(make, loader, strategies=[*strategies], devices=devices, **arguments)
 
 
 FIRST = "the gradient of the first step under "
@@ -146,6 +165,43 @@ def test_random_models_are_compared_with_another_strategy_never_with_themselves(
     wrong = forgetful(jl.strategies.ShardMapDDP)  # the right one before it is passed over
     with pytest.raises(AssertionError, match=f"{FIRST}Simulated on 2 and wrong on 2"):
         compare("shard_map", wrong, module=Random, steps=1, compare=("grads",))
+
+
+def test_random_keys_do_not_widen_the_tolerance_of_parameters():
+    with pytest.raises(AssertionError, match=r"params hidden\.bias: single on auto and wrong on 2 differ"):
+        compare(Shifted(), module=Random, steps=1, compare=("params",))
+
+
+def test_each_value_of_a_factor_is_trained_under_and_told_of():
+    precisions, given = ("32-true", "bf16-mixed"), []
+
+    def reference(module, batches, **values):
+        given.append(values)
+        return train_rows(module, batches)
+
+    found = compare("ddp", steps=2, factors={"precision": precisions}, reference=reference)
+    assert list(found) == [f"{name}, precision={p}" for p in precisions for name in ("single on auto", "ddp on 2")]
+    assert given == [{"precision": p} for p in precisions]
+    exact, rounded = (max(found[name] for name in found if precision in name) for precision in precisions)
+    assert exact <= 1e-5 < rounded <= 2e-2
+
+
+def test_a_strategy_that_is_wrong_with_one_value_of_a_factor_is_found():
+    compare(Accumulating(), steps=1)
+    with pytest.raises(AssertionError, match="single on auto, accumulate_grad_batches=2 and wrong on 2, accumulate"):
+        compare(Accumulating(), steps=1, factors={"accumulate_grad_batches": (1, 2)})
+
+
+def test_factors_and_a_tolerance_that_say_nothing_are_refused():
+    with pytest.raises(ArgumentError, match="names 'devices', which is an argument as well"):
+        compare("ddp", factors={"devices": (1, 2)})
+    with pytest.raises(ArgumentError, match="names 'precision', which is an argument as well"):
+        compare("ddp", factors={"precision": ("32-true",)}, precision="32-true")
+    for wrong in ((), "bf16-mixed"):
+        with pytest.raises(ArgumentError, match="takes the values of each factor, got 'precision'"):
+            compare("ddp", factors={"precision": wrong})
+    with pytest.raises(ArgumentError, match="no tolerance for precision='bf16-true', only for 32-true, bf16-mixed"):
+        compare("ddp", precision="bf16-true", steps=1)
 
 
 def test_a_comparison_with_nothing_and_an_unknown_part_are_refused():

@@ -1,0 +1,67 @@
+"""How far two trainings are apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlit.testing.training import Training
+
+PARTS = ("loss", "metrics", "grads", "params")
+
+RTOL = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2.5e-3}
+"""How far trainings may differ, by precision.
+
+Strategies add up rows in another order, so what they round differs: a number of float32 by 2**-24 each time, of which
+1e-5 are 170. The 16-bit floats have room for five roundings, of 2**-8 and of 2**-11, where a gradient that leaves a
+replica out of eight is off by an eighth.
+"""
+
+
+def assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) -> float:
+    """Assert that two trainings agree; returns their largest difference, relative to the largest magnitude.
+
+    Args:
+        parts: Which of "loss", "metrics", "grads", "params".
+        a: The one that is taken for right.
+        b: The other.
+        rtol: The most that they may differ.
+
+    Raises:
+        AssertionError: They differ by more, or in a whole number; it names them, the part and the difference.
+    """
+    return max((_assert_part_close(part, a, b, rtol) for part in parts), default=0.0)
+
+
+def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> float:
+    left, right = _arrays(part, a), _arrays(part, b)
+    what = "the gradient of the first step under " if part == "grads" else ""
+    assert left.keys() == right.keys(), f"{part}: {a.name} has {sorted(left)}, {b.name} has {sorted(right)}"
+    found, floor = 0.0, 0.0
+    if part in ("grads", "params"):
+        # An array whose true value is zero holds rounding noise of the size of the others; counts and keys have none.
+        floating = [x for x in left.values() if np.issubdtype(x.dtype, np.inexact)]
+        floor = max((np.abs(x).max(initial=0.0) for x in floating), default=0.0)
+    for name, x in left.items():
+        y = right[name]
+        assert x.shape == y.shape, f"{part} {name}: {a.name} has shape {x.shape}, {b.name} has {y.shape}"
+        if not np.issubdtype(x.dtype, np.inexact):
+            assert (x == y).all(), f"{part} {name}: {a.name} has {x}, {b.name} has {y}"
+            continue
+        scale, worst = np.abs(x).max(initial=0.0), np.abs(x - y).max(initial=0.0)
+        assert worst <= rtol * max(scale, floor), (
+            f"{part} {name}: {what}{a.name} and {b.name} differ by {worst:.3g} where the largest value is {scale:.3g} "
+            f"(rtol={rtol})"
+        )
+        found = max(found, float(worst / max(scale, floor)) if worst else 0.0)
+    return found
+
+
+def _arrays(part: str, training: Training) -> dict[str, Any]:
+    value = getattr(training, part)
+    if part == "loss":
+        return {"loss": np.array(value)}
+    if part == "metrics":
+        names = sorted({k for row in value for k in row})
+        return {k: np.array([row[k] for row in value if k in row]) for k in names}
+    return value

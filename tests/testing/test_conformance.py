@@ -1,0 +1,41 @@
+"""The check that a strategy's author runs, on the strategies that there are and pairs of all that it is given."""
+
+from typing import Any
+
+import pytest
+from flax import nnx
+from kit.batches import sized
+from kit.by_hand import train_net
+from kit.inside import registered_strategies
+from kit.modules import Wide
+from kit.trainers import thinned
+
+import jaxlit as jl
+from jaxlit.testing import FACTORS
+from jaxlit.testing.pairwise import pairwise
+
+OTHERS = [name for name in registered_strategies if name != "single"]
+CASES = [tuple(case.values()) for case in pairwise({"strategy": OTHERS, "devices": (1, 2, 8), **FACTORS})]
+BY_HAND = [tuple(case.values()) for case in pairwise(FACTORS)]
+
+OFTEN = ("fsdp", 8, 3, 0.1, "bf16-mixed")
+
+
+def check(strategy: str, devices: int, *values: Any, **arguments: Any) -> dict[str, float]:
+    factors = {name: [value] for name, value in zip(FACTORS, values, strict=True)}
+    arguments |= {"strategies": [strategy], "devices": [devices], "steps": 3, "factors": factors}
+    return jl.testing.assert_same_training(lambda: Wide(rngs=nnx.Rngs(0)), sized(16, 16, 16), **arguments)
+
+
+@pytest.mark.parametrize(("strategy", "devices", "accumulate", "clip", "precision"), thinned(CASES, OFTEN))
+def test_a_strategy_trains_like_a_single_device(
+    strategy: str, devices: int, accumulate: int, clip: float | None, precision: str
+) -> None:
+    assert len(check(strategy, devices, accumulate, clip, precision)) == 1
+
+
+@pytest.mark.parametrize(("accumulate", "clip", "precision"), thinned(BY_HAND, (3, 0.1, "32-true")))
+def test_a_single_device_trains_like_a_loop_that_is_written_by_hand(
+    accumulate: int, clip: float | None, precision: str
+) -> None:
+    assert len(check("single", 1, accumulate, clip, precision, reference=train_net)) == 1
