@@ -109,10 +109,19 @@ def totals(state: "TrainState") -> str:
         sum(x.size for x in jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.params)
     )
     whole, optimizer = (bytes_of(jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.opt_state))
+    held = jax.tree.leaves(_held(state))
     return (
         f"{params:,} params ({trained:,} trained), {size(whole)}, optimizer {size(optimizer)}, "
-        f"{size(bytes_per_device(jax.tree.leaves(_held(state))))} per device"
+        f"{size(bytes_per_device(held))} per device{_not_split(held)}"
     )
+
+
+def _not_split(held: list[Any]) -> str:
+    """Tell what each device holds whole, if there is more that is split: it stays as much on more devices."""
+    whole = [x for x in held if x.sharding.is_fully_replicated]
+    if not whole or len(whole) == len(held):
+        return ""
+    return f", {size(bytes_of(whole))} of it unsplit"
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:

@@ -367,6 +367,14 @@ class Strategy(ABC):
         )
         return jax.jit(body, out_shardings=out, donate_argnums=program.donate)
 
+    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of arrays of the state, and inputs, compiled: what runs on the state outside of a step.
+
+        Args:
+            fn: A function of (a list of arrays, *pytrees) to a pytree.
+        """
+        return jax.jit(self.in_mesh(fn))
+
     def canonical(self, state: TrainState) -> TrainState:
         """Return the state as global arrays on the mesh, one copy of each."""
         return state

@@ -332,7 +332,7 @@ class Engine:
                 reads.add(found)
                 return result
 
-            self._applied[fn] = jax.jit(self.strategy.in_mesh(applied)), reads
+            self._applied[fn] = self.strategy.on_state(applied), reads
         leaves = self.state.leaves
         return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], self.strategy.place_inputs(inputs))
 

@@ -108,7 +108,7 @@ class FlatState:
     def is_finite(self) -> bool:
         """Tell whether every floating number of the state is finite; waits for the device."""
         if self._all_finite is None:
-            self._all_finite = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
+            self._all_finite = self._strategy.on_state(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
         return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
 
     # One array --------------------------------------------------------------------------------------
