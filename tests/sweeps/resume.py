@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-STRATEGIES, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 2
+STRATEGIES, EPOCHS, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 4, 2
 # The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
 KILLS = (
     "on_train_batch_end",
@@ -35,11 +35,13 @@ KILLS = (
 
 def run(root: Path, strategy: str, step: int) -> str:
     """Kill and resume once; returns what was seen, which begins with "ok" if all is as it must be."""
-    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_model import STEPS_PER_EPOCH
     from kit.resume_runs import ended, problems_of, start_child
 
     every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
-    hook = "on_train_epoch_end" if step == STEPS else hook  # behind the last step there is no validation
+    hook = (
+        "on_train_epoch_end" if step == EPOCHS * STEPS_PER_EPOCH else hook
+    )  # behind the last step there is no validation
     reference = root / f"{strategy}-whole"
     folder = root / f"{strategy}-{step}"
     start = time.monotonic()
@@ -57,7 +59,7 @@ def run(root: Path, strategy: str, step: int) -> str:
 
 def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
     """Run all, a few at once; returns how many runs were not as they must be."""
-    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_model import STEPS_PER_EPOCH
     from kit.resume_runs import ended, start_child
 
     failed = 0
@@ -79,7 +81,7 @@ def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
         runs = [
             (strategy, step)
             for strategy in STRATEGIES
-            for step in range(1, STEPS + 1, steps_of_fsdp)
+            for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1, steps_of_fsdp)
             if strategy == "fsdp" or step % steps_of_others == 0
         ]
         for (strategy, step), seen in zip(runs, pool.map(lambda x: run(root, *x), runs), strict=True):
