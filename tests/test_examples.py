@@ -27,7 +27,7 @@ def accuracy(out: str) -> float:
 
 ONE, *MORE = ("single", "auto"), ("zero1", "1"), ("auto", "1")
 MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "simulate")]
-RUNS = thinned([ONE, *MORE], ONE, full=[("fsdp", "8"), ("pmap", "8")])
+RUNS = thinned([ONE, *MORE], ONE, full=[("fsdp", "8")])
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [pytest.param(*ONE, marks=pytest.mark.smoke), *RUNS[1:]])

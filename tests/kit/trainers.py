@@ -9,6 +9,7 @@ import jaxlit as jl
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 THREE = ("single", "fsdp", "shard_map")  # one of each kind: one device, global arrays, replicas
+FOUR = (*THREE, "pmap")  # which compiles replicas in its own way
 SEVERAL = STRATEGIES[1:]
 REPLICAS = ("shard_map", "pmap", "simulate:8")  # those that run a step once on each replica's rows
 

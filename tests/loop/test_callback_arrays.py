@@ -13,7 +13,7 @@ from kit.inside import engine_of, is_key
 from kit.journal import hooks
 from kit.modules import Linear
 from kit.refusals import fit_refuses, refuses, warnings_of
-from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, CheckpointError, ModuleError, NonFiniteError
@@ -204,7 +204,7 @@ def test_an_overflow_of_the_loss_scale_leaves_the_arrays_and_they_have_the_dtype
     assert {x.dtype for x in jax.tree.leaves(trainer.callback_arrays(keeper))} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "shard_map", full=("single", "pmap")))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "shard_map", full=FOUR))
 def test_a_resumed_training_has_the_same_bits(strategy) -> None:
     whole, resumed = (EMA(), Norms()), (EMA(), Norms())
     given = {"strategy": splitting(strategy), "max_epochs": 2}

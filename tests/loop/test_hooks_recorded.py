@@ -15,7 +15,7 @@ from kit.batches import numbered
 from kit.journal import HOOKS, hooks
 from kit.modules import module
 from kit.refusals import warnings_of
-from kit.trainers import SEVERAL, make_trainer, thinned
+from kit.trainers import FOUR, SEVERAL, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import DataError, ModuleError
@@ -288,7 +288,7 @@ def test_hooks_and_counters_are_those_that_lightning_recorded(name: str) -> None
     assert [trainer.current_epoch, trainer.global_step] == case["final"]
 
 
-@pytest.mark.parametrize("strategy", thinned(SEVERAL, "fsdp", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(SEVERAL, "fsdp", "shard_map", full=FOUR[1:]))
 def test_hooks_come_in_the_same_order_under_every_strategy(strategy: str) -> None:
     case, recorder = CASES["02_fit_with_val"], Lines()
     run({**case, "trainer": {**case["trainer"], "strategy": strategy}}, recorder)

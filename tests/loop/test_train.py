@@ -15,7 +15,7 @@ from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
-from kit.trainers import BARE, STRATEGIES, THREE, fit, make_trainer, thinned
+from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -82,14 +82,6 @@ def test_a_stop_holds_for_one_fit() -> None:
     assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 4, False)
 
 
-def test_a_stop_in_a_window_drops_it() -> None:
-    model = Mean()
-    stop = at_batch(3, lambda trainer, module: trainer.stop("now"))
-    trainer = fit(model, numbered(6), None, stop, max_epochs=3, accumulate_grad_batches=3)
-    assert (trainer.current_epoch, trainer.global_step) == (1, 1)
-    assert weight(model) == mean([[1, 2, 3]])
-
-
 # Skipping --------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +110,7 @@ def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: 
     assert weight(model) == mean([[1], [1]])
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE, full=FOUR))
 def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strategy: str) -> None:
     drops = lambda trainer, module, batch, i: -1 if (trainer.current_epoch, i) == (0, 3) else None  # noqa: E731
     model, rows = Mean(), Rows()
@@ -128,6 +120,33 @@ def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strate
     assert weight(model) == pytest.approx(mean([[1, 2], [1, 2], [3, 4], [5]]), rel=1e-6)
     w = mean([[1, 2]])
     assert rows.of("loss")[1] == pytest.approx(((1 - w) ** 2 + (2 - w) ** 2) / 2, rel=1e-6)  # nothing of the batch 3
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "strategy"),
+    [
+        *[("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 1, "shard_map"), ("skip", 3, "single")],
+        *[("stop", 5, "single"), ("stop", 5, "pmap"), ("skip", 5, "single"), ("skip", 5, "ddp")],
+    ],
+)
+def test_the_window_in_which_an_epoch_ends_early_takes_no_step_and_is_in_no_row(
+    how: str, at: int, strategy: str
+) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        loss = jnp.mean(self.error(batch) ** 2)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    stop = at_batch(at - 1, lambda trainer, module: trainer.stop("enough"))
+    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == at else None)
+    model, rows, journal = module(step), Rows(), Journal()
+    arguments = {"strategy": strategy, "accumulate_grad_batches": 4, "log_every_n_steps": 1}
+    trainer = fit(model, numbered(8), None, {"stop": stop, "skip": skip}[how], rows, journal, **arguments)
+    windows = [[1, 2, 3, 4]] * (at > 4)
+    assert (len(journal.named("on_train_batch_end")), trainer.global_step) == (at, len(windows))
+    assert weight(model) == mean(windows)
+    assert rows.rows == [(0, {f"loss_{kind}": 7.5, "epoch": 0}) for _ in windows for kind in ("step", "epoch")]
+    assert all(np.isfinite(x) for x in trainer.callback_metrics.values())
 
 
 def test_an_epoch_may_be_skipped_from_its_first_batch() -> None:

@@ -2,8 +2,8 @@
 
     python tests/sweeps/resume.py [steps between the kills of fsdp] [those of the others]
 
-Each run is one process that kills itself in some hook at some step, and another one with the same command that goes
-on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
+Each run is a process or two that kill themselves in some hook at some step, and another one with the same command that
+goes on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
 """
 
 import json
@@ -45,13 +45,16 @@ def run(root: Path, strategy: str, step: int) -> str:
     reference = root / f"{strategy}-whole"
     folder = root / f"{strategy}-{step}"
     start = time.monotonic()
-    code, output = ended(start_child(folder, 0, strategy, epochs=EPOCHS, every=every, kill=(hook, step)))
-    if code != -signal.SIGKILL:
-        return f"the first process ended with {code}: {output[-2000:]}"
-    code, output = ended(start_child(folder, 1, strategy, epochs=EPOCHS, every=every))
+    # Every third training is killed before as well, where no checkpoint may be there yet.
+    kills = [("on_log", step // 2), (hook, step)] if step % 3 == 1 else [(hook, step)]
+    for number, kill in enumerate(kills):
+        code, output = ended(start_child(folder, number, strategy, epochs=EPOCHS, every=every, kill=kill))
+        if code != -signal.SIGKILL:
+            return f"process {number} ended with {code}: {output[-2000:]}"
+    code, output = ended(start_child(folder, len(kills), strategy, epochs=EPOCHS, every=every))
     if code:
-        return f"the second process ended with {code}: {output[-2000:]}"
-    found = problems_of(folder, reference, 2)
+        return f"the last process ended with {code}: {output[-2000:]}"
+    found = problems_of(folder, reference, len(kills) + 1)
     lost = found.pop("lost")
     told = f"{hook}, checkpoint every {every}: {lost} steps done again, {time.monotonic() - start:.1f} s"
     return f"{told}; DIFFERENT: {json.dumps(found)[:2000]}" if found else f"ok, {told}"
