@@ -317,9 +317,3 @@ def test_a_data_module_hears_of_an_error_before_its_teardown(monkeypatch: pytest
     with pytest.raises(ValueError, match="boom"):
         run(CASES["74_datamodule_exc"], Lines())
     assert heard == ["ValueError('boom')", "fit"]
-
-
-def test_an_error_in_on_exception_is_noted_on_the_first() -> None:
-    with pytest.raises(ValueError, match="^boom") as caught:
-        run(CASES["54_exc_in_on_exception"], Lines())
-    assert "second boom" in "".join(caught.value.__notes__)

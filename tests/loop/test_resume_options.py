@@ -1,8 +1,8 @@
 """Training goes on exactly whatever the Trainer is told, and however it has ended."""
 
-import json
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kit import journal as kit_journal
 from kit.batches import Stream, numbered
+from kit.checkpoints import state_of
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.resume_model import (
@@ -28,6 +29,7 @@ from kit.resume_model import (
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
+from kit.trainers import make_trainer as kit_trainer
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -173,68 +175,63 @@ def csv(trainer: jl.Trainer) -> bytes:
     return (trainer.run_dir / "metrics.csv").read_bytes()
 
 
-class Interrupts(RaisesAt):
-    """Sends what Ctrl-C sends."""
+class Does(RaisesAt):
+    """Does something at the n-th call of a hook."""
 
-    def at(self, *arguments: Any) -> None:
+    def __init__(self, hook: str, number: int, do: Callable[[jl.Trainer], Any]) -> None:
+        super().__init__(hook, number)
+        self.do = do
+
+    def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
         try:
-            super().at(*arguments)
+            super().at(trainer, *arguments)
         except Stopped:
-            signal.raise_signal(signal.SIGINT)
+            self.do(trainer)
 
 
-@pytest.mark.full
-def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
-    fit(make_trainer("single", tmp_path / "run", max_steps=11, enable_checkpointing=True))
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
-    assert_is_the_end_of(journal(last), journal(whole), 23 + 9)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+# The batches that are done when training is cut, the callbacks that cut it, and arguments.
+CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
+    "before its first checkpoint": (
+        0,
+        lambda: [jl.callbacks.ModelCheckpoint(save_on_exception=False), RaisesAt("on_safe_point", 20)],
+        {"max_epochs": 2},
+    ),
+    "by max_steps": (23 + 9, list, {"max_steps": 11}),
+    "by Ctrl-C": (
+        23 + 7,
+        lambda: [Does("on_validation_batch_start", 17, lambda trainer: signal.raise_signal(signal.SIGINT))],
+        {"max_epochs": 2},
+    ),
+}
 
 
-@pytest.mark.full
-def test_training_cut_by_ctrl_c_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
-    stop = Interrupts("on_validation_batch_start", 17)
-    cut = fit(make_trainer("single", tmp_path / "run", [stop], max_epochs=2, enable_checkpointing=True))
-    assert cut.interrupted
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
-    assert_is_the_end_of(journal(last), journal(whole), 23 + 7)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+@pytest.mark.parametrize("cut", thinned(CUTS, "before its first checkpoint"))
+def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl.Trainer, tmp_path: Path) -> None:
+    done, callbacks, arguments = CUTS[cut]
+    with contextlib.suppress(Stopped):
+        fit(make_trainer("single", tmp_path / "run", callbacks(), enable_checkpointing=True, **arguments))
+    resumes = make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto")
+    last = fit(resumes, seed=int(done > 0))
+    assert_is_the_end_of(journal(last), journal(whole), done)
+    assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
 @pytest.mark.full
 def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
-    class Stops(RaisesAt):
-        def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
-            try:
-                super().at(trainer, *arguments)
-            except Stopped:
-                trainer.stop("enough")
-
     def run(name: str, stop: Sequence[jl.Callback] = (), seed: int = 0, **arguments: Any) -> jl.Trainer:
         # Without validation: a stop makes one more, which is in no training without it.
-        trainer = jl.Trainer(
-            strategy="single",
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            log_every_n_steps=1,
-            default_root_dir=tmp_path / name,
-            callbacks=[Journal(tmp_path / name / f"journal{seed}"), *stop],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **arguments,
-        )
+        given = {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1} | arguments
+        callbacks = [Journal(tmp_path / name / f"journal{seed}"), *stop]
+        trainer = kit_trainer(*callbacks, default_root_dir=tmp_path / name, **given)
         return fit(trainer, (loaders()[0], None), seed=seed)
 
     whole = run("whole")
-    cut = run("cut", [Stops("on_train_batch_end", 24)], enable_checkpointing=True)
-    state = json.loads((Path(cut.checkpoint_callback.last_model_path) / "state.json").read_text())
+    cut = run("cut", [Does("on_train_batch_end", 24, lambda t: t.stop("enough"))], enable_checkpointing=True)
+    state = state_of(cut.checkpoint_callback.last_model_path)
     assert state["position"]["filled"] == 25 - 23  # the window's last batch was
     last = run("cut", seed=1, resume="auto")
     assert_is_the_end_of(journal(last), journal(whole), 25)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+    assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
 def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
@@ -245,17 +242,6 @@ def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
     last = fit(make_trainer("single", tmp_path / "last", **told), ckpt_path=saver.path(place))
     rows_of = lambda lines: [line[3] for line in lines if line[0] == "on_log"]  # noqa: E731
     assert rows_of(journal(last)) == rows_of(journal(whole)[saver.marks[place] :])
-
-
-def test_training_begun_anew_has_each_row_once(whole: jl.Trainer, tmp_path: Path) -> None:
-    # Ended before its first checkpoint, as by a kill.
-    saves = jl.callbacks.ModelCheckpoint(save_on_exception=False)
-    with pytest.raises(Stopped):
-        stop = RaisesAt("on_safe_point", 20)
-        fit(make_trainer("single", tmp_path / "run", [saves, stop], max_epochs=2, enable_checkpointing=True))
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"))
-    assert_same(journal(last), journal(whole))
-    assert csv(last) == csv(whole)
 
 
 # What is over ----------------------------------------------------------------------------------------

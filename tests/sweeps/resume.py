@@ -84,8 +84,8 @@ def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
         runs = [
             (strategy, step)
             for strategy in STRATEGIES
-            for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1, steps_of_fsdp)
-            if strategy == "fsdp" or step % steps_of_others == 0
+            for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1)
+            if step % (steps_of_fsdp if strategy == "fsdp" else steps_of_others) == 0
         ]
         for (strategy, step), seen in zip(runs, pool.map(lambda x: run(root, *x), runs), strict=True):
             print(f"{strategy:<8}killed at step {step:>2}: {seen}", flush=True)
