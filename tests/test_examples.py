@@ -32,33 +32,19 @@ def accuracy(out: str) -> float:
     return float(re.findall(r"^validation accuracy (\S+)$", out, re.M)[0])
 
 
-RUNS = [
-    ("ddp", "8"),
-    ("fsdp", "8"),
-    ("zero1", "1"),
-    ("shard_map", "8"),
-    ("pmap", "8"),
-    ("simulate", "8"),
-    ("auto", "1"),
-]
+ONE, *MORE = ("single", "auto"), ("zero1", "1"), ("auto", "1")
+MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "simulate")]
+RUNS = thinned([ONE, *MORE], ONE, full=[("fsdp", "8")])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("strategy", "devices"), RUNS)
+@pytest.mark.parametrize(("strategy", "devices"), [pytest.param(*ONE, marks=pytest.mark.smoke), *RUNS[1:]])
 def test_digits_reaches_95_percent(
     strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert accuracy(run_digits(monkeypatch, capsys, "--strategy", strategy, "--devices", devices)) >= 0.95
 
 
-@pytest.mark.smoke
-def test_digits_reaches_95_percent_on_a_single_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert accuracy(run_digits(monkeypatch, capsys, "--strategy", "single")) >= 0.95
-
-
-@pytest.mark.parametrize("strategy", thinned(("single", "fsdp"), "fsdp"))
+@pytest.mark.parametrize("strategy", thinned(("single", "fsdp"), "fsdp", full=()))
 def test_records_reaches_95_percent(
     strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -124,8 +125,10 @@ def some(operations):
     return [k for k, kind in enumerate(kinds, 1) if kind not in kinds[: k - 1]]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["crash", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    thinned(itertools.product(("crash", "full"), (False, True)), ("crash", False), full=[("full", False)]),
+)
 def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, every, state):
     save("first/step_00000002", state).wait()
     shutil.copytree("first", "counted")
@@ -254,7 +257,7 @@ def crash_at(at, half, operations, whole, folder):
     return newest.state["global_step"]
 
 
-@pytest.mark.parametrize("every", thinned([False, True], False))
+@pytest.mark.parametrize("every", thinned([False, True], False, full=()))
 def test_a_crash_at_every_operation_of_a_save_loses_nothing_that_was_verified(every, half, operations, whole, tmp_path):
     """By default where names change, else at every third: `every` operation of one save is above."""
     few = [k for k, line in enumerate(operations, 1) if re.search("rename|MANIFEST", line)]

@@ -10,7 +10,7 @@ from kit.batches import sized
 from kit.inside import Metric
 from kit.journal import Rows
 from kit.modules import logging
-from kit.trainers import STRATEGIES, THREE, fit, thinned
+from kit.trainers import THREE, fit, thinned
 
 from jaxlit.core.device_sums import Table
 
@@ -33,10 +33,11 @@ def masked_mean(batches: Any) -> float:
     return float(x[y[:, 0] > 0, 0].mean())
 
 
-REDUCED = [(name, 1) for name in STRATEGIES] + [(name, 2) for name in (*THREE, "pmap")]
+REDUCED = [("single", 1), ("fsdp", 2), ("shard_map", 2), ("single", 2), ("pmap", 1)]
+REDUCED += [("ddp", 1), ("zero1", 2), ("simulate:8", 1)]
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), thinned(REDUCED, ("single", 1), ("fsdp", 2), ("shard_map", 2)))
+@pytest.mark.parametrize(("strategy", "accumulate"), thinned(REDUCED, *REDUCED[:3], full=REDUCED[3:5]))
 def test_each_reduction_is_that_of_all_rows_of_a_step_a_window_and_an_epoch(strategy: str, accumulate: int) -> None:
     rows, batches = Rows(), [dict(batch) for batch in BATCHES]
     batches[0]["x"] = 3 * batches[0]["x"]  # the extremes of its window are not those of the last batch

@@ -78,7 +78,7 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
     cases = {name: case for name, case in WRITES.items() if "now and then" not in name}
 
@@ -220,7 +220,7 @@ def sum_of_errors(module: Line, batch: Any) -> jax.Array:
     return module.errors(batch).sum() / 10
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_a_sum_is_refused_where_a_mean_is_meant(strategy: str) -> None:
     with pytest.raises(ModuleError, match=r"Line\.training_step returns a sum over the rows .*loss_reduction='sum'"):
         fit(Line(sum_of_errors), strategy)
@@ -272,7 +272,7 @@ def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
 # What is logged and returned -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         values = {"sum": batch["x"].sum(), "mean": batch["x"].mean(), "rows": batch["x"].shape[0], "one": 1.0}

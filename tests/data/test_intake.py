@@ -9,7 +9,7 @@ from kit.compiles import compiles
 from kit.journal import HOOKS
 from kit.modules import module
 from kit.refusals import refuses, warnings_of
-from kit.trainers import BARE, STRATEGIES, make_trainer, thinned
+from kit.trainers import BARE, FOUR, STRATEGIES, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentTypeError, DataError
@@ -220,7 +220,7 @@ def assert_labels(found, given):
         assert batch["notes"] == expected["notes"]
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
 def test_host_keys_reach_every_hook_and_the_predictions_in_order_and_unchanged(strategy):
     batches, record, made = labelled(8, 5), Record(), follow()
     trainer = trainer_of(record, strategy=strategy, host_keys=HOST_KEYS)
@@ -363,7 +363,7 @@ SCALARS = {"float32": np.float32, "float64": np.float64, "int64": np.int64, "flo
 SCALARS |= {"bool": lambda v: np.bool_(v % 2), "0-d array": lambda v: np.array(v, np.int16)}
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
 def test_every_row_meets_the_batchs_own_scalars_and_nothing_compiles_again(strategy):
     sizes = (8, 8, 3, 8, 3)  # a size that divides, and one that does not
     batches = [

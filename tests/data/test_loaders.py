@@ -63,9 +63,11 @@ def test_a_loader_is_opened_once_an_epoch_and_its_last_batch_known(kind):
 def test_a_generator_is_one_epoch_and_refused_in_the_next():
     seen, batches = Batches(), ((np.full((2, 1), k, np.float32), np.ones(2, np.float32)) for k in range(3))
     of_tuples = module(lambda self, batch: jnp.mean((batch[0] - self.w) ** 2))
-    words = r"no batch when it was opened again.*iterator"
-    refuses(DataError, lambda: fit(of_tuples, batches, None, seen, max_epochs=2), words)
+    words = r"no batch when it was opened again.*iterator.*used up"
+    refuses(DataError, lambda: fit(of_tuples, batches, None, seen, max_epochs=2), "train_dataloaders", words)
     assert [float(x[0, 0]) for x, _ in seen.train[0]] == [0.0, 1.0, 2.0]
+    refuses(DataError, lambda: seen_in(counted(4), iter(counted(4, 4))), "val_dataloaders", words)
+    assert make_trainer().validate(Mean(), iter(counted(4, 4))) == [{"val": 3.5}], "opened once, it is validated whole"
 
 
 def test_fit_sets_the_epoch_of_an_array_loader_and_validation_sees_all_of_its_own_also_behind_the_sanity_check():

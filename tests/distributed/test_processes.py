@@ -64,7 +64,7 @@ def train_stream(case):
     strategy, *options = case.split()
     losses, validation = Losses(), jl.ArrayLoader(rows(33), 16)
     trainer = make_trainer(losses, strategy=splitting(strategy), max_epochs=2, seed=5, **BARE)
-    given = (16, 1, 0.25 if "dropout" in options else 0.0)
+    given = (16, 0, 0.25 if "dropout" in options else 0.0)
     module = jl.lazy(Slow, *given) if "lazy" in options else Slow(*given, rngs=nnx.Rngs(0))
     trainer.fit(module, jl.ArrayLoader(rows(36), 16, shuffle=True, seed=3), validation)
     trained = trainer.module
@@ -90,15 +90,15 @@ def train_on(loader, **options):
 
 
 def train_window(strategy, *callbacks, loader=None, **arguments):
-    """Train two epochs of seven batches, two to a step, with checkpoints, and return the parameters."""
+    """Train two epochs of five batches, two to a step, with checkpoints, and return the parameters."""
     given = BARE | {"enable_checkpointing": True, "max_epochs": 2, "accumulate_grad_batches": 2}
     trainer = make_trainer(*callbacks, strategy=splitting(strategy), **(given | arguments))
-    trainer.fit(Slow(16, 1, 0.2, rngs=nnx.Rngs(0)), loader or shuffled(), shuffled())
+    trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), loader or shuffled())
     return plain(jax.tree.leaves(trainer.state.params))
 
 
 def shuffled():
-    return jl.ArrayLoader(rows(ROWS), 16, shuffle=True, seed=3)
+    return jl.ArrayLoader(rows(71), 16, shuffle=True, seed=3)  # with a tail of 7 rows
 
 
 def save_at(batches, path):
@@ -109,7 +109,7 @@ def save_at(batches, path):
 
 def of_own_rows():
     """Return a loader of the user's own, which gives this process's rows."""
-    return Stream([{key: x[:16][own_rows(16)] for key, x in rows(ROWS).items()}] * 7)
+    return Stream([{key: x[:16][own_rows(16)] for key, x in rows(ROWS).items()}] * 5)
 
 
 def error_of(work):
@@ -170,6 +170,12 @@ def meet():
     make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
 
 
+def work():
+    train_everything()
+    go_on()
+    end_at_different_batches()
+
+
 def train_everything():
     for case in STREAMS:
         say(case, train_stream(case))
@@ -195,8 +201,8 @@ def train_everything():
 def go_on():
     for strategy in RESUMED:
         folder = Path("..") / "of_two" / strategy
-        saves = jl.callbacks.ModelCheckpoint(folder / "auto", every_n_train_steps=1)
-        whole = train_window(strategy, save_at(10, folder / "window"), saves)
+        saves = [jl.callbacks.ModelCheckpoint(folder / "auto")] if strategy == "fsdp" else []
+        whole = train_window(strategy, save_at(8, folder / "window"), *saves)
         say(f"{strategy} whole", whole)
         say(f"{strategy} resumed", train_window(strategy, resume=folder / "window"))
         say(f"{strategy} of one", train_window(strategy, resume=Path("..") / "of_one" / strategy / "window"))
@@ -216,7 +222,7 @@ def meet_a_damaged_checkpoint():
         state.write_bytes(state.read_bytes().replace(b"8", b"9", 1))
     agree("it is damaged", None)
     trainer = make_trainer(strategy=splitting("fsdp"), max_epochs=2, accumulate_grad_batches=2, **BARE)
-    trainer.fit(Slow(16, 1, 0.2, rngs=nnx.Rngs(0)), shuffled(), shuffled(), ckpt_path=root)
+    trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), shuffled(), ckpt_path=root)
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
 
 
@@ -287,14 +293,30 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
         assert "No checkpoint can be written" in said["taken"]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder of what one process saves, and the weights with which it ends, by strategy."""
+    folder = tmp_path_factory.mktemp("processes")
+    where = lambda strategy: folder / "of_one" / strategy / "window"  # noqa: E731
+    weights = {strategy: train_window(strategy, save_at(8, where(strategy))) for strategy in RESUMED}
+    train_window("ddp", save_at(3, folder / "of_one" / "own"), loader=of_own_rows())
+    return folder, weights
+
+
+@pytest.fixture(scope="module")
+def two(alone):
+    """What two processes have done."""
+    processes = launch(work, alone[0] / "run")
+    assert all("refusal" in process.said for process in processes), processes[0].errors + processes[1].errors
+    return processes
+
+
 @pytest.mark.full
-def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(tmp_path):
-    processes = launch(train_everything, tmp_path / "run")
-    assert [process.code for process in processes] == [0, 0], processes[0].errors + processes[1].errors
+def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(two):
     own = ROWS // 2  # the last record does not divide, and is left out
     shared = [np.arange(i, min(i + 16, own)) for i in range(0, own, 16)]
     alone = {case: train_stream(case) for case in STREAMS}
-    for index, process in enumerate(processes):
+    for index, process in enumerate(two):
         said = process.said
         for case, expected in alone.items():
             assert len(expected["losses"]) == 6
@@ -322,31 +344,27 @@ def check_host_keys(said, process):
 
 
 @pytest.mark.full
-def test_two_processes_go_on_where_two_or_one_stopped_and_one_where_two_did(tmp_path):
-    where = lambda strategy: tmp_path / "of_one" / strategy / "window"  # noqa: E731
-    alone = {strategy: train_window(strategy, save_at(10, where(strategy))) for strategy in RESUMED}
-    train_window("ddp", save_at(3, tmp_path / "of_one" / "own"), loader=of_own_rows())
-    processes = launch(go_on, tmp_path / "run")
-    assert [process.code for process in processes] == [0, 0], processes[0].errors + processes[1].errors
-    for process in processes:
+def test_two_processes_go_on_where_two_or_one_stopped_and_one_where_two_did(alone, two):
+    folder, weights = alone
+    for process in two:
         said, errors = process.said, process.errors
-        for strategy, expected in alone.items():
+        for strategy, expected in weights.items():
             assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many go on bit by bit"
             close(said[f"{strategy} of one"], expected)
         assert said["step"][0] == said["step"][1] and "step_00000099" in errors and "state.json is damaged" in errors
         assert "middle of an epoch in 1 process" in said["refused"] and "ArrayLoader" in said["refused"]
-    for strategy, expected in alone.items():
-        found = train_window(strategy, resume=tmp_path / "of_two" / strategy / "window")
-        close(found, processes[0].said[f"{strategy} whole"])
+    for strategy, expected in weights.items():
+        found = train_window(strategy, resume=folder / "of_two" / strategy / "window")
+        close(found, two[0].said[f"{strategy} whole"])
         close(found, expected, rtol=1e-5)
 
 
 @pytest.mark.full
-def test_batches_that_part_in_the_middle_of_an_epoch_are_refused(tmp_path):
-    _, process = launch(differ_in_the_middle, tmp_path / "rows", grace=0.0)
+def test_batches_that_part_in_the_middle_of_an_epoch_are_refused(tmp_path, two):
+    _, process = launch(differ_in_the_middle, tmp_path, grace=0.0)
     assert process.code == 1
     assert process.said["refusal"].startswith("DataError: Trainer.fit(train_dataloaders=...)")
     assert "4 rows in process 1, those before had 8" in process.said["refusal"]
-    for process in launch(end_at_different_batches, tmp_path / "batches"):
+    for process in two:
         refusal = process.said["refusal"]
         assert refusal.startswith("ProcessError") and "number of batches" in refusal

@@ -12,7 +12,7 @@ from kit.by_hand import assert_same, params_of
 from kit.journal import hooks
 from kit.modules import Linear, module
 from kit.refusals import refuses
-from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, ModuleError, StateError
@@ -73,7 +73,7 @@ def compiled(model: Any = None, strategy: Any = "single", **arguments: Any) -> t
     return jl.compile_step(make_line() if model is None else model, **(given | arguments))
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "pmap"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "pmap", full=FOUR))
 def test_a_compiled_step_is_that_of_an_optax_loop(strategy) -> None:
     module = make_line()
     losses, history = by_hand(module)

@@ -48,8 +48,9 @@ def test_no_array_is_read_between_log_points(strategy) -> None:
     assert new == [11, 21]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ("ddp", "pmap"))
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("pmap", marks=pytest.mark.full), pytest.param("ddp", marks=pytest.mark.sweep)]
+)
 def test_3000_steps_on_8_devices_survive(strategy) -> None:
     trainer = fit(Linear(), random(100), strategy=strategy, max_epochs=None, max_steps=3000, log_every_n_steps=0)
     assert int(trainer.state.step) == trainer.global_step == 3000

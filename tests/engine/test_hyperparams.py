@@ -12,7 +12,7 @@ from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
-from kit.trainers import STRATEGIES, fit, make_trainer, thinned
+from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -67,7 +67,7 @@ def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy, accumu
     assert weight(model) == pytest.approx(w, abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
 def test_a_hyperparameter_set_in_a_hook_holds_from_the_next_step_on(strategy) -> None:
     read, weights = [], []
 

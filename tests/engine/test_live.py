@@ -14,7 +14,7 @@ from kit.by_hand import HandLoop, assert_same, mean, params_of
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
-from kit.trainers import BARE, SEVERAL, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
+from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import StateError
@@ -44,7 +44,7 @@ def halve(trainer: jl.Trainer, model: Any) -> None:
     model.w.set_value(model.w[...] * 0.5)
 
 
-@pytest.mark.parametrize("strategy", thinned(SEVERAL, "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(SEVERAL, "shard_map", full=FOUR[1:]))
 def test_a_module_goes_from_one_strategy_to_another_and_back(strategy) -> None:
     model, batches, arrays, before = Linear(), random(), [], []
     kernel = model.kernel
@@ -63,7 +63,7 @@ def test_a_module_goes_from_one_strategy_to_another_and_back(strategy) -> None:
     np.testing.assert_allclose(found, by_hand(batches[0]["x"]), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
 def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
     seen: list[Any] = []
     look = on(on_train_batch_end=lambda t, m: seen.append((weight(m), float(t.state.params["w"][0]))))
@@ -109,6 +109,7 @@ def test_a_hook_may_write_after_another_callback_has_read(hook) -> None:
     thinned(
         itertools.product(["on_train_epoch_end", "on_validation_end"], STRATEGIES),
         *(("on_train_epoch_end", "fsdp"), ("on_validation_end", "shard_map")),
+        full=[("on_train_epoch_end", "pmap"), ("on_validation_end", "single")],
     ),
 )
 def test_a_write_between_epochs_is_trained_from(hook, strategy) -> None:

@@ -15,8 +15,8 @@ from flax import nnx
 import jaxlit as jl
 from kit.inside import engine_of
 
-EPOCHS, BATCHES, ACCUMULATE, EVERY = 4, 29, 3, 7
-STEPS = 40  # ten an epoch: 29 batches in windows of three, the last of two
+EPOCHS, BATCHES, ACCUMULATE, EVERY = 2, 23, 3, 7
+STEPS_PER_EPOCH = 8  # 23 batches in windows of three, the last of two
 BATCH_SIZE, TAIL, FEATURES = 8, 5, 4
 HOOKS = (
     "on_fit_start",
@@ -63,7 +63,7 @@ class Net(jl.TrainModule):
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.chain(
             optax.inject_hyperparams(optax.adamw)(learning_rate=0.05),
-            optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, STEPS)),
+            optax.scale_by_schedule(optax.cosine_decay_schedule(1.0, 40)),
             optax.ema(0.9),
         )
 
@@ -262,7 +262,7 @@ def watchers() -> list[jl.Callback]:
     return [
         LogsInHooks(),
         jl.callbacks.EarlyStopping(name, patience=1000),
-        jl.callbacks.ReduceLROnPlateau(name, patience=1, factor=0.7, min_delta=0.3),
+        jl.callbacks.ReduceLROnPlateau(name, patience=1, factor=0.7, min_delta=1.0),
     ]
 
 

@@ -21,7 +21,7 @@ def cut_and_resume(
     data: Callable[[], Any] = loaders,
     *,
     strategy: str = "single",
-    stops: Sequence[tuple[str, int]] = (("on_safe_point", 40),),
+    stops: Sequence[tuple[str, int]] = (("on_safe_point", 36),),
     more: Callable[[], Sequence[jl.Callback]] = tuple,
     **arguments: Any,
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import jaxlit as jl
 
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
 THREE = ("single", "fsdp", "shard_map")  # one of each kind: one device, global arrays, replicas
+FOUR = (*THREE, "pmap")  # which compiles replicas in its own way
 SEVERAL = STRATEGIES[1:]
 REPLICAS = ("shard_map", "pmap", "simulate:8")  # those that run a step once on each replica's rows
 
@@ -28,17 +29,23 @@ def splitting(name: str) -> Any:
     return name if sharding is None else jl.strategies.FSDP(**sharding, min_size=0)
 
 
-def thinned(cases: Iterable[Any], *often: Any) -> list[Any]:
+def thinned(cases: Iterable[Any], *often: Any, full: Iterable[Any] | None = None) -> list[Any]:
     """Return the cases of a parametrised test, all but a few of them `full`.
 
     Args:
         cases: The cases.
         *often: Those that every run of the tests has; at least one.
+        full: Those that are `full`, the others being left to tests/sweeps/cases.py; all if it is not given.
     """
     every = list(cases)
-    assert often and all(case in every for case in often), often
-    as_args = lambda case: case if isinstance(case, tuple) else (case,)  # noqa: E731
-    return [case if case in often else pytest.param(*as_args(case), marks=pytest.mark.full) for case in every]
+    seldom = every if full is None else list(full)
+    assert often and all(case in every for case in [*often, *seldom]), (often, seldom)
+
+    def marked(case: Any) -> Any:
+        mark = pytest.mark.full if case in seldom else pytest.mark.sweep
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+
+    return [case if case in often else marked(case) for case in every]
 
 
 def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:

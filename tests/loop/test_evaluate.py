@@ -141,6 +141,15 @@ def test_evaluation_before_fit_takes_the_first_weights_and_after_it_the_trained(
     assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
 
 
+@pytest.mark.parametrize(("strategy", "verb"), [("single", "validate"), ("ddp", "test"), ("pmap", "validate")])
+def test_the_steps_of_an_evaluation_count_on_from_the_fit_before_it(strategy: str, verb: str) -> None:
+    counts = lambda m, batch, i: m.log_dict({"at": m.global_step + 0.0, "in": m.current_epoch + 0.0})  # noqa: E731
+    trainer, model = make_trainer(strategy=strategy, max_epochs=2), logging(validation=counts)
+    assert getattr(trainer, verb)(model, numbered(3)) == [{"at": 0.0, "in": 0.0}]
+    trainer.fit(model, numbered(3))
+    assert getattr(trainer, verb)(None, numbered(3)) == [{"at": 6.0, "in": 2.0}]
+
+
 def test_evaluation_between_two_fits_changes_neither() -> None:
     models = [Mean(), Mean()]
     trainer, plain = make_trainer(max_epochs=2), make_trainer(max_epochs=2)

@@ -1,4 +1,4 @@
-"""Which hooks are called, in which order, with what, and what an error in one leaves of the others."""
+"""Which hooks are called, in which order, with what, and what is no hook."""
 
 import inspect
 import random
@@ -352,74 +352,7 @@ def test_manual_optimization_is_refused() -> None:
     fit_refuses(ModuleError, *words, model=module(automatic_optimization=False))
 
 
-# Errors ----------------------------------------------------------------------------------------------------
-
-RAISING = [name for name in HOOKS if not re.search("test|predict|exception|teardown|checkpoint", name)]
-
-
-def raising(error: BaseException) -> Callable[..., None]:
-    def fail(*_: Any) -> None:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize("hook", RAISING)
-def test_after_an_error_in_a_hook_every_callback_gets_on_exception_and_teardown(hook: str) -> None:
-    told: list[tuple[str, Any]] = []
-    listens = lambda: hooks(  # noqa: E731
-        on_exception=lambda trainer, module, exception: told.append(("on_exception", exception)),
-        teardown=lambda trainer, module, stage: told.append(("teardown", stage)),
-    )
-    failing = hooks(trace_step=lambda *_: {"one": jnp.ones(())}, **{hook: raising(RuntimeError("the first"))})
-    with pytest.raises(RuntimeError, match="the first") as raised:
-        fit(Mean(), numbered(3), numbered(2), listens(), failing, listens(), log_every_n_steps=1)
-    assert told == [("on_exception", raised.value)] * 2 + [("teardown", "fit")] * 2
-
-
-def bad_loader() -> Any:
-    yield from numbered(2)
-    raise RuntimeError("the first")
-
-
-@pytest.mark.parametrize("where", ["step", "loader", "validate", "test", "predict"])
-def test_an_error_elsewhere_reaches_on_exception_and_teardown(where: str) -> None:
-    journal, fail = Journal(), raising(RuntimeError("the first"))
-    stage = {"validate": "validation"}.get(where, where)
-    trainer = make_trainer(
-        journal, hooks(**({f"on_{stage}_batch_end": fail} if where in ("validate", "test", "predict") else {}))
-    )
-    with pytest.raises(RuntimeError, match="the first"):
-        if where in ("validate", "test", "predict"):
-            getattr(trainer, where)(Mean(), numbered(1))
-        else:
-            trainer.fit(module(fail) if where == "step" else Mean(), numbered(1) if where == "step" else bad_loader())
-    assert [name for name in journal.names if "checkpoint" not in name][-2:] == ["on_exception", "teardown"]
-
-
-@pytest.mark.parametrize("second", [KeyboardInterrupt("late"), ValueError("late")], ids=["interrupt", "error"])
-@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
-def test_an_error_in_the_handling_of_an_error_neither_hides_the_first_nor_skips_others(
-    hook: str, second: BaseException
-) -> None:
-    journal, model = Journal(), Mean()
-    failing = hooks(on_train_end=raising(RuntimeError("the first")), **{hook: raising(second)})
-    with pytest.raises(RuntimeError, match="the first") as raised:
-        fit(model, numbered(2), None, failing, journal)
-    assert [name for name in journal.names if "checkpoint" not in name][-2:] == ["on_exception", "teardown"]
-    assert any(
-        "late" in note and f"Made.{hook} raised as well: {type(second).__name__}" in note
-        for note in raised.value.__notes__
-    )
-    assert float(model.w[...][0]) == 1.25  # it holds what was trained
-
-
-@pytest.mark.parametrize("error", [SystemExit, ValueError])
-def test_an_error_in_a_teardown_alone_is_raised_after_the_others(error: type[BaseException]) -> None:
-    journal = Journal()
-    with pytest.raises(error, match="late"):
-        fit(Mean(), numbered(1), None, hooks(teardown=raising(error("late"))), journal)
-    assert journal.names[-1] == "teardown" and "on_exception" not in journal.names
+# What an error leaves of the other hooks is in tests/trainer/test_endings.py.
 
 
 def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
@@ -428,7 +361,10 @@ def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
             trainer.save_checkpoint("kept")
         module.log("after", 1.0)  # as on_train_epoch_end may, and on_save_checkpoint may not
 
-    inner = hooks(on_save_checkpoint=raising(RuntimeError("inside")))
+    def fail(*_: Any) -> None:
+        raise RuntimeError("inside")
+
+    inner = hooks(on_save_checkpoint=fail)
     trainer = fit(Mean(), numbered(1), None, hooks(on_train_epoch_end=survive), inner, enable_checkpointing=False)
     assert trainer.callback_metrics["after"] == 1.0
 

@@ -8,14 +8,18 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from kit.resume_model import BATCH_SIZE, fit, loaders, make_trainer, rows
-from kit.resume_runs import cut_and_resume, ended, problems_of, start_child, write_final
-from kit.trainers import thinned
+from kit.batches import sized
+from kit.by_hand import params_of
+from kit.modules import Linear
+from kit.resume_model import RaisesAt, Stopped, digest, make_trainer
+from kit.resume_model import fit as fit_everything
+from kit.resume_runs import ended, problems_of, start_child, write_final
+from kit.trainers import fit, thinned
 
 import jaxlit as jl
 
-COUNT, BATCHES = 101, 13  # rows and batches of an epoch, of which the last is a tail of five rows
-DATA = rows(COUNT)
+COUNT, BATCHES, BATCH_SIZE = 101, 13, 8  # rows and batches of an epoch, of which the last is a tail of five rows
+(DATA,) = sized(COUNT)
 
 
 class Again:
@@ -86,44 +90,57 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+class Seen(jl.Callback):
+    """Keeps what each step was given, bit by bit."""
+
+    def __init__(self) -> None:
+        self.batches: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(digest(batch))
+
+
 @pytest.mark.parametrize(
-    ("kind", "prefetch"),
-    thinned([*zip(KINDS, (0, 2, 2, 2, 2, 0, 2), strict=True)], ("IterDataset", 0)),
+    ("kind", "prefetch"), thinned([*zip(KINDS, (0, 2, 2, 2, 2, 0, 2), strict=True)], ("IterDataset", 0))
 )
-def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch: int, tmp_path: Path) -> None:
-    data = lambda: (KINDS[kind](), loaders()[1])  # noqa: E731
-    # In the middle of an epoch and of a window; and where the second epoch would begin.
-    stops = [("on_safe_point", 7), ("on_safe_point", 4)]
-    found = cut_and_resume(tmp_path, data, stops=stops, prefetch=prefetch, val_check_interval=5)
-    assert found == {"lost": 0}
+def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch: int) -> None:
+    def run(root: str, *callbacks: jl.Callback, **arguments: Any) -> dict[str, np.ndarray]:
+        given = {"default_root_dir": root, "max_epochs": 2, "prefetch": prefetch} | arguments
+        module = Linear()
+        fit(module, KINDS[kind](), None, *callbacks, **given)
+        return params_of(module)
+
+    whole, parts = Seen(), (Seen(), Seen(), Seen())
+    expected = run("whole", whole)
+    # In the middle of an epoch; and where the second epoch would begin.
+    for part, at in zip(parts, (7, 4), strict=False):
+        with pytest.raises(Stopped):
+            run("cut", part, RaisesAt("on_safe_point", at), resume="auto")
+    found = run("cut", parts[2], resume="auto")
+    assert [len(part.batches) for part in parts] == [8, 5, 13]
+    assert [batch for part in parts for batch in part.batches] == whole.batches
+    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
 
 
-# Killed twice, and started again each time ------------------------------------------------------------
+# Killed by SIGKILL, and started again; tests/sweeps/resume.py kills at every step under every strategy.
 
-EPOCHS, EVERY = 2, 2  # 20 optimizer steps
-# Where the first and the second process die: the hook, and the step from which on. In `on_train_batch_start` a
-# checkpoint may just be being written, and at the first kill of `pmap` none is there.
-KILLS = {
-    "fsdp": (("on_validation_batch_end", 5), ("on_train_epoch_end", 10)),
-    "pmap": (("on_log", 1), ("on_train_batch_start", 19)),
-}
+EPOCHS, EVERY = 2, 2  # 16 optimizer steps
+KILL = ("on_train_batch_start", 13)  # where a checkpoint may just be being written
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", KILLS)
-def test_killed_training_goes_on_exactly(strategy: str, tmp_path: Path) -> None:
+def test_killed_training_goes_on_exactly(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for number, kill in enumerate(KILLS[strategy]):
-        code, output = ended(start_child(killed, number, strategy, epochs=EPOCHS, every=EVERY, kill=kill))
-        assert code == -signal.SIGKILL, output
-    last = start_child(killed, 2, strategy, epochs=EPOCHS, every=EVERY)
+    code, output = ended(start_child(killed, 0, "fsdp", epochs=EPOCHS, every=EVERY, kill=KILL))
+    assert code == -signal.SIGKILL, output
+    last = start_child(killed, 1, "fsdp", epochs=EPOCHS, every=EVERY)
     try:
         # In this process, and without checkpoints.
-        reference = fit(make_trainer(strategy, whole, name="journal0", max_epochs=EPOCHS))
+        reference = fit_everything(make_trainer("fsdp", whole, name="journal0", max_epochs=EPOCHS))
         write_final(reference, whole)
     finally:
         code, output = ended(last)
     assert code == 0, output
-    found = problems_of(killed, whole, 3)
-    assert found.pop("lost") > 0  # something was done again, so the kills came where they should
+    found = problems_of(killed, whole, 2)
+    assert found.pop("lost") > 0  # something was done again, so the kill came where it should
     assert not found

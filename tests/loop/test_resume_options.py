@@ -1,8 +1,8 @@
 """Training goes on exactly whatever the Trainer is told, and however it has ended."""
 
-import json
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from kit import journal as kit_journal
 from kit.batches import Stream, numbered
+from kit.checkpoints import state_of
+from kit.journal import hooks
 from kit.modules import Mean
 from kit.resume_model import (
     BATCH_SIZE,
-    EPOCHS,
     Journal,
     RaisesAt,
     SavesAt,
@@ -28,6 +29,7 @@ from kit.resume_model import (
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
+from kit.trainers import make_trainer as kit_trainer
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -117,7 +119,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3]))
+@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3], full=[*OPTIONS][1:3]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 
@@ -153,11 +155,11 @@ def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
         train.arrays["y"][5] = 1e4  # whose gradient is no number of 16 bits when it is scaled
         return jl.ArrayLoader(train.arrays, BATCH_SIZE, shuffle=True, seed=3), val
 
-    told: dict[str, Any] = {"precision": "16-mixed", "max_epochs": 2}
-    whole = fit(make_trainer("single", tmp_path / "scale", **told), data())
-    _, steps = np.asarray(whole.state.loss_scale)
-    assert 0 < steps < whole.global_step  # it was lowered on the way, and there were steps since
-    assert cut_and_resume(tmp_path, data, **told) == {"lost": 0}
+    scales: list[Any] = []
+    look = hooks(on_fit_end=lambda t, m: scales.append((*np.asarray(t.state.loss_scale), t.global_step)))
+    assert cut_and_resume(tmp_path, data, precision="16-mixed", more=lambda: [look]) == {"lost": 0}
+    _, steps, all_steps = scales[0]
+    assert 0 < steps < all_steps  # it was lowered on the way, and there were steps since
 
 
 # Endings ---------------------------------------------------------------------------------------------
@@ -173,68 +175,63 @@ def csv(trainer: jl.Trainer) -> bytes:
     return (trainer.run_dir / "metrics.csv").read_bytes()
 
 
-class Interrupts(RaisesAt):
-    """Sends what Ctrl-C sends."""
+class Does(RaisesAt):
+    """Does something at the n-th call of a hook."""
 
-    def at(self, *arguments: Any) -> None:
+    def __init__(self, hook: str, number: int, do: Callable[[jl.Trainer], Any]) -> None:
+        super().__init__(hook, number)
+        self.do = do
+
+    def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
         try:
-            super().at(*arguments)
+            super().at(trainer, *arguments)
         except Stopped:
-            signal.raise_signal(signal.SIGINT)
+            self.do(trainer)
 
 
-@pytest.mark.full
-def test_training_cut_by_max_steps_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
-    fit(make_trainer("single", tmp_path / "run", max_steps=13, enable_checkpointing=True))
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
-    assert_is_the_end_of(journal(last), journal(whole), 29 + 9)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+# The batches that are done when training is cut, the callbacks that cut it, and arguments.
+CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
+    "before its first checkpoint": (
+        0,
+        lambda: [jl.callbacks.ModelCheckpoint(save_on_exception=False), RaisesAt("on_safe_point", 20)],
+        {"max_epochs": 2},
+    ),
+    "by max_steps": (23 + 9, list, {"max_steps": 11}),
+    "by Ctrl-C": (
+        23 + 7,
+        lambda: [Does("on_validation_batch_start", 17, lambda trainer: signal.raise_signal(signal.SIGINT))],
+        {"max_epochs": 2},
+    ),
+}
 
 
-@pytest.mark.full
-def test_training_cut_by_ctrl_c_goes_on(whole: jl.Trainer, tmp_path: Path) -> None:
-    stop = Interrupts("on_validation_batch_start", 22)
-    cut = fit(make_trainer("single", tmp_path / "run", [stop], max_epochs=2, enable_checkpointing=True))
-    assert cut.interrupted
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=1)
-    assert_is_the_end_of(journal(last), journal(whole), 29 + 7)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+@pytest.mark.parametrize("cut", thinned(CUTS, "before its first checkpoint"))
+def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl.Trainer, tmp_path: Path) -> None:
+    done, callbacks, arguments = CUTS[cut]
+    with contextlib.suppress(Stopped):
+        fit(make_trainer("single", tmp_path / "run", callbacks(), enable_checkpointing=True, **arguments))
+    resumes = make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto")
+    last = fit(resumes, seed=int(done > 0))
+    assert_is_the_end_of(journal(last), journal(whole), done)
+    assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
 @pytest.mark.full
 def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
-    class Stops(RaisesAt):
-        def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
-            try:
-                super().at(trainer, *arguments)
-            except Stopped:
-                trainer.stop("enough")
-
     def run(name: str, stop: Sequence[jl.Callback] = (), seed: int = 0, **arguments: Any) -> jl.Trainer:
         # Without validation: a stop makes one more, which is in no training without it.
-        trainer = jl.Trainer(
-            strategy="single",
-            max_epochs=2,
-            accumulate_grad_batches=3,
-            log_every_n_steps=1,
-            default_root_dir=tmp_path / name,
-            callbacks=[Journal(tmp_path / name / f"journal{seed}"), *stop],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **arguments,
-        )
+        given = {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1} | arguments
+        callbacks = [Journal(tmp_path / name / f"journal{seed}"), *stop]
+        trainer = kit_trainer(*callbacks, default_root_dir=tmp_path / name, **given)
         return fit(trainer, (loaders()[0], None), seed=seed)
 
     whole = run("whole")
-    cut = run("cut", [Stops("on_train_batch_end", 30)], enable_checkpointing=True)
-    state = json.loads((Path(cut.checkpoint_callback.last_model_path) / "state.json").read_text())
-    assert state["position"]["filled"] == 31 - 29  # the window's last batch was
+    cut = run("cut", [Does("on_train_batch_end", 24, lambda t: t.stop("enough"))], enable_checkpointing=True)
+    state = state_of(cut.checkpoint_callback.last_model_path)
+    assert state["position"]["filled"] == 25 - 23  # the window's last batch was
     last = run("cut", seed=1, resume="auto")
-    assert_is_the_end_of(journal(last), journal(whole), 31)
-    assert final(last) == final(whole)
-    assert csv(last) == csv(whole)
+    assert_is_the_end_of(journal(last), journal(whole), 25)
+    assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
 def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
@@ -247,52 +244,34 @@ def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
     assert rows_of(journal(last)) == rows_of(journal(whole)[saver.marks[place] :])
 
 
-def test_training_begun_anew_has_each_row_once(whole: jl.Trainer, tmp_path: Path) -> None:
-    # Ended before its first checkpoint, as by a kill.
-    saves = jl.callbacks.ModelCheckpoint(save_on_exception=False)
-    with pytest.raises(Stopped):
-        stop = RaisesAt("on_safe_point", 20)
-        fit(make_trainer("single", tmp_path / "run", [saves, stop], max_epochs=2, enable_checkpointing=True))
-    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"))
-    assert_same(journal(last), journal(whole))
-    assert csv(last) == csv(whole)
-
-
 # What is over ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, SavesAt]:
-    """A training of two epochs with its checkpoints, also of its last hooks."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict[str, Path]]:
+    """A training of one epoch with its checkpoints, also of its last hooks."""
     folder = tmp_path_factory.mktemp("finished")
     saver = SavesAt(folder / "kept", [("on_train_end", 0), ("on_fit_end", 0)])
-    trainer = fit(make_trainer("single", folder / "run", [saver], max_epochs=2, enable_checkpointing=True))
+    trainer = fit(make_trainer("single", folder / "run", [saver], max_epochs=1, enable_checkpointing=True))
     trainer.save_checkpoint(folder / "kept" / "after")
-    return trainer, saver
-
-
-def checkpoints(finished: tuple[jl.Trainer, SavesAt]) -> dict[str, Path]:
-    trainer, saver = finished
     assert trainer.checkpoint_callback is not None
     found = {"its own": Path(trainer.checkpoint_callback.last_model_path), "after fit": saver.folder / "after"}
-    return found | {place[0]: saver.path(place) for place in saver.places}
+    return trainer, found | {place[0]: saver.path(place) for place in saver.places}
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
-    """A training of more epochs without a stop."""
-    return fit(make_trainer("single", tmp_path_factory.mktemp("long") / "run", max_epochs=EPOCHS))
+ENDS = ("its own", "on_train_end", "on_fit_end", "after fit")
 
 
-def test_finished_training_resumed_does_nothing(finished: Any, whole: jl.Trainer, tmp_path: Path) -> None:
-    for name, path in checkpoints(finished).items():
-        again = make_trainer("single", tmp_path / name, max_epochs=2)
-        fit(again, ckpt_path=path)
+def test_finished_training_resumed_does_nothing(finished: Any, tmp_path: Path) -> None:
+    trainer, checkpoints = finished
+    for name in ENDS:
+        again = make_trainer("single", tmp_path / name, max_epochs=1)
+        fit(again, ckpt_path=checkpoints[name])
         assert [line[0] for line in journal(again)] == ["on_fit_start", "on_fit_end"]
-        assert final(again) == final(whole)
+        assert final(again) == final(trainer)
 
 
-def test_finished_training_resumed_changes_no_file(finished: Any, whole: jl.Trainer) -> None:
+def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     trainer, _ = finished
     look = lambda: {  # noqa: E731
         path: path.read_bytes()
@@ -301,19 +280,19 @@ def test_finished_training_resumed_changes_no_file(finished: Any, whole: jl.Trai
     }
     before = look()
     again = make_trainer(
-        "single", trainer.run_dir, name="again", max_epochs=2, resume="auto", enable_checkpointing=True
+        "single", trainer.run_dir, name="again", max_epochs=1, resume="auto", enable_checkpointing=True
     )
     fit(again, seed=1)
     assert look() == before
-    assert final(again) == final(whole)
+    assert final(again) == final(trainer)
 
 
-@pytest.mark.parametrize("name", thinned(["its own", "on_train_end", "on_fit_end", "after fit"], "its own"))
-def test_raising_max_epochs_continues(name: str, finished: Any, long: jl.Trainer, tmp_path: Path) -> None:
-    more = make_trainer("single", tmp_path / "more", max_epochs=EPOCHS)
-    fit(more, ckpt_path=checkpoints(finished)[name])
-    assert_is_the_end_of(journal(more), journal(long), 2 * 29)
-    assert final(more) == final(long)
+@pytest.mark.parametrize("name", thinned(ENDS, "its own", full=["on_fit_end"]))
+def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Trainer, tmp_path: Path) -> None:
+    more = make_trainer("single", tmp_path / "more", max_epochs=2)
+    fit(more, ckpt_path=finished[1][name])
+    assert_is_the_end_of(journal(more), journal(whole), 23)
+    assert final(more) == final(whole)
 
 
 # Other arguments, and other data ----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
-from kit.trainers import BARE, STRATEGIES, THREE, fit, make_trainer, thinned
+from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -82,14 +82,6 @@ def test_a_stop_holds_for_one_fit() -> None:
     assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 4, False)
 
 
-def test_a_stop_in_a_window_drops_it() -> None:
-    model = Mean()
-    stop = at_batch(3, lambda trainer, module: trainer.stop("now"))
-    trainer = fit(model, numbered(6), None, stop, max_epochs=3, accumulate_grad_batches=3)
-    assert (trainer.current_epoch, trainer.global_step) == (1, 1)
-    assert weight(model) == mean([[1, 2, 3]])
-
-
 # Skipping --------------------------------------------------------------------------------------------------
 
 
@@ -104,21 +96,14 @@ def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: 
     callbacks = [journals[0], *([skip] if owner == "callback" else []), journals[1]]
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False}
     trainer = fit(model, numbered(3), numbered(1), *callbacks, **arguments)
-    one = [
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_safe_point",
-        "on_train_batch_start",
-    ]
-    epoch = [*one, "on_train_epoch_end", "on_safe_point"]  # it is not validated
-    expected = ["setup", "on_fit_start", "on_train_start", *epoch, *epoch, "on_train_end", "on_fit_end", "teardown"]
-    assert journals[0].names == journals[1].names == expected
+    for journal in journals:
+        assert [index for index, *_ in journal.named("on_train_batch_start")] == [0, 1] * 2
+        assert "on_validation_start" not in journal.names
     assert (trainer.current_epoch, trainer.global_step) == (2, 2)
     assert weight(model) == mean([[1], [1]])
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE, full=FOUR))
 def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strategy: str) -> None:
     drops = lambda trainer, module, batch, i: -1 if (trainer.current_epoch, i) == (0, 3) else None  # noqa: E731
     model, rows = Mean(), Rows()
@@ -130,10 +115,31 @@ def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strate
     assert rows.of("loss")[1] == pytest.approx(((1 - w) ** 2 + (2 - w) ** 2) / 2, rel=1e-6)  # nothing of the batch 3
 
 
-def test_an_epoch_may_be_skipped_from_its_first_batch() -> None:
-    model, skip = Mean(), hooks(on_train_batch_start=lambda trainer, module, batch, i: -1)
-    trainer = fit(model, numbered(3), None, skip, max_epochs=2)
-    assert (trainer.current_epoch, trainer.global_step, weight(model)) == (2, 0, 0.0)
+@pytest.mark.parametrize(
+    ("how", "at", "strategy"),
+    [
+        *[("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 0, "single"), ("skip", 1, "shard_map")],
+        *[("skip", 3, "single"), ("stop", 5, "single"), ("stop", 5, "pmap"), ("skip", 5, "ddp")],
+    ],
+)
+def test_the_window_in_which_an_epoch_ends_early_takes_no_step_and_is_in_no_row(
+    how: str, at: int, strategy: str
+) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        loss = jnp.mean(self.error(batch) ** 2)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    stop = at_batch(at - 1, lambda trainer, module: trainer.stop("enough"))
+    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == at else None)
+    model, rows, journal = module(step), Rows(), Journal()
+    arguments = {"strategy": strategy, "accumulate_grad_batches": 4, "log_every_n_steps": 1}
+    trainer = fit(model, numbered(8), None, {"stop": stop, "skip": skip}[how], rows, journal, **arguments)
+    windows = [[1, 2, 3, 4]] * (at > 4)
+    assert (len(journal.named("on_train_batch_end")), trainer.global_step) == (at, len(windows))
+    assert weight(model) == mean(windows)
+    assert rows.rows == [(0, {f"loss_{kind}": 7.5, "epoch": 0}) for _ in windows for kind in ("step", "epoch")]
+    assert trainer.current_epoch == 1 and all(np.isfinite(x) for x in trainer.callback_metrics.values())
 
 
 # More than one fit -----------------------------------------------------------------------------------------

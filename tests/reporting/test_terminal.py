@@ -104,8 +104,9 @@ def in_terminal(command, columns, folder, **more):
     return screen
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(
+    "columns", [pytest.param(80, marks=pytest.mark.full), pytest.param(120, marks=pytest.mark.sweep)]
+)
 def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_path):
     command, more = [sys.executable, str(DIGITS), "--epochs", "3"], {}
     if columns == 80:  # with a strategy whose table is wider than it

@@ -115,7 +115,7 @@ def _copy(folder: Path) -> Path:
 
 def _pytest(tests: Sequence[str], copy: Path, *options: str, seconds: float = 3600.0) -> tuple[int | None, str]:
     """Return the exit code, None if it was stopped, and the output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", *options, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not sweep", "-p", "no:cacheprovider", *options, *tests]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "JAX_COMPILATION_CACHE_DIR": cache}
     environment["PYTHONPATH"] = str(copy)  # before an editable install

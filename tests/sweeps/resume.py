@@ -2,8 +2,8 @@
 
     python tests/sweeps/resume.py [steps between the kills of fsdp] [those of the others]
 
-Each run is one process that kills itself in some hook at some step, and another one with the same command that goes
-on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
+Each run is a process or two that kill themselves in some hook at some step, and another one with the same command that
+goes on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-STRATEGIES, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 2
+STRATEGIES, EPOCHS, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 4, 2
 # The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
 KILLS = (
     "on_train_batch_end",
@@ -35,21 +35,26 @@ KILLS = (
 
 def run(root: Path, strategy: str, step: int) -> str:
     """Kill and resume once; returns what was seen, which begins with "ok" if all is as it must be."""
-    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_model import STEPS_PER_EPOCH
     from kit.resume_runs import ended, problems_of, start_child
 
     every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
-    hook = "on_train_epoch_end" if step == STEPS else hook  # behind the last step there is no validation
+    hook = (
+        "on_train_epoch_end" if step == EPOCHS * STEPS_PER_EPOCH else hook
+    )  # behind the last step there is no validation
     reference = root / f"{strategy}-whole"
     folder = root / f"{strategy}-{step}"
     start = time.monotonic()
-    code, output = ended(start_child(folder, 0, strategy, epochs=EPOCHS, every=every, kill=(hook, step)))
-    if code != -signal.SIGKILL:
-        return f"the first process ended with {code}: {output[-2000:]}"
-    code, output = ended(start_child(folder, 1, strategy, epochs=EPOCHS, every=every))
+    # Every third training is killed before as well, where no checkpoint may be there yet.
+    kills = [("on_log", step // 2), (hook, step)] if step % 3 == 1 else [(hook, step)]
+    for number, kill in enumerate(kills):
+        code, output = ended(start_child(folder, number, strategy, epochs=EPOCHS, every=every, kill=kill))
+        if code != -signal.SIGKILL:
+            return f"process {number} ended with {code}: {output[-2000:]}"
+    code, output = ended(start_child(folder, len(kills), strategy, epochs=EPOCHS, every=every))
     if code:
-        return f"the second process ended with {code}: {output[-2000:]}"
-    found = problems_of(folder, reference, 2)
+        return f"the last process ended with {code}: {output[-2000:]}"
+    found = problems_of(folder, reference, len(kills) + 1)
     lost = found.pop("lost")
     told = f"{hook}, checkpoint every {every}: {lost} steps done again, {time.monotonic() - start:.1f} s"
     return f"{told}; DIFFERENT: {json.dumps(found)[:2000]}" if found else f"ok, {told}"
@@ -57,7 +62,7 @@ def run(root: Path, strategy: str, step: int) -> str:
 
 def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
     """Run all, a few at once; returns how many runs were not as they must be."""
-    from kit.resume_model import EPOCHS, STEPS
+    from kit.resume_model import STEPS_PER_EPOCH
     from kit.resume_runs import ended, start_child
 
     failed = 0
@@ -79,8 +84,8 @@ def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
         runs = [
             (strategy, step)
             for strategy in STRATEGIES
-            for step in range(1, STEPS + 1, steps_of_fsdp)
-            if strategy == "fsdp" or step % steps_of_others == 0
+            for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1)
+            if step % (steps_of_fsdp if strategy == "fsdp" else steps_of_others) == 0
         ]
         for (strategy, step), seen in zip(runs, pool.map(lambda x: run(root, *x), runs), strict=True):
             print(f"{strategy:<8}killed at step {step:>2}: {seen}", flush=True)

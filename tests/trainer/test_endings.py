@@ -177,6 +177,13 @@ def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog) -
             ("on_train_start", 1, signal.SIGINT),  # before any step
         ],
         *(("on_train_batch_end", 2, signal.SIGTERM), ("on_validation_batch_end", 8, None)),
+        full=[
+            ("on_train_epoch_start", 2, signal.SIGINT),
+            ("on_train_batch_start", 4, None),
+            ("on_validation_end", 3, signal.SIGINT),
+            ("on_train_epoch_end", 1, signal.SIGTERM),
+            ("on_train_start", 1, signal.SIGINT),
+        ],
     ),
 )
 def test_an_error_or_a_signal_is_followed_by_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
