@@ -62,6 +62,18 @@ def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
         np.testing.assert_allclose(losses, single, rtol=1e-5)
 
 
+def test_experts_on_their_own_devices_learn_what_a_single_device_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closing_line(strategy: str) -> str:
+        return run("experts.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "1").splitlines()[-1]
+
+    split, single = map(closing_line, ("experts", "single"))
+    assert split.endswith("experts P('ep', None, None)") and single.endswith("experts P()")
+    losses = [float(re.findall(r"^loss (\S+),", line)[0]) for line in (split, single)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 SPLIT = {  # into how many parts, by dim
     "HSDP": {"up.kernel": (1, 4), "attention.out.kernel": (1, 1, 4), "down.kernel": (4, 1), "norm.bias": (4,)},
     "TensorParallel": {

@@ -1,0 +1,89 @@
+"""What a device holds and sends for a transformer: read off the compiled programs, against counts of its parameters."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.inside import laid_out
+from kit.notebook import LM
+from kit.trainers import BARE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.strategies import FSDP
+
+LAYERS, WIDTH, VOCAB = 12, 64, 128
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm_1, self.norm_2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.qkv, self.out = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        heads = self.qkv(self.norm_1(x)).reshape(*x.shape[:2], 4, -1)
+        part = heads.shape[-1] // 3
+        query, key, value = (heads[..., i * part : (i + 1) * part] for i in range(3))
+        x = x + self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape))
+        return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
+
+
+class Scanned(jl.TrainModule):
+    """A language model that scans over its layers."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block))(rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def training_step(self, tokens: jax.Array) -> jax.Array:
+        graph, blocks = nnx.split(self.blocks)
+        x, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, block)(x), None), self.embed(tokens[:, :-1]), blocks)
+        return optax.softmax_cross_entropy_with_integer_labels(self.head(x), tokens[:, 1:]).mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adamw(1e-3)
+
+
+def cost_of(strategy: Any, module: Any, tokens: np.ndarray, **arguments: Any) -> Any:
+    trainer = fit(module, [tokens], strategy=strategy, **BARE, **arguments)
+    (cost,) = [program for program in trainer.explain().programs if program.name == "train_step"]
+    return cost, {x.kind: x for x in cost.collectives}, trainer
+
+
+def parameter_bytes(trainer: jl.Trainer) -> int:
+    """Return the bytes of the parameters that are split."""
+    leaves = jax.tree.leaves(trainer.state.params)
+    return sum(x.nbytes for x in leaves if not x.sharding.is_fully_replicated)
+
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, 33)).astype(np.int32)
+
+
+def test_scanned_layers_are_gathered_one_at_a_time_once_forward_and_once_backward() -> None:
+    plain, sent, trainer = cost_of("fsdp", Scanned(rngs=nnx.Rngs(0)), TOKENS)
+    assert set(sent) == {"all-gather", "all-reduce"}  # no activation is moved
+    assert sent["all-gather"].bytes <= 2 * 1.1 * parameter_bytes(trainer)
+    again, _, _ = cost_of(FSDP(remat=True), Scanned(rngs=nnx.Rngs(0)), TOKENS)
+    assert again.memory.temporaries <= 0.45 * plain.memory.temporaries
+
+
+@pytest.mark.full
+def test_each_array_of_a_transformer_is_gathered_once() -> None:
+    module = LM(rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32)
+    _, sent, trainer = cost_of("fsdp", module, tokens)
+    assert sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.state.params)) == 27
+    assert sent["all-gather"].calls <= 27 and sent["all-gather"].bytes <= 1.1 * parameter_bytes(trainer)
+
+
+@pytest.mark.parametrize(("name", "part"), [("fsdp", 1 / 8), ("hsdp", 1 / 4), ("zero1", 5 / 12), ("zero2", 5 / 12)])
+def test_a_device_holds_its_part_of_the_state_of_a_deep_transformer(name: str, part: float) -> None:
+    strategy = make_trainer(strategy=name).strategy
+    state, shardings = laid_out(strategy, nnx.eval_shape(lambda: Scanned(rngs=nnx.Rngs(0))))
+    pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True))
+    held = sum(np.prod(lies.shard_shape(x.shape)) * x.dtype.itemsize for x, lies in pairs)
+    assert part <= held / sum(x.size * x.dtype.itemsize for x, _ in pairs) <= part + 0.01
