@@ -252,7 +252,7 @@ def test_a_checkpoint_goes_from_strategy_to_strategy_and_keeps_every_bit(tmp_pat
         "single",
     )
     for i, strategy in enumerate(others, 1):
-        trainer = fit(model, tokens(), strategy=strategy, ckpt_path=path, **sizes)
+        trainer = fit(model, batches, strategy=strategy, ckpt_path=path, **sizes)
         for a, b in zip(first, leaves(trainer), strict=True):
             np.testing.assert_array_equal(a, b)
         trainer.save_checkpoint(path := tmp_path / str(i))
