@@ -95,10 +95,9 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
         return ByDivision(step(self.replica), step(replace(self.replica, whole=True)))
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
-        """Return the body of a program, which gathers what is split as far as it is used."""
+        """Return the body of a program, which gathers what is split."""
         closed, treedef = self.traced(partial(program.fn, replica), *args)
         run, jaxpr = jaxpr_as_fun(closed), closed.jaxpr
-        used = {var for eqn in jaxpr.eqns for var in eqn.invars if not isinstance(var, Literal)}
         lies = [lying for state in program.inputs for lying in state]
         dims = [None if lying.own else self._dim(lying.sharding) for lying in lies]
         dims += [None] * (len(jaxpr.invars) - len(dims))  # of the batch
@@ -116,10 +115,9 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
 
         def body(*args: Any) -> Any:
             blocks = jax.tree.leaves(args)
-            whole = [
-                x if dim is None or var not in used else jax.lax.all_gather(x, str(replica.axis), axis=dim, tiled=True)
-                for x, dim, var in zip(blocks, dims, jaxpr.invars, strict=True)
-            ]
+            axis = str(replica.axis)  # what the step does not use is not gathered in the end, as jit drops it
+            gather = lambda x, dim: x if dim is None else jax.lax.all_gather(x, axis, axis=dim, tiled=True)  # noqa: E731
+            whole = map(gather, blocks, dims)
             pairs = zip(jaxpr.outvars, run(*whole), strict=True)
             results = [
                 part(i, None if isinstance(var, Literal) else var, x, blocks) for i, (var, x) in enumerate(pairs)
