@@ -64,7 +64,7 @@ def _follow(jaxpr: Any, known: dict[Any, Held], found: dict[int, set[int]]) -> N
 
 def _moved(eqn: Any, held: Sequence[Held | None]) -> Held | None:
     """Return what an equation's result is of a value that is followed, if it is that value still."""
-    if held[0] is None or len(eqn.outvars) != 1:
+    if not held or held[0] is None or len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "transpose":
         return replace(held[0], dims=tuple(held[0].dims[i] for i in eqn.params["permutation"]))

@@ -39,6 +39,10 @@ def inside_of_calls(w: Any, x: jax.Array) -> jax.Array:
     return jax.jit(jax.checkpoint(plain))(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+def with_numbers(w: Any, x: jax.Array) -> jax.Array:
+    return plain(w, x + jnp.arange(WIDTH) / WIDTH)
+
+
 def two_levels(w: Any, x: jax.Array) -> jax.Array:
     w = w.reshape(2, 3, WIDTH, WIDTH)
     return jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0], None), x, w)[0].sum()
@@ -54,7 +58,7 @@ def the_same_in_each(w: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, _: (layer(x, w[0]), None), x, None, length=LAYERS)[0].sum()
 
 
-SCANS = (plain, along_another_dim, computed_again, inside_of_calls)
+SCANS = (plain, along_another_dim, computed_again, inside_of_calls, with_numbers)
 OTHERS = (two_levels, one_by_one, the_same_in_each)  # a reshape makes another array of it
 
 
