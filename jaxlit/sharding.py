@@ -36,7 +36,7 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
         >>> mesh = jl.sharding.mesh({"data": 1, "fsdp": -1})
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dict(shape)
+    sizes = dict(shape) if isinstance(shape, Mapping) else {}
     known = all(isinstance(axis, str) and (size == -1 or check.is_int(size, low=1)) for axis, size in sizes.items())
     if not sizes or not known or [*sizes.values()].count(-1) > 1:
         raise ArgumentError(
@@ -219,6 +219,8 @@ def split_dim(dim: int, axes: Sequence[str]) -> P:
 
 def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if len(set(axes)) < len(axes):
+        raise ArgumentError(f"jl.sharding.{owner}(axes=...) names an axis twice: {axes}.")
     if not axes or (unknown := [axis for axis in axes if axis not in mesh.axis_names]):
         given = unknown if axes else axes
         raise ArgumentError(f"jl.sharding.{owner}(axes=...) takes axes of the mesh {dict(mesh.shape)}, got {given}.")

@@ -365,7 +365,20 @@ class Strategy(ABC):
             held if held is not None else self.replicated if isinstance(x, Out) else None
             for held, x in zip(state_shardings(program), program.outputs, strict=True)
         )
-        return jax.jit(body, out_shardings=out, donate_argnums=program.donate)
+        return self.jit(body, out_shardings=out, donate_argnums=program.donate)
+
+    def jit(self, fn: Callable[..., Any], **options: Any) -> Any:
+        """Compile a program with collectives by `jax.jit`.
+
+        Args:
+            fn: The function.
+            **options: Other arguments of `jax.jit`.
+        """
+        if self.mesh.devices.flat[0].platform == "cpu" and self.mesh.size > 1:
+            # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
+            # for each other, and the process is ended.
+            options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        return jax.jit(fn, **options)
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of arrays of the state, and inputs, compiled: what runs on the state outside of a step.
@@ -373,7 +386,7 @@ class Strategy(ABC):
         Args:
             fn: A function of (a list of arrays, *pytrees) to a pytree.
         """
-        return jax.jit(self.in_mesh(fn))
+        return self.jit(self.in_mesh(fn))
 
     def canonical(self, state: TrainState) -> TrainState:
         """Return the state as global arrays on the mesh, one copy of each."""

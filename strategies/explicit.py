@@ -90,7 +90,7 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
                 return new, logs, loss, outputs, *seen
 
             out = state_shardings(program)
-            return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
+            return self.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
         return ByDivision(step(self.replica), step(replace(self.replica, whole=True)))
 
@@ -105,11 +105,11 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
         outputs = jax.tree.leaves(program.outputs[0])  # the state, first of all that leaves a step
 
         def part(i: int, var: Any, result: Any, blocks: list[Any]) -> Any:
-            if (place := as_given.get(var)) is not None:
-                return blocks[place]  # not from the gathered copy of it
             dim = self._dim(outputs[i].sharding) if i < len(outputs) and not outputs[i].own else None
             if dim is None:
                 return result
+            if (place := as_given.get(var)) is not None and dims[place] == dim:
+                return blocks[place]  # not from the gathered copy of it
             size = result.shape[dim] // replica.count
             return jax.lax.dynamic_slice_in_dim(result, jax.lax.axis_index(str(replica.axis)) * size, size, dim)
 

@@ -1,5 +1,6 @@
 """Fully sharded data parallel: its stages (ZeRO), copies of its shards (HSDP), and rules."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -17,7 +18,10 @@ from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.rules import Rules, dim_names
+from jaxlit.strategies.rules import Rules, axes_of, dim_names
+
+# Those of jax.checkpoint_policies that are policies; the others make one of arguments.
+_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
 class FSDP(Strategy):
@@ -28,7 +32,7 @@ class FSDP(Strategy):
     divides by a part of the shards. Else it stays whole, as arrays of at most `min_size` elements, random state, batch
     statistics and counters do. The dim that a scan goes along, layer by layer, is split by rules only. The step sees
     the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one are gathered
-    at a time.
+    at a time; layers that are computed again in part only, and scans inside a cond or a loop, are left to XLA.
 
     The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
     is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
@@ -40,8 +44,8 @@ class FSDP(Strategy):
         replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
             the number of processes, and 2 in a single one.
         rules: Which mesh axes arrays are split over, see `Rules`.
-        remat: Compute the layers that a step scans over again in the backward pass: True keeps their inputs only, a
-            name of `jax.checkpoint_policies` what it says.
+        remat: Compute the layers that a step scans over again in the backward pass: True keeps their inputs only,
+            "dots_saveable" and other names of `jax.checkpoint_policies` what they say. Refused if there is no scan.
         body: "auto" leaves the collectives to XLA. "explicit" runs the step once on each device, on its rows (see
             `ShardMapDDP`): split parameters are gathered once a step and gradients summed into shards once a window, so
             a device holds all parameters during a step, and all of its own gradients in float32 during a window.
@@ -68,7 +72,7 @@ class FSDP(Strategy):
 
     def __new__(cls, *_: Any, body: str = "auto", **__: Any) -> "FSDP":
         """Return a strategy of the class that the body asks for."""
-        return super().__new__(FSDP._bodies.get(body, cls) if cls is FSDP else cls)
+        return super().__new__(FSDP._bodies.get(body, cls) if cls is FSDP and isinstance(body, str) else cls)
 
     def __init__(
         self,
@@ -82,13 +86,15 @@ class FSDP(Strategy):
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name, whole = type(self).__name__, check.is_int(min_size, low=0)
-        check.require(stage in (1, 2, 3), "stage", stage, "must be 1, 2 or 3", owner=name)
+        check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
         check.require(whole, "min_size", min_size, "must be an int of at least 0", owner=name)
         known = replicas == "auto" or check.is_int(replicas, low=1)
         check.require(known, "replicas", replicas, "must be a positive int or 'auto'", owner=name)
-        known = isinstance(remat, bool) or (isinstance(remat, str) and hasattr(jax.checkpoint_policies, remat))
-        check.require(known, "remat", remat, "must be a bool or a name of jax.checkpoint_policies", owner=name)
+        known = isinstance(remat, bool) or remat in _POLICIES
+        check.require(known, "remat", remat, f"must be a bool or one of {_POLICIES}", owner=name)
         check.require(body in ("auto", "explicit"), "body", body, "must be 'auto' or 'explicit'", owner=name)
+        made = body == "auto" or isinstance(self, FSDP._bodies[body])
+        check.require(made, "body", body, "is said by the base: subclass ExplicitFSDP", owner=name)
         self.stage, self.min_size, self.replicas, self.remat = stage, min_size, replicas, remat
         self.rules = Rules(rules, owner=name)
         if replicas != 1:
@@ -97,7 +103,7 @@ class FSDP(Strategy):
 
     def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
         """Train on a mesh of the user's own; see `Strategy.use_mesh`."""
-        alone, name = mesh is None or self.replicas == 1, type(self).__name__
+        alone, name = mesh is None or self.replicas in (1, "auto"), type(self).__name__
         check.require(
             alone, "replicas", self.replicas, "is said by the mesh where one is given: leave it out", owner=name
         )
@@ -111,7 +117,7 @@ class FSDP(Strategy):
         """
         if self.replicas == 1:
             return super().mesh_shape(device_count)
-        several = jax.process_count() if jax.process_count() > 1 else min(2, device_count)
+        several = jax.process_count() if jax.process_count() > 1 else math.gcd(2, device_count)
         replicas = several if isinstance(self.replicas, str) else self.replicas
         if device_count % replicas:
             raise ArgumentError(
@@ -158,7 +164,7 @@ class FSDP(Strategy):
         parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
 
-        self.rules.check(self.mesh, [name for _, name, _ in leaves])
+        self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
 
         def lies(scanned: dict[int, set[int]]) -> list[NamedSharding]:
             return [
@@ -167,11 +173,21 @@ class FSDP(Strategy):
             ]
 
         found = lies({})
-        # A trace is asked for only if what it tells can matter: the first dim of a stack of layers was split.
-        doubtful = any(lie.spec and lie.spec[0] and x.ndim > 1 for lie, (_, _, x) in zip(found, leaves, strict=True))
-        if example is not None and doubtful:
+        # A trace is asked for only if what it tells can matter: a dim was split that a scan may go along.
+        doubtful = any(
+            x.ndim > 2 or (x.ndim > 1 and lie.spec[0])
+            for lie, (_, _, x) in zip(found, leaves, strict=True)
+            if axes_of(lie.spec)
+        )
+        if example is not None and (doubtful or self.remat):
             places = [i for i, (_, _, x) in enumerate(leaves) if not is_key(x)]
-            found = lies(scanned_dims(self.step_program(state, model, example), places))
+            scanned = scanned_dims(self.step_program(state, model, example), places)
+            if self.remat and not scanned:
+                raise ArgumentError(
+                    f"{type(self).__name__}(remat={self.remat!r}) computes the layers of a scan again, and "
+                    f"{model.name}.training_step scans over none. Leave remat out, and wrap layers in nnx.remat."
+                )
+            found = lies(scanned)
         return jax.tree.structure(parts).unflatten(found)
 
     def _sharding(self, name: str, x: Any, names: P, *, by_size: bool, scanned: set[int]) -> NamedSharding:

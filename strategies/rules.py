@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -45,6 +45,8 @@ class Rules:
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no text: {key!r}.")
             if isinstance(value, P):
+                if len(set(axes_of(value))) < len(axes_of(value)):
+                    raise ArgumentError(f"{owner}(rules=...): the rule of {key!r} names an axis twice: {value}.")
                 self.paths[_expression(key, owner)] = value
             elif axes is None or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
                 self.names[key] = axes or ()
@@ -54,12 +56,13 @@ class Rules:
                     "dim takes a mesh axis, a tuple of them, or None."
                 )
 
-    def check(self, mesh: Mesh, paths: Sequence[str]) -> None:
+    def check(self, mesh: Mesh, paths: Sequence[str], names: Iterable[P] = ()) -> None:
         """Refuse rules that name no axis of the mesh, or a path that no array has.
 
         Args:
             mesh: The mesh.
             paths: Those of all arrays.
+            names: Those that dims have.
 
         Raises:
             ArgumentError: Naming the rule.
@@ -76,6 +79,12 @@ class Rules:
                     f"{self.owner}(rules=...): no parameter's path has {pattern.pattern!r}. They are named like "
                     f"{paths[0] if paths else 'blocks[0].kernel'!r}."
                 )
+        known = {name for spec in names for name in axes_of(spec)}
+        if self.names and not known & self.names.keys():
+            raise ArgumentError(
+                f"{self.owner}(rules=...): no dim is named {' or '.join(map(repr, self.names))}; those that have names "
+                f"are {sorted(known)}. Name dims by nnx.with_partitioning, or give a path and a PartitionSpec."
+            )
 
     def sharding(self, path: str, x: Any, names: P, mesh: Mesh) -> NamedSharding | None:
         """Return how an array is split, or None if no rule says it.

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
+from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy
 
 
@@ -43,5 +44,15 @@ class SequenceParallel(Strategy):
         return P("data", "seq") if split else super().batch_spec(x)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the replicated sharding for every leaf."""
+        """Return the replicated sharding for every leaf.
+
+        Raises:
+            ArgumentError: No second dim of the batch divides by `seq`.
+        """
+        seq, leaves = self.mesh.shape["seq"], jax.tree.leaves(example)
+        if leaves and not any(x.ndim > 1 and x.shape[1] % seq == 0 for x in leaves):
+            raise ArgumentError(
+                f"SequenceParallel splits the second dim of a batch over {seq} devices, and none divides: "
+                f"{[x.shape for x in leaves]}. Pad the sequences, or choose another seq."
+            )
         return jax.tree.map(lambda _: self.replicated, state)

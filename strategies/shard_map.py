@@ -45,7 +45,7 @@ class ShardMapDDP(PerReplica):
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
         mapped, out = self.mapped(program, replica), state_shardings(program)
-        return jax.jit(named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
+        return self.jit(named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
 
     def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under shard_map."""

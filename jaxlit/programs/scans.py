@@ -189,7 +189,8 @@ class _Rewritten:
         num_consts, num_carries = scan_counts(eqn)
         first = num_consts + num_carries
         # What a user computes again within a layer is gathered again with it; a policy from outside would undo that.
-        if self.policy is not None or not _has_remat(eqn):
+        # Nor can it run effects again: a layer that calls the host is left as it is.
+        if not eqn.effects and (self.policy is not None or not _has_remat(eqn)):
             run = jax.checkpoint(run, prevent_cse=False, policy=self.policy or _all_but_gathered)
 
         def turn(carry: Any, xs: Any) -> tuple[Any, Any]:

@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit.batches import sized
 from kit.inside import lowered
 from kit.modules import Net
-from kit.refusals import fit_refuses
+from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit
 
 import jaxlit as jl
@@ -61,6 +62,38 @@ def test_what_a_step_writes_to_a_split_array_is_this_devices_part(stage: int) ->
     module.scale[...] = jnp.arange(256.0).reshape(16, 16)
     fit(module, sized(16, 16, features=16), strategy=FSDP(stage=stage, min_size=100, body="explicit"))
     np.testing.assert_array_equal(module.scale[...], np.arange(256.0).reshape(16, 16) / 4)
+
+
+class Target(nnx.Variable):
+    """State that is no parameter."""
+
+
+@pytest.mark.parametrize("rule", [None, P(None, "data")])
+def test_a_copy_of_a_split_parameter_is_whole_or_split_as_its_own_rule_says(rule: P | None) -> None:
+    class Copies(jl.TrainModule):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.arange(64.0).reshape(16, 4) / 64)
+            self.target = Target(jnp.zeros((16, 4)))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            self.target[...] = self.weight[...]
+            return jnp.mean((batch["x"] @ self.weight[...]) ** 2)
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.0)
+
+    rules = {"weight": P("data")} | ({} if rule is None else {"target": P("data", None)})
+    module = Copies()
+    trainer = fit(module, sized(16, 16, features=16), strategy=FSDP(min_size=0, body="explicit", rules=rules))
+    np.testing.assert_array_equal(module.target[...], np.arange(64.0).reshape(16, 4) / 64)
+    assert trainer.state.model_state["target"].sharding.is_fully_replicated == (rule is None)
+
+
+def test_a_subclass_of_the_automatic_one_is_told_whose_body_is_explicit() -> None:
+    class Mine(FSDP):
+        pass
+
+    refuses(ArgumentError, lambda: Mine(body="explicit"), r"Mine\(body=\.\.\.\).*subclass ExplicitFSDP")
 
 
 @pytest.mark.parametrize("where", [{"replicas": 2}, {"mesh": {"other": 2, "data": 4}}])

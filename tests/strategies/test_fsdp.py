@@ -106,6 +106,12 @@ def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumula
     )
 
 
+def test_hsdp_by_its_name_takes_what_devices_there_are_and_a_mesh_of_two_axes() -> None:
+    found = [make_trainer(strategy="hsdp", devices=n).strategy.describe() for n in (1, 3)]
+    assert found == ["FSDP on mesh data=1 x fsdp=1", "FSDP on mesh data=1 x fsdp=3"]
+    assert make_trainer(strategy="hsdp", mesh={"data": 4, "fsdp": 2}).strategy.mesh.shape["fsdp"] == 2
+
+
 def test_hsdp_has_two_copies_in_one_process_and_copies_must_divide_the_devices() -> None:
     strategy = make_trainer(strategy="hsdp").strategy
     assert strategy.describe() == "FSDP on mesh data=2 x fsdp=4"

@@ -182,7 +182,7 @@ MIXED = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
 
 def tokens() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCAB, (rows, 9)).astype(np.int32) for rows in (16, 16, 16, 6)]  # 8 inputs of a sequence
+    return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
 OFTEN = [
@@ -259,17 +259,54 @@ def test_a_checkpoint_goes_from_strategy_to_strategy_and_keeps_every_bit(tmp_pat
 
 
 def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
-    trainer = make_trainer(strategy=TensorParallel({"embed": "fsdp"}, tp=4, data=2))
+    trainer = make_trainer(strategy=TensorParallel({r"up\.kernel$": P("fsdp")}, tp=4, data=2))
     refuses(
         ArgumentError, lambda: trainer.fit(Transformer(rngs=nnx.Rngs(0)), tokens()), "splits nothing of Transformer"
     )
     for make, words in (
         (lambda: TensorParallel(tp=0), r"TensorParallel\(tp=\.\.\.\)"),
         (lambda: SequenceParallel(seq="all"), r"SequenceParallel\(seq=\.\.\.\)"),
-        (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or a name of jax\.checkpoint_policies"),
+        (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
+        (lambda: FSDP(stage=True), r"FSDP\(stage=\.\.\.\)"),
+        (lambda: Rules({"x": P("tp", "tp")}), r"the rule of 'x' names an axis twice"),
+        (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
         (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "has a multiple of 3 devices|has 3 devices"),
     ):
         refuses(ArgumentError, make, words)
+
+
+def test_what_would_do_nothing_is_refused_at_the_first_batch() -> None:
+    batches = [np.zeros((8, 9), np.int32)]
+    for strategy, words in (
+        (FSDP(remat=True), r"FSDP\(remat=True\).*Transformer\.training_step scans over none"),
+        (SequenceParallel(seq=8), r"over 8 devices, and none divides: \[\(8, 9\)\]"),
+        (FSDP(rules={"embde": "data"}), r"no dim is named 'embde'.*\['embed', 'mlp'\]"),
+    ):
+        with nnx.use_eager_sharding(False):
+            model = Transformer(("embed", "mlp"), ("mlp", "embed"), rngs=nnx.Rngs(0))
+        trainer = make_trainer(strategy=strategy)
+        refuses(ArgumentError, lambda trainer=trainer, model=model: trainer.fit(model, batches), words)
+
+
+@pytest.mark.parametrize(("shape", "scan"), [((2, 64, 4), "inner"), ((4, 64, 2), "second")])
+def test_layers_are_not_divided_whichever_dim_they_stand_in(shape: tuple[int, ...], scan: str) -> None:
+    class Nested(jl.TrainModule):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.ones(shape))
+
+        def training_step(self, x: jax.Array) -> jax.Array:
+            turn = lambda x, scale: (x * scale.mean(), None)  # noqa: E731
+            if scan == "inner":
+                return jax.lax.scan(lambda x, w: (jax.lax.scan(turn, x, w)[0], None), x, self.scale[...])[0].mean()
+            return nnx.scan(lambda x, w: turn(x, w)[0], in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(
+                x, self.scale[...]
+            ).mean()
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.1)
+
+    trainer = fit(Nested(), [np.ones((8, 4), np.float32)], strategy=FSDP(min_size=0))
+    assert trainer.state.params["scale"].sharding.shard_shape(shape)[1] == 64
 
 
 def test_a_sequence_lies_in_parts_on_the_devices() -> None:

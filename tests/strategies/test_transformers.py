@@ -87,3 +87,44 @@ def test_a_device_holds_its_part_of_the_state_of_a_deep_transformer(name: str, p
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True))
     held = sum(np.prod(lies.shard_shape(x.shape)) * x.dtype.itemsize for x, lies in pairs)
     assert part <= held / sum(x.size * x.dtype.itemsize for x, _ in pairs) <= part + 0.01
+
+
+class Counted(nnx.Module):
+    """A layer with many small arrays, and state of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.linear = nnx.LayerNorm(16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.count = nnx.BatchStat(np.zeros((), np.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.count[...] = self.count[...] + 1
+        return x + jax.nn.tanh(self.linear(self.norm(x)))
+
+
+class Stateful(jl.TrainModule):
+    """Layers that are scanned over and write to their own state; all of it leaves the scan, weights too."""
+
+    def __init__(self) -> None:
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(Counted))(nnx.Rngs(0))
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        graph, blocks = nnx.split(self.blocks)
+
+        def turn(x: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+            layer = nnx.merge(graph, block, copy=True)
+            return layer(x), nnx.state(layer)
+
+        x, after = jax.lax.scan(turn, batch, blocks)
+        nnx.update(self.blocks, nnx.state(nnx.merge(graph, after), nnx.Not(nnx.Param)))
+        return (x**2).mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adamw(1e-2, eps=1e-3)
+
+
+@pytest.mark.full
+def test_layers_of_many_split_arrays_with_state_train_on_simulated_devices() -> None:
+    """More collectives of one layer than there are threads: run at once they would wait for each other."""
+    batches = list(np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32))
+    strategies = [FSDP(min_size=0)]
+    jl.testing.assert_same_training(Stateful, batches, strategies=strategies, devices=(8,), steps=3)
