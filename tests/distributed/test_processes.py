@@ -30,10 +30,10 @@ from jaxlit.distributed.start import own_rows
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
 # divides among the processes.
-STREAMS = ("fsdp lazy dropout", "zero1", "shard_map")
-LISTS = (("fsdp", 26), ("shard_map", 24))
+STREAMS = ("fsdp lazy dropout", "shard_map")
+LISTS = (("zero1", 26), ("shard_map", 24))
 TAILS = (("arrays", 1), ("generator", 4))
-RESUMED = ("fsdp", "shard_map")
+RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two go on
 
 
 class Slow(Net):
@@ -204,8 +204,8 @@ def go_on():
         saves = [jl.callbacks.ModelCheckpoint(folder / "auto")] if strategy == "fsdp" else []
         whole = train_window(strategy, save_at(8, folder / "window"), *saves)
         say(f"{strategy} whole", whole)
-        say(f"{strategy} resumed", train_window(strategy, resume=folder / "window"))
-        say(f"{strategy} of one", train_window(strategy, resume=Path("..") / "of_one" / strategy / "window"))
+        resume = Path("..") / f"of_{RESUMED[strategy]}" / strategy / "window"
+        say(f"{strategy} resumed", train_window(strategy, resume=resume))
     meet_a_damaged_checkpoint()
     words = error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows()))
     say("refused", words)
@@ -349,8 +349,9 @@ def test_two_processes_go_on_where_two_or_one_stopped_and_one_where_two_did(alon
     for process in two:
         said, errors = process.said, process.errors
         for strategy, expected in weights.items():
-            assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many go on bit by bit"
-            close(said[f"{strategy} of one"], expected)
+            if RESUMED[strategy] == "two":
+                assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many go on bit by bit"
+            close(said[f"{strategy} resumed"], expected)
         assert said["step"][0] == said["step"][1] and "step_00000099" in errors and "state.json is damaged" in errors
         assert "middle of an epoch in 1 process" in said["refused"] and "ArrayLoader" in said["refused"]
     for strategy, expected in weights.items():

@@ -23,20 +23,18 @@ OFTEN = {
 MORE = {
     "single": [
         ("on_fit_start", 0),
+        ("on_train_start", 0),
         ("on_train_batch_start", 25),
+        ("on_train_batch_end", 45),
         ("on_validation_start", 2),
+        ("on_validation_epoch_start", 3),
         ("on_validation_batch_start", 3),
+        ("on_validation_end", 4),
         ("on_train_epoch_end", 0),
         ("on_train_end", 0),
     ],
     "fsdp": [("on_train_epoch_start", 1), ("on_validation_epoch_end", 5), ("on_safe_point", 6), ("on_fit_end", 0)],
-    "pmap": [
-        ("on_train_start", 0),
-        ("on_train_batch_end", 45),
-        ("on_validation_epoch_start", 3),
-        ("on_validation_end", 4),
-        ("on_safe_point", 45),
-    ],
+    "pmap": [WINDOW, ("on_safe_point", 45)],
 }
 LAST = [("on_safe_point", 45), ("on_train_end", 0), ("on_fit_end", 0)]  # where no training is left to do
 CASES = {mark: [(s, p) for s, places in by.items() for p in places] for mark, by in (("often", OFTEN), ("full", MORE))}

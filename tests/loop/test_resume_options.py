@@ -119,7 +119,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3], full=[*OPTIONS][1:3]))
+@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3], full=[*OPTIONS][2:3]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 
@@ -287,7 +287,7 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     assert final(again) == final(trainer)
 
 
-@pytest.mark.parametrize("name", thinned(ENDS, "its own", full=["on_fit_end"]))
+@pytest.mark.parametrize("name", thinned(ENDS, "its own", full=()))
 def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Trainer, tmp_path: Path) -> None:
     more = make_trainer("single", tmp_path / "more", max_epochs=2)
     fit(more, ckpt_path=finished[1][name])
