@@ -121,7 +121,7 @@ def _not_split(held: list[Any]) -> str:
     whole = [x for x in held if x.sharding.is_fully_replicated]
     if not whole or len(whole) == len(held):
         return ""
-    return f", {size(bytes_of(whole))} of it unsplit"
+    return f"\n  {size(bytes_of(whole))} of that unsplit, the same on any number of devices"
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:

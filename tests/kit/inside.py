@@ -86,6 +86,12 @@ def key_value_store() -> Any:
 registered_strategies = registry._registry
 
 
+def own_strategies() -> list[str]:
+    """Return the names of jaxlit's own strategies, without those that tests register."""
+    classes = {name: getattr(make, "func", make) for name, make in registered_strategies.items()}
+    return [name for name, cls in classes.items() if cls.__module__.startswith("jaxlit.")]
+
+
 class Clock:
     """Time that passes only where a test lets it."""
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from kit.batches import sized
 from kit.by_hand import train_net
-from kit.inside import registered_strategies
+from kit.inside import own_strategies
 from kit.modules import Wide
 from kit.trainers import thinned
 
@@ -14,7 +14,7 @@ import jaxlit as jl
 from jaxlit.testing import FACTORS
 from jaxlit.testing.pairwise import pairwise
 
-OTHERS = [name for name in registered_strategies if name != "single"]
+OTHERS = [name for name in own_strategies() if name != "single"]
 CASES = [tuple(case.values()) for case in pairwise({"strategy": OTHERS, "devices": (1, 2, 8), **FACTORS})]
 BY_HAND = [tuple(case.values()) for case in pairwise(FACTORS)]
 
