@@ -163,7 +163,6 @@ class FSDP(Strategy):
         """Return the shardings of parameters, frozen parameters and other state as stage 3 has them."""
         parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
-
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
 
         def lies(scanned: dict[int, set[int]]) -> list[NamedSharding]:
@@ -202,7 +201,7 @@ class FSDP(Strategy):
 
     def _gathered(self, lies: NamedSharding) -> NamedSharding:
         """Return how an array lies while it is used: over the axes of rules alone."""
-        if lies.mesh is not self.mesh:  # over a part of the devices: all its axes are of the shards
+        if lies.mesh != self.mesh:  # over a part of the devices: all its axes are of the shards
             return self.replicated
         entries = (x if isinstance(x, tuple) else (x,) for x in lies.spec)
         kept = [tuple(axis for axis in x if axis is not None and axis not in self.shard_axes) for x in entries]

@@ -145,7 +145,8 @@ class _Rewritten:
             consts: Its constants.
             args: Its inputs.
             known: Which of them are followed.
-            gathered: What was gathered so far, by the identity of the slice.
+            gathered: Slices that were gathered so far and what they became, by the identity of the slice; held with
+                it, as another value could have its identity once it is gone.
         """
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         value_of = lambda var: var.val if isinstance(var, core.Literal) else values[var]  # noqa: E731
@@ -156,8 +157,8 @@ class _Rewritten:
             if held is None or not held.is_slice:
                 return value
             if id(value) not in gathered:
-                gathered[id(value)] = self.gather(value, held)
-            return gathered[id(value)]
+                gathered[id(value)] = (value, self.gather(value, held))
+            return gathered[id(value)][1]
 
         for eqn in jaxpr.eqns:
             held = list(map(held_of, eqn.invars))
@@ -205,6 +206,10 @@ class _Rewritten:
         lies = self.lies[held.place]
         assert lies is not None
         split, whole = (NamedSharding(s.mesh, _part(s.spec, held.dims)) for s in lies)
+        if lies[0] == lies[1]:
+            return x
+        if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):  # it has no gradient
+            return jax.lax.with_sharding_constraint(x, whole)
         return _gather(x, split, whole)
 
 

@@ -113,6 +113,20 @@ def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[...,
         assert gathers and not [line for line in gathers if f"[{LAYERS},{WIDTH},{WIDTH}]" in line]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+@pytest.mark.parametrize("whole", [False, True])
+def test_arrays_without_a_gradient_and_arrays_that_are_not_split_are_scanned_as_well(dtype: Any, whole: bool) -> None:
+    def shifted(w: Any, x: jax.Array) -> jax.Array:
+        turn = lambda x, w: (jnp.tanh(x + jax.lax.stop_gradient(w).astype(jnp.float32).sum(0)), None)  # noqa: E731
+        return jax.lax.scan(turn, x, w)[0].sum()
+
+    mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
+    w = (4 * w).astype(dtype)
+    lies = NamedSharding(mesh, P() if whole else P(None, None, "data")), NamedSharding(mesh, P())
+    found = jax.jit(jax.grad(by_layer(shifted, [lies, None], NOTHING), 1))(jax.device_put(w, lies[0]), x)
+    np.testing.assert_allclose(found, jax.grad(shifted, 1)(w, x), rtol=1e-5)
+
+
 NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
