@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["all_reduce", "mesh", "place", "place_state", "rows"]
 
@@ -35,12 +35,22 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
         >>> import jaxlit as jl
         >>> mesh = jl.sharding.mesh({"data": 1, "fsdp": -1})
     """
-    devices = jax.devices() if devices is None else list(devices)
+    return build_mesh(shape, jax.devices() if devices is None else list(devices), "jl.sharding.mesh(shape)")
+
+
+def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: str) -> Mesh:
+    """Return a mesh; see `mesh`.
+
+    Args:
+        shape: The size of each axis by its name.
+        devices: The devices.
+        owner: Who was given the sizes, for errors.
+    """
     sizes = dict(shape) if isinstance(shape, Mapping) else {}
     known = all(isinstance(axis, str) and (size == -1 or check.is_int(size, low=1)) for axis, size in sizes.items())
     if not sizes or not known or [*sizes.values()].count(-1) > 1:
         raise ArgumentError(
-            f"jl.sharding.mesh(shape) takes the size of each axis by its name, one of them -1 at most, got {shape!r}."
+            f"{owner} takes the size of each axis by its name, at least 1 and one of them -1 at most, got {shape!r}."
         )
     product = math.prod(size for size in sizes.values() if size != -1)
     for axis, size in sizes.items():
@@ -48,7 +58,7 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
             sizes[axis] = len(devices) // product
     if math.prod(sizes.values()) != len(devices):
         raise ArgumentError(
-            f"A mesh of {dict(shape)} has {'a multiple of ' if -1 in sizes.values() else ''}{product} devices, and "
+            f"{owner}: {dict(shape)} has {'a multiple of ' if -1 in sizes.values() else ''}{product} devices, and "
             f"there are {len(devices)}. Its sizes must multiply to the number of devices."
         )
     automatic = (AxisType.Auto,) * len(sizes)
@@ -99,15 +109,47 @@ def place(batch: Any, sharding: Any) -> Any:
     Returns:
         The same pytree, of global `jax.Array`s.
 
+    Raises:
+        ArgumentError: The rows of an array do not divide.
+        ArgumentTypeError: `sharding` is none, or a leaf is no array of numbers.
+
     Example:
         >>> import jaxlit as jl, numpy as np
         >>> sharding = jl.sharding.rows(jl.sharding.mesh({"data": -1}))
         >>> batch = jl.sharding.place({"x": np.ones((8, 2), np.float32)}, sharding)
     """
+    lies = sharding
     if isinstance(sharding, NamedSharding):
         whole = NamedSharding(sharding.mesh, P())
-        sharding = jax.tree.map(lambda x, split=sharding: split if np.ndim(x) else whole, batch)
-    return jax.make_array_from_process_local_data(sharding, batch)
+        lies = jax.tree.map(lambda x: sharding if np.ndim(x) else whole, batch)
+    try:
+        return jax.make_array_from_process_local_data(lies, batch)
+    except (ValueError, TypeError) as error:
+        raise _unplaceable(batch, sharding, lies, error) from error
+
+
+def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exception:
+    """Return what tells why a batch could not be placed."""
+    owner = "jl.sharding.place(batch, sharding)"
+    if not all(isinstance(x, Sharding) for x in jax.tree.leaves(lies)):
+        return ArgumentTypeError(
+            f"{owner} takes a jax.sharding.NamedSharding, or a pytree of them like the batch, got {sharding!r}. "
+            "jl.sharding.rows(mesh) is one."
+        )
+    if jax.tree.structure(lies) != jax.tree.structure(batch):
+        return ArgumentError(f"{owner} takes a pytree of shardings like the batch: {error}")
+    for (path, x), split in zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(lies), strict=True):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if np.asarray(x).dtype.kind not in "biufcV":  # V holds bfloat16 and its kin
+            return ArgumentTypeError(f"{owner} takes arrays of numbers, and {name} is {x!r}.")
+        try:
+            split.shard_shape(np.shape(x))
+        except ValueError:
+            return ArgumentError(
+                f"{owner}: {name} has shape {np.shape(x)}, which does not divide as {split.spec} on a mesh of "
+                f"{dict(split.mesh.shape)} asks for. Leave rows out, or pad them."
+            )
+    return ArgumentError(f"{owner}: {error}")
 
 
 def place_state(
@@ -134,10 +176,12 @@ def place_state(
         >>> nnx.update(model, jl.sharding.place_state(nnx.state(model), mesh, "shard"))
     """
     check.one_of("how", how, ("replicate", "shard"), owner="jl.sharding.place_state")
+    whole = check.is_int(min_size, low=0)
+    check.require(whole, "min_size", min_size, "takes an int of at least 0", owner="jl.sharding.place_state")
     axes = _known(mesh, axes, "place_state")
     whole = NamedSharding(mesh, P())
     lies = (lambda x: by_size(x, mesh, axes, min_size=min_size)) if how == "shard" else (lambda _: whole)
-    return jax.tree.map(lambda x: jax.device_put(x, lies(x)), state)
+    return jax.tree.map(lambda x: jax.device_put(x, lies(x if hasattr(x, "shape") else np.asarray(x))), state)
 
 
 def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
@@ -151,14 +195,20 @@ def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
         how: "mean" or "sum".
 
     Raises:
-        ArgumentError: `how` is another word.
+        ArgumentError: `how` is another word, or nothing is mapped over `axis` here.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxlit as jl
         >>> mean = jax.vmap(lambda x: jl.sharding.all_reduce(x, "data"), axis_name="data")(jnp.arange(4.0))
     """
     check.one_of("how", how, ("mean", "sum"), owner="jl.sharding.all_reduce")
-    return (jax.lax.pmean if how == "mean" else jax.lax.psum)(tree, axis)
+    try:
+        return (jax.lax.pmean if how == "mean" else jax.lax.psum)(tree, axis)
+    except NameError as error:
+        raise ArgumentError(
+            f"jl.sharding.all_reduce(axis={axis!r}) is called inside a map over that axis. Call it in the function "
+            "that jax.shard_map or jax.pmap maps over a mesh that has it."
+        ) from error
 
 
 def by_size(
@@ -218,6 +268,10 @@ def split_dim(dim: int, axes: Sequence[str]) -> P:
 
 
 def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]:
+    if not isinstance(mesh, Mesh):
+        raise ArgumentTypeError(
+            f"jl.sharding.{owner}(mesh, ...) takes a jax.sharding.Mesh, as jl.sharding.mesh makes it, got {mesh!r}."
+        )
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if len(set(axes)) < len(axes):
         raise ArgumentError(f"jl.sharding.{owner}(axes=...) names an axis twice: {axes}.")

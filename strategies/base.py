@@ -109,7 +109,9 @@ class Strategy(ABC):
         if isinstance(given, jax.sharding.Mesh):
             self.mesh = given
         else:
-            self.mesh = sharding.mesh(self.mesh_shape(len(devices)) if given is None else given, devices)
+            owner = f"The mesh of {type(self).__name__}"
+            shape = self.mesh_shape(len(devices)) if given is None else given
+            self.mesh = sharding.build_mesh(shape, devices, owner)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return the size of each mesh axis, by name; here all devices stand on `data`.
@@ -331,14 +333,9 @@ class Strategy(ABC):
         return NamedSharding(self.mesh, self.batch_spec(x))
 
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn` with the mesh in context while it is traced, so that what it runs may name the mesh's axes.
-
-        A mesh that is in context already, by `jax.set_mesh`, stays.
-        """
+        """Return `fn` with the mesh in context while it is traced, so that what it runs may name the mesh's axes."""
 
         def call(*args: Any) -> Any:
-            if not jax.sharding.get_abstract_mesh().empty:
-                return fn(*args)
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return fn(*args)
 

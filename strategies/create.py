@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import StateError
@@ -55,10 +55,20 @@ def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, 
     return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
 
 
+def _untyped(x: jax.Array) -> jax.Array:
+    """Return an array where it is, without the mesh in its type that one made under a mesh of Explicit axes has."""
+    lies = x.sharding
+    if not isinstance(lies, NamedSharding) or set(lies.mesh.axis_types) == {AxisType.Auto}:
+        return x
+    held: Any = lies.mesh
+    automatic = Mesh(held.devices, held.axis_names, axis_types=(AxisType.Auto,) * len(held.axis_names))
+    return jax.device_put(x, NamedSharding(automatic, lies.spec))
+
+
 def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     # What lies on these devices already stays as it is split: whole on each, it might not fit.
     if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
-        return x
+        return _untyped(x)
     whole = NamedSharding(mesh, P())
     if not mesh.is_multi_process:
         return jax.device_put(x, whole)

@@ -45,6 +45,10 @@ class Rules:
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no text: {key!r}.")
             if isinstance(value, P):
+                if P.UNCONSTRAINED in value:
+                    raise ArgumentError(
+                        f"{owner}(rules=...): the rule of {key!r} leaves a dim open: {value}. Take None."
+                    )
                 if len(set(axes_of(value))) < len(axes_of(value)):
                     raise ArgumentError(f"{owner}(rules=...): the rule of {key!r} names an axis twice: {value}.")
                 self.paths[_expression(key, owner)] = value

@@ -22,6 +22,7 @@ GROUND = (
     "leaf_names",
     "checks",
     "control",
+    "mesh_context",
     "sharding",
 )  # the files on the ground floor, which is one room
 ROOMS = (

@@ -44,7 +44,9 @@ def test_digits_reaches_95_percent(
     assert accuracy(run_digits(monkeypatch, capsys, "--strategy", strategy, "--devices", devices)) >= 0.95
 
 
-@pytest.mark.parametrize("strategy", thinned(("single", "fsdp"), "fsdp", full=()))
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("fsdp", marks=pytest.mark.full), pytest.param("single", marks=pytest.mark.sweep)]
+)
 def test_records_reaches_95_percent(
     strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +64,7 @@ def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
         np.testing.assert_allclose(losses, single, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_experts_on_their_own_devices_learn_what_a_single_device_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,10 +116,12 @@ def test_a_strategy_of_ones_own_passes_the_check_of_strategies(name: str) -> Non
     assert len(check(name, factors=jl.testing.FACTORS)) == 6
 
 
+@pytest.mark.full
 def test_a_strategy_of_ones_own_trains_on_windows_and_a_tail() -> None:
     check("TensorParallel", devices=[8], accumulate_grad_batches=2)
 
 
+@pytest.mark.full
 def test_piped_output_is_one_plain_line_an_epoch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

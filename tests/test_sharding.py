@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 
 def test_a_mesh_is_made_of_all_devices_with_one_size_left_open() -> None:
@@ -33,6 +33,44 @@ def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
         jl.sharding.mesh(shape)
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda s, m: s.place({"x": [np.ones((7, 2))]}, s.rows(m)),
+            ArgumentError,
+            r"batch\['x'\]\[0\] has shape \(7, 2\)",
+        ),
+        (
+            lambda s, m: s.place({"x": "abc"}, s.rows(m)),
+            ArgumentTypeError,
+            r"arrays of numbers, and batch\['x'\] is 'abc'",
+        ),
+        (
+            lambda s, m: s.place({"x": np.ones(8)}, m),
+            ArgumentTypeError,
+            r"takes a jax\.sharding\.NamedSharding, .*rows\(mesh\)",
+        ),
+        (lambda s, m: s.place([np.ones(8)], [s.rows(m)] * 2), ArgumentError, "a pytree of shardings like the batch"),
+        (
+            lambda s, m: s.place_state(np.ones(8), {"data": 8}),
+            ArgumentTypeError,
+            r"place_state\(mesh, .* got \{'data': 8\}",
+        ),
+        (
+            lambda s, m: s.place_state(1.0, m, min_size=-1),
+            ArgumentError,
+            r"min_size=\.\.\.\) takes an int of at least 0",
+        ),
+        (lambda s, m: s.all_reduce(np.ones(8), "data"), ArgumentError, r"axis='data'\) is called inside a map"),
+        (lambda s, m: s.rows({"data": 8}), ArgumentTypeError, r"sharding\.rows\(mesh, "),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_by_its_path_or_argument(call, error, words) -> None:
+    with pytest.raises(error, match=words):
+        call(jl.sharding, jl.sharding.mesh({"data": 8}))
+
+
 def test_rows_are_split_and_numbers_lie_whole() -> None:
     mesh, (batch,) = jl.sharding.mesh({"data": 2, "fsdp": 4}), random(1)
     placed = jl.sharding.place(batch | {"scale": np.float32(2)}, jl.sharding.rows(mesh, ("data", "fsdp")))
@@ -49,8 +87,8 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
         nnx.update(model, jl.sharding.place_state(nnx.state(model), mesh, how))
         assert (model.kernel.sharding.spec, model.bias.sharding.spec) == specs
         np.testing.assert_array_equal(model.kernel[...], before)
-    placed = jl.sharding.place_state({"b": np.ones(64)}, mesh, "shard", min_size=0)
-    assert placed["b"].sharding.spec == P("data")
+    placed = jl.sharding.place_state({"b": np.ones(64), "scale": 2.0}, mesh, "shard", min_size=0)
+    assert (placed["b"].sharding.spec, placed["scale"].sharding.spec) == (P("data"), P())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentTypeError, StateError
+from jaxlit.mesh_context import out_of_meshes
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 
@@ -96,6 +97,7 @@ class CompiledStep:
         """The strategy that it runs under."""
         return self._engine.strategy
 
+    @out_of_meshes
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, StepLogs]:
         """Take one optimizer step with a host batch of global rows, or in several processes with this one's.
 
@@ -116,6 +118,7 @@ class CompiledStep:
         self._wait(logs)
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 
+    @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
         whole = self._engine.strategy.canonical(state.unflatten())
@@ -125,6 +128,7 @@ class CompiledStep:
         return module
 
 
+@out_of_meshes
 def compile_step(
     module: TrainModule | lazy,
     *,

@@ -1,12 +1,12 @@
 """A compiled program that can be asked what it costs."""
 
-import contextlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import jax
 
+from jaxlit.mesh_context import is_out, out
 from jaxlit.programs.cost import ProgramCost, program_cost
 
 
@@ -25,11 +25,11 @@ class CompiledProgram:
         self.name, self.program = name, program
         self.run: Callable[..., Any] = self._first
         self._arguments: tuple[Any, ...] | None = None
-        self._mesh: jax.sharding.Mesh  # in context in the first call, which the caller's jax.set_mesh may have set
+        self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 
     def _first(self, *args: Any) -> Any:
         arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
-        self._mesh = jax.sharding.get_mesh()
+        self._out = is_out.get()
         result = self.program(*args)
         self._arguments, self.run = arguments, self.program
         return result
@@ -43,8 +43,7 @@ class CompiledProgram:
     def cost(self) -> ProgramCost:
         """What a call like the first one costs."""
         assert self._arguments is not None, "nothing is known of a program before its first call"
-        same = jax.sharding.get_mesh() == self._mesh
-        with contextlib.nullcontext() if same else jax.set_mesh(self._mesh):
+        with out(self._out):
             return program_cost(self.name, self.program, self._arguments)
 
 

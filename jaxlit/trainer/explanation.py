@@ -12,6 +12,7 @@ from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
+from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
@@ -77,6 +78,7 @@ class Explanation:
     __repr__ = __str__
 
 
+@out_of_meshes
 def explain(run: Run | None) -> Explanation:
     """Return where the time of a run went, how its state lies, and what its programs cost.
 

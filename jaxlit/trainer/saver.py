@@ -13,6 +13,7 @@ from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rows import check_finite
 from jaxlit.loop.run import Run
+from jaxlit.mesh_context import out_of_meshes
 
 
 class Saver:
@@ -77,6 +78,7 @@ class Saver:
         """Write a checkpoint and wait until it is there; see `Trainer.save_checkpoint`."""
         self._begin(path, None, "Trainer.save_checkpoint").wait()
 
+    @out_of_meshes
     def _begin(self, path: str | Path, order: int | None, owner: str) -> Saving:
         check_path(path, owner)
         order = None if order is None else check.integer("order", order, low=0, owner=owner)

@@ -34,6 +34,7 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
+from jaxlit.mesh_context import out_of_meshes
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
@@ -96,6 +97,7 @@ class Session:
 
     # The verbs --------------------------------------------------------------------------------------
 
+    @out_of_meshes
     def fit(
         self,
         model: TrainModule | lazy,
@@ -126,6 +128,7 @@ class Session:
         with interruptible(self.control):
             self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
 
+    @out_of_meshes
     def evaluate(
         self,
         stage: Stage,
@@ -321,6 +324,7 @@ class Session:
             epoch=lambda: run.position.epoch,
         )
 
+    @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
         if not callable(fn):
@@ -333,6 +337,7 @@ class Session:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
         return self._engines.evaluator(module, self.settings, self.engine).apply(fn, *inputs)
 
+    @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
         extras = {} if self.engine is None else self.engine.extras

@@ -71,7 +71,7 @@ def total(grads: dict[str, np.ndarray], p: float = 2.0) -> float:
     return norm_of(np.concatenate(list(grads.values())), p)
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "pmap", full=FOUR))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "pmap", full=FOUR))
 def test_it_is_the_norm_of_all_gradients_before_clipping(strategy, gradients) -> None:
     rows, _ = train(GradientNorm(every_n_steps=1), strategy)
     expected = [total(grads) for grads in gradients]

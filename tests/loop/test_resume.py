@@ -13,7 +13,6 @@ import jaxlit as jl
 WINDOW = ("on_train_batch_end", 32)  # behind a window's first batch, and a row that is not read yet
 OFTEN = {
     "single": [
-        WINDOW,
         ("on_validation_batch_end", 18),  # the first batch of the second loader
         ("on_safe_point", 22),  # between two epochs
     ],
@@ -22,6 +21,7 @@ OFTEN = {
 # Every hook once, in a training of one device, of global arrays or of replicas.
 MORE = {
     "single": [
+        WINDOW,
         ("on_fit_start", 0),
         ("on_train_start", 0),
         ("on_train_batch_start", 25),

@@ -160,6 +160,7 @@ def lines_of_wandb(ended):
     return [line for line in ended.output.splitlines() if "W&B" in line]
 
 
+@pytest.mark.full
 def test_a_server_out_of_reach_and_a_service_that_hangs_change_nothing_and_learn_no_secret(tmp_path):
     secrets = {"MY_SECRET": "planted", "WANDB_API_KEY": "planted1" * 5, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     (ended,) = start(fit_test_and_hang, tmp_path / "here", log_to=None, **secrets)

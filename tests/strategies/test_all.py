@@ -68,7 +68,7 @@ def reduced(x: np.ndarray) -> Any:
     return pytest.approx({name: getattr(x, name)() for name in REDUCED}, rel=1e-6)
 
 
-@pytest.fixture(scope="module", params=thinned(STRATEGIES, "single", "fsdp", "shard_map", "pmap"))
+@pytest.fixture(scope="module", params=thinned(STRATEGIES, "single", "fsdp", "shard_map"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train two epochs, validate, test and predict; nothing of it may be changed."""
     kept = SimpleNamespace(strategy=request.param, losses=[], outputs=[], alive=[], module=Scale())
@@ -183,7 +183,7 @@ def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.nd
     return params, clipped
 
 
-@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "zero2", "hsdp"], "single", "hsdp", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "zero2", "hsdp"], "hsdp", "shard_map"))
 def test_windows_are_clipped_steps_on_all_their_rows_and_validation_leaves_them_alone(strategy: str) -> None:
     data, rows = sized(*WINDOWED, features=8), Rows()
     windows = [data[:3], data[3:6], data[6:]]
@@ -250,9 +250,7 @@ def mixed_batch() -> dict[str, np.ndarray]:
 PRECISE = [*((name, "bf16-mixed") for name in STRATEGIES), ("single", "16-mixed"), ("pmap", "16-mixed")]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision"), thinned(PRECISE, ("single", "bf16-mixed"), ("fsdp", "bf16-mixed"), ("pmap", "16-mixed"))
-)
+@pytest.mark.parametrize(("strategy", "precision"), thinned(PRECISE, ("fsdp", "bf16-mixed"), ("pmap", "16-mixed")))
 def test_a_mixed_step_computes_low_and_everything_that_is_kept_is_float32(strategy: str, precision: str) -> None:
     rows, outputs, module = Rows(), [], Noting()
     Noting.seen = []
@@ -274,7 +272,7 @@ def test_a_mixed_step_computes_low_and_everything_that_is_kept_is_float32(strate
     np.testing.assert_array_equal(module.frozen[...], np.full(8, 1 + 2.0**-20, np.float32))  # not rounded
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE[1:]))
 def test_an_overflow_halves_the_scale_and_changes_nothing_else(strategy: str) -> None:
     # A gradient of 4 overflows float16 at scales 2^15 and 2^14: 2^13 is the first that holds it.
     found: list[tuple[float, ...]] = []

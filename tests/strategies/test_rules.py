@@ -185,16 +185,17 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
-OFTEN = [
-    ("rules", "window"),
+OFTEN = ("rules", "window")
+SELDOM = [
     ("names of dims", "plain"),
     ("gathered by layer", "window"),
+    ("copies of shards", "plain"),
     ("explicit", "window"),
     ("sequences", "plain"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "how"), thinned([(kind, how) for kind in SPLIT for how in ODD], *OFTEN))
+@pytest.mark.parametrize(("kind", "how"), thinned([(k, how) for k in SPLIT for how in ODD], OFTEN, full=SELDOM))
 def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> None:
     strategy, names = SPLIT[kind]
     with nnx.use_eager_sharding(False):
@@ -208,6 +209,7 @@ def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> No
         )
 
 
+@pytest.mark.full
 def test_a_module_with_names_is_built_in_its_shards_and_trains_under_any_strategy() -> None:
     model = jl.lazy(Transformer, ("embed", "mlp"), ("mlp", "embed"))
     wanted = fit(model, tokens(), enable_checkpointing=False).state.params
@@ -233,6 +235,7 @@ class Awkward(jl.TrainModule):
         return optax.adamw(1e-2)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_from_strategy_to_strategy_and_keeps_every_bit(tmp_path: Any) -> None:
     def leaves(trainer: jl.Trainer) -> list[Any]:
         return [np.asarray(x) for x in jax.tree.leaves((trainer.state.params, trainer.state.opt_state))]

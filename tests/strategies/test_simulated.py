@@ -53,7 +53,6 @@ def drifting(batch: Any, count: int) -> Any:
             ("simulate:8", "auto", 8),
         ],
         ("simulate:4", "auto", 4),
-        ("shard_map", 4, 4),
     ),
 )
 def test_a_step_is_one_update_on_the_mean_of_the_shards(strategy: str, devices: Any, count: int) -> None:
