@@ -1,5 +1,7 @@
 """`jl.lazy`: a module that is built where it is trained."""
 
+import gc
+import math
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
+from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import ArgumentError, ModuleError
 
 
@@ -82,6 +85,32 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     fit(jl.lazy(Notes), random(1), None, look, strategy=splitting("fsdp"))
     assert shapes == [(2, 16)] * 8
     assert concrete and not any(concrete)
+
+
+def held() -> int:
+    """Return the bytes that the first device holds."""
+    gc.collect()
+    arrays = [x for x in jax.live_arrays() if jax.devices()[0] in x.sharding.device_set]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+
+
+def test_no_device_ever_holds_more_than_its_share_built_or_restored(monkeypatch, tmp_path) -> None:
+    width, depth, before, found = 128, 4, held(), []
+    share = (depth * width * width + 3 * width) * 4 * 2 / 8  # of the matrices and their momentum, split over 8
+    look = hooks("Look", on_fit_start=lambda trainer, module: found.append(held() - before))
+    model, read = jl.lazy(Net, width, depth), Checkpoint.arrays
+
+    def arrays(checkpoint: Checkpoint, wanted: Any) -> dict[int, Any]:
+        found.append(held() - before)  # where the arrays of the checkpoint are to come
+        return read(checkpoint, wanted)
+
+    monkeypatch.setattr(Checkpoint, "arrays", arrays)
+    given: dict[str, Any] = {"strategy": "fsdp", "default_root_dir": tmp_path, "resume": "auto"}
+    fit(model, random(1), None, look, **given)
+    fit(model, random(1), None, look, max_epochs=2, **given)
+    built, emptied, restored = found
+    small = 64 * width  # vectors, which lie whole
+    assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
 
 
 @pytest.mark.parametrize(
