@@ -207,8 +207,8 @@ def _check_loss(loss: Relation, replica: Replica, step: str) -> None:
         )
     raise ModuleError(
         f"{step} returns a sum over the rows of a batch, and each of {replica.count} replicas sees its own rows: "
-        "their mean is not the loss of the whole batch. Return a mean over the rows, or tell the strategy by "
-        "loss_reduction='sum', jl.strategies.ShardMapDDP(loss_reduction='sum') say."
+        "their mean is not the loss of the whole batch. Return a mean over the rows, or say it by "
+        "jl.strategies.ShardMapDDP(loss_reduction='sum'), or train by 'ddp' or 'fsdp', which see the whole batch."
     )
 
 

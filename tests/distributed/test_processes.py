@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit.batches import Stream, sized
 from kit.inside import key_value_store, position_of
 from kit.journal import Batches, Losses, hooks
@@ -30,7 +31,7 @@ from jaxlit.distributed.start import own_rows
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
 # divides among the processes.
-STREAMS = ("fsdp lazy dropout", "shard_map")
+STREAMS = ("fsdp lazy dropout", "shard_map", "hsdp lazy", "explicit", "tensor")
 LISTS = (("zero1", 26), ("shard_map", 24))
 TAILS = (("arrays", 1), ("generator", 4))
 RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two go on
@@ -63,7 +64,10 @@ def train_stream(case):
     """Train on one global stream with a tail of 4 rows, and validate with one of 1 row; in any number of processes."""
     strategy, *options = case.split()
     losses, validation = Losses(), jl.ArrayLoader(rows(33), 16)
-    trainer = make_trainer(losses, strategy=splitting(strategy), max_epochs=2, seed=5, **BARE)
+    columns = {r"inner\.kernel$": P(None, "tp"), r"outer\.kernel$": P("tp", None)}
+    tensor = jl.strategies.TensorParallel(columns, tp=min(4, jax.device_count()), data=-1)
+    split = tensor if strategy == "tensor" else splitting(strategy)
+    trainer = make_trainer(losses, strategy=split, max_epochs=2, seed=5, **BARE)
     given = (16, 0, 0.25 if "dropout" in options else 0.0)
     module = jl.lazy(Slow, *given) if "lazy" in options else Slow(*given, rngs=nnx.Rngs(0))
     trainer.fit(module, jl.ArrayLoader(rows(36), 16, shuffle=True, seed=3), validation)
@@ -322,7 +326,7 @@ def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(tw
             assert len(expected["losses"]) == 6
             for part in expected:
                 close(said[case][part], expected[part])
-            assert said[case]["sharded"] == (case.split()[0] == "fsdp")
+            assert said[case]["sharded"] == (case.split()[0] != "shard_map")
         for strategy, size in LISTS:
             check_against_numpy(said[f"list {strategy} {size}"], interleaved(size), ROWS)
         for name, tail in TAILS:
