@@ -67,6 +67,7 @@ class FSDP(Strategy):
 
     def __init_subclass__(cls, body: str | None = None) -> None:
         """Note the class that `FSDP(body=...)` is to make."""
+        super().__init_subclass__()
         if body is not None:
             FSDP._bodies[body] = cls
 

@@ -16,6 +16,7 @@ from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
+from jaxlit.errors import ArgumentError
 from jaxlit.programs.alone import trace_alone
 from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy, Whole
@@ -64,6 +65,19 @@ class PerReplica(Strategy, ABC):
         known = loss_reduction in ("mean", "sum")
         check.require(known, "loss_reduction", loss_reduction, "must be 'mean' or 'sum'", owner=owner)
         self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Refuse a `batch_spec` of one's own: a replica has rows.
+
+        Raises:
+            ArgumentError: The class defines one.
+        """
+        super().__init_subclass__(**arguments)
+        if cls.batch_spec is not Strategy.batch_spec:
+            raise ArgumentError(
+                f"{cls.__name__}.batch_spec splits a batch, and each replica sees whole rows. Subclass DDP or FSDP, "
+                "whose step sees the whole batch."
+            )
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the whole state on every device, and each replica's accumulation window on its own."""

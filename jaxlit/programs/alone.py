@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from jaxlit.errors import ModuleError
+
 
 def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: int, *args: Any) -> tuple[Any, Any]:
     """Trace `fn` as one of `count` replicas, with a mesh of a single device in context.
@@ -24,6 +26,9 @@ def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: 
 
     Returns:
         The program, which holds no constraint, and the structure of its results.
+
+    Raises:
+        ModuleError: `fn` maps over the mesh itself.
     """
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()[:1]).reshape((1,) * len(names)), tuple(names))
@@ -34,6 +39,13 @@ def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: 
         mesh.__enter__()
     try:
         program, shapes = jax.make_jaxpr(fn, axis_env=[(axis, count)], return_shape=True)(*args)
+    except ValueError as error:
+        if "context mesh cannot be empty" not in str(error):
+            raise
+        raise ModuleError(
+            f"The step maps over the mesh by jax.shard_map, and runs in such a map already: once on each of {count} "
+            "replicas. Take a strategy whose step sees the whole batch, 'ddp' or 'fsdp' say."
+        ) from error
     finally:
         mesh.__exit__(None, None, None)
     return _freed(program), jax.tree.structure(shapes)

@@ -129,7 +129,9 @@ class _Comparison:
         other = self.train(strategy, devices, case)
         kin = _kin_of(strategy) if single.random and _is_per_replica(strategy) else None
         first = single if kin is None else self.train(kin, devices, case)
-        self.found[other.name] = assert_close(self.compare, first, other, tolerance)
+        difference = assert_close(self.compare, first, other, tolerance)
+        alike = sum(name.split(" #")[0] == other.name for name in self.found)  # of two objects of one class
+        self.found[f"{other.name} #{alike + 1}" if alike else other.name] = difference
 
     def single(self, case: dict[str, Any]) -> Training:
         """Return the training under `single`; a new one is compared with the reference."""

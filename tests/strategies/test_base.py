@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
-from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.refusals import fit_refuses
+from kit.trainers import REPLICAS, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies.program import Program
 
 
@@ -157,7 +158,7 @@ def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp"], "fsdp"))
+@pytest.mark.parametrize("strategy", thinned(["ddp", "fsdp", *REPLICAS], "fsdp", "shard_map", full=["ddp", "pmap"]))
 def test_a_model_may_map_over_the_mesh_itself(strategy: str) -> None:
     class Maps(Linear):
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -166,6 +167,10 @@ def test_a_model_may_map_over_the_mesh_itself(strategy: str) -> None:
             return super().__call__(x) + 0 * turned.sum()
 
     model, batches = Maps(), random(2)
+    if strategy in REPLICAS:
+        words = r"maps over the mesh by jax\.shard_map, and runs in such a map already: once on each of 8 replicas"
+        fit_refuses(ModuleError, words, model=model, train=batches, strategy=strategy)
+        return
     fit(model, batches, strategy=strategy)
     assert_same(model, HandLoop(Linear())(*batches).module)
 

@@ -23,7 +23,7 @@ from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.core.replica import Replica
-from jaxlit.errors import StateError
+from jaxlit.errors import ArgumentError, StateError
 
 
 def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -218,6 +218,11 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
     name = strategy.partition(":")[0]
     training = jl.testing.train(lambda: Coupled(rngs=nnx.Rngs(0)), [batch], strategy=name, devices=devices, steps=1)
     assert training.loss[0] == pytest.approx((outputs.mean(1) ** 2).mean(), rel=1e-5)
+
+
+def test_a_batch_spec_of_a_strategy_with_replicas_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees whole rows"):
+        type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})
 
 
 def test_a_replica_has_one_body_for_each_of_its_two_programs() -> None:

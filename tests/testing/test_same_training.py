@@ -172,6 +172,10 @@ def test_random_keys_do_not_widen_the_tolerance_of_parameters():
         compare(Shifted(), module=Random, steps=1, compare=("params",))
 
 
+def test_two_objects_of_one_class_are_told_apart():
+    assert [*compare(jl.strategies.DDP(), jl.strategies.DDP(), steps=1)] == ["DDP on 2", "DDP on 2 #2"]
+
+
 def test_each_value_of_a_factor_is_trained_under_and_told_of():
     precisions, given = ("32-true", "bf16-mixed"), []
 
