@@ -1,6 +1,6 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
-from jaxlit import callbacks, distributed, errors, sharding, strategies, testing
+from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
@@ -27,6 +27,7 @@ __all__ = [
     "distributed",
     "errors",
     "lazy",
+    "pipeline",
     "register_strategy",
     "sharding",
     "strategies",

@@ -1,5 +1,15 @@
 """How training is laid out over devices; every strategy is `jaxlit.strategies.X`."""
 
+from jaxlit.pipeline.schedules import (
+    Eager1F1B,
+    FromCSV,
+    GPipe,
+    Interleaved1F1B,
+    Schedule,
+    Std1F1B,
+    ZeroBubbleH1,
+)
+from jaxlit.pipeline.zbv import ZBV
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.explicit import ExplicitFSDP
@@ -19,17 +29,25 @@ from jaxlit.strategies.tensor import TensorParallel
 __all__ = [
     "DDP",
     "FSDP",
+    "ZBV",
+    "Eager1F1B",
     "ExplicitFSDP",
+    "FromCSV",
+    "GPipe",
+    "Interleaved1F1B",
     "PMap",
     "PerReplica",
     "Program",
     "Rules",
+    "Schedule",
     "SequenceParallel",
     "ShardMapDDP",
     "Simulated",
     "SingleDevice",
+    "Std1F1B",
     "Strategy",
     "TensorParallel",
+    "ZeroBubbleH1",
     "like_params",
     "register_strategy",
 ]

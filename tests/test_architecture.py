@@ -32,6 +32,7 @@ ROOMS = (
     "checkpoints",
     "reporting",
     "core",
+    "pipeline",
     "strategies",
     "data",
     "engine",
@@ -41,7 +42,7 @@ ROOMS = (
     "testing",
     "jaxlit",
 )
-FACES = ("jaxlit", "callbacks", "distributed", "strategies", "testing", "trainer")  # where users look
+FACES = ("jaxlit", "callbacks", "distributed", "pipeline", "strategies", "testing", "trainer")  # where users look
 
 MAX_FILE, MAX_FUNCTION = 400, 60
 
@@ -77,7 +78,7 @@ def where(module: str, line: int) -> str:
 def room(module: str) -> str:
     """Return the room of a file: `jaxlit.loop.run` is in loop."""
     parts = module.split(".")
-    if len(parts) == 1:
+    if len(parts) == 1 or parts[1] == "__main__":
         return "jaxlit"
     return "ground" if parts[1] in GROUND else parts[1]
 
