@@ -1,5 +1,7 @@
 """What can be added to training; every callback and logger is `jaxlit.callbacks.X`."""
 
+from typing import Any
+
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
@@ -11,6 +13,7 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.field_names import no_such_name
 
 __all__ = [
     "CSVLogger",
@@ -30,3 +33,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name("jl.callbacks", name, __all__)

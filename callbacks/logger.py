@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.field_names import no_such_name
 
 
 class Logger(Callback):
@@ -24,6 +25,12 @@ class Logger(Callback):
         ...         print(key, text)
         >>> trainer = jl.Trainer(max_epochs=1, logger=Printer())
     """
+
+    def __getattr__(self, name: str) -> Any:
+        # Nothing has the name, or a property of it has raised, whose error is told again.
+        if name.startswith("_") or hasattr(type(self), name):
+            return super().__getattribute__(name)
+        raise no_such_name("Logger", name, dir(self), called=type(self).__name__)
 
     in_fast_dev_run = False
 

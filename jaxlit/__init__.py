@@ -1,5 +1,7 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
+from typing import Any
+
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
@@ -8,6 +10,7 @@ from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.compiled import compile_step
 from jaxlit.engine.lazy import lazy
+from jaxlit.field_names import ADVICE, no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
@@ -37,3 +40,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    # Lightning's classes stand beside its Trainer: `jl.EarlyStopping` is what a port says.
+    if name in callbacks.__all__:
+        return getattr(callbacks, name)
+    raise no_such_name("jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl", name, __all__)

@@ -1,5 +1,8 @@
 """How training is laid out over devices; every strategy is `jaxlit.strategies.X`."""
 
+from typing import Any
+
+from jaxlit.field_names import no_such_name
 from jaxlit.pipeline.schedules import (
     Eager1F1B,
     FromCSV,
@@ -55,3 +58,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name("jl.strategies", name, __all__)

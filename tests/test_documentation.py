@@ -37,7 +37,8 @@ def test_docstring_examples_run(name: str) -> None:
 def test_public_classes_have_an_example() -> None:
     import jaxlit as jl
 
-    public = [x for scope in (jl, jl.strategies, jl.callbacks) for x in vars(scope).values() if isinstance(x, type)]
+    public = [vars(scope)[name] for scope in (jl, jl.strategies, jl.callbacks, jl.pipeline) for name in scope.__all__]
+    public = [x for x in public if isinstance(x, type)]
     without = [x.__name__ for x in public if ">>>" not in (x.__doc__ or "")]
     # What a strategy's author handles is shown in Strategy's example.
     assert sorted(set(without)) == ["PerReplica", "Program"]

@@ -1,7 +1,7 @@
 """The module that a user writes: a Flax NNX module that knows how to train itself."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,9 +12,10 @@ from flax import nnx
 from jaxlit.core import log as metrics
 from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
-from jaxlit.core.side_tables import hparams_of, set_hparams, trainer_of, watchers
+from jaxlit.core.side_tables import Hparams, hparams_of, keep_hparams, set_hparams, trainer_of, watchers
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ModuleError
+from jaxlit.field_names import no_such_name
 
 if TYPE_CHECKING:
     _OfClass = classmethod
@@ -71,6 +72,18 @@ class TrainModule(nnx.Module):
         if watchers and (watcher := watchers.get(id(self))) is not None:
             watcher.touch()
         return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        # Nothing has the name, or a property of it has raised, whose error is told again.
+        if name.startswith("_") or hasattr(type(self), name):
+            return super().__getattribute__(name)
+        raise no_such_name("TrainModule", name, dir(self), called=type(self).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `forward` does, where a module defines that in place of `__call__`."""
+        if (forward := getattr(type(self), "forward", None)) is None:
+            raise TypeError(f"{type(self).__name__} is not callable. Define __call__(self, ...), or forward.")
+        return forward(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the compiled steps read from the module is frozen: an attribute set during a run would be ignored.
@@ -189,9 +202,31 @@ class TrainModule(nnx.Module):
         return self.trainer.current_epoch if collector is None else collector.epoch
 
     @property
-    def hparams(self) -> dict[str, Any]:
-        """The constructor's arguments that are JSON values."""
+    def logger(self) -> Any:
+        """The Trainer's first logger."""
+        return self.trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers."""
+        return self.trainer.loggers
+
+    @property
+    def hparams(self) -> Hparams:
+        """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
         return hparams_of(self)
+
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
+        """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
+
+        Args:
+            *args: Names of those that are, or dicts of more.
+            ignore: Names of those that are not.
+
+        Raises:
+            ArgumentError: The constructor has no argument of a name.
+        """
+        keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
 
 def is_overridden(module: TrainModule, method: str) -> bool:

@@ -3,7 +3,10 @@
 import inspect
 import json
 import weakref
+from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 _T = TypeVar("_T")
 
@@ -56,9 +59,48 @@ def trainer_of(module: Any) -> Any:
     return found() if found else None
 
 
-def hparams_of(module: Any) -> dict[str, Any]:
+class Hparams(dict[str, Any]):
+    """Hyperparameters: a dict, whose keys are attributes as well."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"hparams has no {name!r}, and has {list(self)}. Constructor arguments that are JSON values are kept."
+            ) from None
+
+
+def hparams_of(module: Any) -> Hparams:
     """Return the module's hyperparameters without touching it."""
-    return dict(_hparams.get(module, {}))
+    return Hparams(_hparams.get(module, {}))
+
+
+def keep_hparams(module: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -> None:
+    """Keep only some of a module's hyperparameters.
+
+    Args:
+        module: The module.
+        chosen: Names of those that stay, and dicts of more; none for all of them.
+        ignore: Names of those that go.
+
+    Raises:
+        ArgumentError: The constructor has no argument of a name.
+    """
+    kept, names = hparams_of(module), [x for x in chosen if isinstance(x, str)]
+    more = [x for x in chosen if not isinstance(x, str)]
+    owner, known = (
+        f"{type(module).__name__}.save_hyperparameters",
+        [*inspect.signature(type(module).__init__).parameters],
+    )
+    if unknown := [x for x in (*names, *ignore) if x not in (*known, *kept)]:
+        raise ArgumentError(f"{owner} names {unknown[0]!r}, which is no argument of the constructor.")
+    found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore}
+    for values in more:
+        if not isinstance(values, Mapping):
+            raise ArgumentTypeError(f"{owner} takes names of the constructor's arguments, and dicts, got {values!r}.")
+        found |= {k: v for k, v in values.items() if _is_json(v)}
+    _hparams[module] = found
 
 
 def share_hparams(copy: Any, module: Any) -> None:

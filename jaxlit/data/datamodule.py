@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxlit.field_names import no_such_name
+
 
 class DataModule:
     """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
@@ -18,6 +20,11 @@ class DataModule:
         ...         return jl.ArrayLoader(self.rows, 4, shuffle=True)
         >>> data = Squares()
     """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise no_such_name("DataModule", name, dir(self), called=type(self).__name__)
 
     trainer: Any = None
     """The `Trainer` that runs it, from the start of a run on."""

@@ -14,6 +14,7 @@ from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 _UNBOUNDED = (None, -1)
+_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
 # What a trial of a few batches does once, whatever the other arguments say.
 _ONCE = {"max_epochs": 1, "min_steps": 0, "min_epochs": 0}
 _ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
@@ -131,9 +132,21 @@ class Settings:
         return 32 if devices == 1 else 4  # unbounded, several CPU devices would end the process
 
 
+def _as_here(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with Lightning's other words for a precision and a number of devices in place."""
+    precision, devices = given["precision"], given["devices"]
+    if type(precision) in (int, str):
+        precision = _PRECISIONS.get(str(precision), precision)
+    if type(devices) in (int, str) and str(devices) == "-1":
+        devices = "auto"
+    elif isinstance(devices, str) and devices.isdecimal():  # as a shell gives it
+        devices = int(devices)
+    return given | {"precision": precision, "devices": devices}
+
+
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are checked one by one."""
-    found: dict[str, Any] = {}
+    given, found = _as_here(given), dict[str, Any]()
     for name, low in (
         ("max_steps", -1),
         ("num_sanity_val_steps", -1),

@@ -12,6 +12,11 @@ class Kind(Enum):
     """What a task computes of its stage.
 
     `BWD_INPUT` is the part of a backward pass that the stage before waits for, `BWD_WEIGHT` the rest of it.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> [kind.value for kind in jl.pipeline.Kind]
+        ['fwd', 'bwd', 'bwdA', 'bwdW']
     """
 
     FWD = "fwd"

@@ -13,6 +13,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.field_names import ADVICE
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import Given
@@ -26,9 +27,9 @@ def refuse_unknown(trainer: type, unknown: Mapping[str, Any]) -> None:
     """
     for name in unknown:
         known = [p for p in inspect.signature(trainer).parameters if p != "unknown"]
-        raise ArgumentTypeError(
-            f"Trainer has no argument {name!r}.{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
-        )
+        hint = ADVICE["Trainer argument"].get(name)
+        hint = f" {hint}" if hint else f"{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
+        raise ArgumentTypeError(f"Trainer has no argument {name!r}.{hint}")
 
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:

@@ -60,7 +60,7 @@ VALUES: list[tuple[Any, ...]] = [
     ("reload_dataloaders_every_n_epochs", "datamodule|DataModule|hook", 1),
     ("gradient_clip_val", "least 0|above 0|posit", -1),
     ("gradient_clip_algorithm", "gradient_clip_val", "value"),
-    ("precision", PRECISIONS, "fp8-mixed", "float32", "bf16_mixed", 16, None),
+    ("precision", PRECISIONS, "fp8-mixed", "float32", "bf16_mixed", 64, True, None),
     ("nan_policy", "'raise'.*'skip'.*'ignore'", "foo"),
     ("max_in_flight", "at least 1", 0),
     ("resume", r"'auto'.*ckpt_path='last'", "last"),

@@ -1,0 +1,173 @@
+"""What the names of PyTorch Lightning, Keras and Flax trainers are called here, where they are not called the same."""
+
+from collections.abc import Iterable, Mapping
+
+from jaxlit.errors import did_you_mean
+
+_WATCH = "Log it: self.log('lr', schedule(self.global_step))."
+_ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
+_LOGGER = "Subclass jl.callbacks.Logger: on_log(trainer, values, step) takes every row."
+_ONE_STEP = "The optimizer's update is compiled into the step; a loop of your own takes jl.compile_step."
+_CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(jl.Trainer, 'trainer')."
+_PARTS = "Give parts optimizers of their own: optax.multi_transform, and jax.lax.stop_gradient in the loss."
+_PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
+_RANK = "Ask jax.process_index(), or trainer.is_global_zero."
+
+# By what has not the name: of each name one line of advice.
+ADVICE: Mapping[str, Mapping[str, str]] = {
+    "jl": {
+        "LightningModule": "It is jl.TrainModule.",
+        "LightningDataModule": "It is jl.DataModule.",
+        "seed_everything": "Random numbers of jax have no global state: nnx.Rngs(seed) for a module, Trainer(seed=0) "
+        "for jl.lazy, jl.ArrayLoader(seed=seed) for the order of rows.",
+        "loggers": "They are in jl.callbacks: loggers are callbacks.",
+        "LightningCLI": _CLI,
+        "cli": _CLI,
+        "Fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
+        "profilers": "Call trainer.explain(), or jax.profiler.trace(folder) around fit.",
+        "plugins": "What they do is said by Trainer(strategy=..., precision=...).",
+    },
+    "jl.callbacks": {
+        "LearningRateMonitor": _WATCH,
+        "TensorBoardLogger": _LOGGER,
+        "MLFlowLogger": _LOGGER,
+        "CometLogger": _LOGGER,
+        "NeptuneLogger": _LOGGER,
+        "RichProgressBar": "It is jl.callbacks.ProgressBar.",
+        "TQDMProgressBar": "It is jl.callbacks.ProgressBar.",
+        "RichModelSummary": "It is jl.callbacks.ModelSummary.",
+        "Timer": "Pass Trainer(max_time='00:01:00:00').",
+        "EMA": _ARRAYS,
+        "EMAWeightAveraging": _ARRAYS,
+        "WeightAveraging": _ARRAYS,
+        "StochasticWeightAveraging": _ARRAYS,
+        "LambdaCallback": "Subclass jl.Callback and define the hook.",
+        "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
+        "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
+        "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
+        "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
+        "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
+        "BasePredictionWriter": "Write in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
+        "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
+        "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
+        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
+        "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
+    },
+    "jl.strategies": {
+        "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",
+        "FSDPStrategy": "It is jl.strategies.FSDP, 'fsdp'.",
+        "DeepSpeedStrategy": "Its stages are jl.strategies.FSDP(stage=1, 2 or 3).",
+        "ModelParallelStrategy": "It is jl.strategies.TensorParallel.",
+        "SingleDeviceStrategy": "It is jl.strategies.SingleDevice, 'single'.",
+    },
+    "TrainModule": {
+        "optimizers": _ONE_STEP,
+        "lr_schedulers": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "manual_backward": _ONE_STEP,
+        "toggle_optimizer": _PARTS,
+        "untoggle_optimizer": _PARTS,
+        "clip_gradients": "Pass Trainer(gradient_clip_val=1.0).",
+        "device": f"jax places what a step makes. {_PLACED}",
+        "to": _PLACED,
+        "cuda": _PLACED,
+        "cpu": "jax.device_get(nnx.state(module)) brings the weights to the host.",
+        "dtype": "Trainer(precision='bf16-mixed') says the dtype of a step; an array has its own.",
+        "global_rank": _RANK,
+        "local_rank": _RANK,
+        "print": "In a step jax.debug.print('{}', x); in a hook print, where self.trainer.is_global_zero.",
+        "freeze": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
+        "unfreeze": "Train other variables: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
+        "all_gather": "A step sees the whole batch; under 'shard_map' jax.lax.all_gather(x, 'data') gathers.",
+        "state_dict": "nnx.state(module) is it.",
+        "load_state_dict": "nnx.update(module, state), or a checkpoint: Model.load_from_checkpoint(path).",
+        "parameters": "nnx.state(module, nnx.Param) are they.",
+        "named_parameters": "nnx.to_flat_state(nnx.state(module, nnx.Param)) are they.",
+        "register_buffer": "Keep the array in a Variable: self.buffer = nnx.Variable(x).",
+        "zero_grad": "Gradients are values of each step: there is nothing to reset.",
+        "example_input_array": "The first batch is looked at: nothing has to be given.",
+        "to_onnx": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
+        "to_torchscript": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
+    },
+    "Trainer": {
+        "optimizers": "trainer.state.opt_state is their state, trainer.hyperparams what optax has injected.",
+        "lr_scheduler_configs": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "world_size": "trainer.strategy.mesh.size is the number of devices, jax.process_count() that of processes.",
+        "num_devices": "trainer.strategy.mesh.size is it.",
+        "device_ids": "trainer.strategy.mesh.devices are they.",
+        "global_rank": _RANK,
+        "local_rank": _RANK,
+        "node_rank": _RANK,
+        "num_nodes": "jax.process_count() is it: processes meet by jl.distributed.initialize.",
+        "is_last_batch": "A hook knows its batch_idx: it is the last at trainer.num_training_batches - 1.",
+        "received_sigterm": "It is trainer.interrupted.",
+        "progress_bar_callback": "Look through trainer.callbacks.",
+        "tune": "There is no tuner: fit with max_steps for each value.",
+        "training": "A hook knows by its name; trainer.is_running tells whether a run goes on.",
+        "optimizer": "trainer.state.opt_state is its state.",
+    },
+    "Trainer argument": {
+        "accelerator": "jax takes the devices that it finds; JAX_PLATFORMS=cpu in the environment chooses others.",
+        "gpus": "Pass devices=4.",
+        "tpu_cores": "Pass devices=8.",
+        "num_processes": "Pass devices=8 for devices; processes meet by jl.distributed.initialize.",
+        "num_nodes": "Start a process on each, and call jl.distributed.initialize in it.",
+        "deterministic": "Runs repeat bit by bit as they are; on GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
+        "benchmark": "XLA chooses its kernels while it compiles: nothing has to be said.",
+        "profiler": "Call trainer.explain() after fit, or jax.profiler.trace(folder) around it.",
+        "detect_anomaly": "nan_policy='raise', the default, stops at the first; debug=True looks at every batch.",
+        "terminate_on_nan": "nan_policy='raise' is the default.",
+        "track_grad_norm": "Pass callbacks=jl.callbacks.GradientNorm().",
+        "sync_batchnorm": "It always is; strategy=jl.strategies.ShardMapDDP(sync_batchnorm=False) says otherwise.",
+        "use_distributed_sampler": "A batch holds the rows of all devices: the strategy splits it.",
+        "replace_sampler_ddp": "A batch holds the rows of all devices: the strategy splits it.",
+        "plugins": "What they do is said by strategy= and precision=.",
+        "inference_mode": "Evaluation takes no gradient.",
+        "checkpoint_callback": "Pass enable_checkpointing=, or a jl.callbacks.ModelCheckpoint in callbacks.",
+        "resume_from_checkpoint": "Pass resume=, or fit(ckpt_path=...).",
+        "progress_bar_refresh_rate": "Pass callbacks=jl.callbacks.ProgressBar(...), or enable_progress_bar=False.",
+        "weights_summary": "Pass callbacks=jl.callbacks.ModelSummary(...), or enable_model_summary=False.",
+        "auto_lr_find": "There is no tuner: fit with max_steps for each rate.",
+        "auto_scale_batch_size": "There is no tuner: trainer.explain() tells the memory that a step takes.",
+        "barebones": "Pass logger, enable_checkpointing, enable_progress_bar and enable_model_summary as False.",
+        "stochastic_weight_avg": _ARRAYS,
+        "epochs": "Pass max_epochs=.",
+        "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
+        "optimizer": "configure_optimizers of the module returns it.",
+        "loss": "training_step of the module returns it.",
+        "metrics": "Log them in a step: self.log('accuracy', value).",
+        "verbose": "Pass enable_progress_bar=False, or logging.getLogger('jaxlit').setLevel(...).",
+    },
+    "DataModule": {
+        "save_hyperparameters": "Keep what you need as attributes: self.batch_size = batch_size.",
+        "hparams": "Keep what you need as attributes: self.batch_size = batch_size.",
+        "transfer_batch_to_device": "The strategy places batches; on_before_batch_transfer may change them.",
+        "on_after_batch_transfer": "Change a batch in on_before_batch_transfer, or in the step.",
+        "from_datasets": "Pass loaders to fit(model, train_dataloaders, val_dataloaders).",
+        "prepare_data_per_node": "prepare_data runs once on each computer.",
+    },
+    "Logger": {
+        "log_metrics": "self.log in the module, or on_log(trainer, values, step) with a row of one's own.",
+        "experiment": "Only WandbLogger has one; location tells where the rows are.",
+        "log_dir": "It is trainer.log_dir; location is the file.",
+        "save_dir": "It is trainer.run_dir.",
+        "root_dir": "It is trainer.run_dir.",
+        "name": "The run's folder is its name: trainer.run_dir.name.",
+        "version": "The run's folder is its name: trainer.run_dir.name.",
+        "save": "Rows are written as they come.",
+        "finalize": "Override teardown(trainer, module, stage).",
+        "log_graph": "jax.make_jaxpr(fn)(x) prints a program; log_text keeps it.",
+    },
+}
+
+
+def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError:
+    """Return the error of a name that is not there: with what takes its place, or a name that is spelt like it.
+
+    Args:
+        owner: A key of `ADVICE`.
+        name: The name.
+        known: Those that are there.
+        called: What the owner is called in the message; its key if left out.
+    """
+    hint = f" {advice}" if (advice := ADVICE[owner].get(name)) else did_you_mean(name, known)
+    return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
