@@ -27,6 +27,10 @@ class Logger(Callback):
 
     in_fast_dev_run = False
 
+    on_error: str = "warn"
+    """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
+    `teardown`, and goes on with training; "raise" ends training, as an error in any other callback does."""
+
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
 

@@ -49,7 +49,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         ("log_model", (False, True, "all", "best")),
         ("watch", (None, "gradients", "parameters", "all")),
         ("processes", ("first", "group", "shared")),
-        ("on_error", ("offline", "raise")),
+        ("on_error", ("warn", "raise")),
     ):
         check(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
     every = given["watch_every_n_steps"]

@@ -67,7 +67,7 @@ class WandbLogger(Logger):
             group; or "shared": all write to one run, rows by the first, and each its system metrics.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
-        on_error: What a failure of W&B does: "offline" goes on without it, "raise" raises.
+        on_error: What a failure of W&B does: "warn" tells of it in a line and goes on without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
@@ -98,7 +98,7 @@ class WandbLogger(Logger):
         watch_every_n_steps: int = 100,
         processes: str = "first",
         experiment: "wandb.Run | None" = None,
-        on_error: str = "offline",
+        on_error: str = "warn",
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:

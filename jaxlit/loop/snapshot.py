@@ -63,7 +63,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
-        "callbacks": {key: callback.state_dict() for key, callback in keyed(run.hooks.callbacks).items()},
+        "callbacks": _states(run),
         "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
         "module": {"class": type(run.module).__name__, "hparams": redact(_kept(hparams_of(run.module)))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
@@ -165,6 +165,12 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         same = sum(key == name or key.startswith(f"{name}:") for key in found)
         found[f"{name}:{same}" if same else name] = callback
     return found
+
+
+def _states(run: Run) -> dict[str, Any]:
+    """Return the states of the callbacks, without that of a logger that cannot tell its own."""
+    found = {key: run.hooks.failed.state_of(callback) for key, callback in keyed(run.hooks.callbacks).items()}
+    return {key: state for key, state in found.items() if state is not None}
 
 
 def _loaders(run: Run) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class Session:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
         self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
         self.callbacks = check_callbacks(self._with_default(mine) + self._added)
-        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule)
+        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
 
