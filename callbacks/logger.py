@@ -43,7 +43,7 @@ class Logger(Callback):
         """Take hyperparameters of the run; those of a name that is there already take its place.
 
         A user may call it at any time of a run. A logger of one's own that overrides it is called with
-        `module.hparams` before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
+        `module.hparams`, without secrets, before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
 
         Args:
             params: Values by name.

@@ -18,6 +18,7 @@ from jaxlit.core.side_tables import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
+from jaxlit.reporting.redaction import redacted
 
 
 @dataclass(frozen=True)
@@ -157,4 +158,4 @@ def tell_hyperparams(hooks: Hooks) -> None:
 
 def _teller(logger: Logger, name: str) -> Callable[..., None]:
     method = fitting(logger, name, ["params"])
-    return lambda trainer, module: method(hparams_of(module))  # a dict for each, to keep or to change
+    return lambda trainer, module: method(redacted(hparams_of(module)))  # a dict for each, to keep or to change

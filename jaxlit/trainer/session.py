@@ -34,6 +34,7 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
+from jaxlit.reporting.redaction import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
@@ -209,6 +210,7 @@ class Session:
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         self.results.clear()
+        tell_anew()
         if stage.verb == "fit":
             self.fitted = None  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
@@ -292,7 +294,7 @@ class Session:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
-                    hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+                    hooks("on_load_checkpoint", snapshot.without_gaps(resume.checkpoint.state))
                 tell_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)
