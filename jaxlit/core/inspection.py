@@ -16,6 +16,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
+from jaxlit.core.untraced_calls import has_told_of_chance
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
@@ -47,7 +48,7 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     _check_rounding(pure, *args[:3])
     _warn_of_no_gradient(pure.name, program, args[0])
     _warn_of_constants(closed, pure.origin)
-    if twice:
+    if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
         _warn_of_chance(pure, replica, args)
 
 

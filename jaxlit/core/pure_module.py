@@ -22,6 +22,7 @@ from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
+from jaxlit.core.untraced_calls import telling_of_untraced_calls
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -55,6 +56,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
+    told: set[tuple[str, str]] = field(default_factory=set)  # of what a step does while it is traced only
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -143,6 +145,7 @@ class PureModule:
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
             reading() as reads,
+            self._watching(stage),
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
@@ -163,6 +166,12 @@ class PureModule:
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
+
+    def _watching(self, stage: str) -> contextlib.AbstractContextManager[None]:
+        """Warn of what a step does only while it is traced; under `jax.disable_jit` it does so each time."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return contextlib.nullcontext()
+        return telling_of_untraced_calls(f"{self.name}.{STAGES[stage].step}", self.told)
 
     @contextlib.contextmanager
     def _noting(self, stage: str, batch: Any) -> Iterator[None]:
