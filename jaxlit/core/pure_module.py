@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core import plain_attributes as side_effects
 from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
@@ -19,6 +18,7 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
+from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
@@ -140,7 +140,7 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        plain = side_effects.attributes_of(module)
+        before = Before(module, getattr(type(module), STAGES[stage].step))
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
@@ -149,7 +149,7 @@ class PureModule:
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
-        side_effects.check_unchanged(plain, module, f"{self.name}.{STAGES[stage].step}")
+        before.check(module, f"{self.name}.{STAGES[stage].step}")
         put_back()
         new = self.split(module)
         if training:
