@@ -189,8 +189,8 @@ class Hooks:
         """Call the hook of one callback only."""
         key = id(callback), name  # not the callback, which may have no hash, or equal another
         if key not in self.bound:
-            function = TimedFunction(callback, _of_callback(callback, name))
-            self.bound[key] = Hook(self, name, [function])
+            function = _of_callback(callback, name) if self.failed.may_run(callback, name) else _nothing
+            self.bound[key] = Hook(self, name, [TimedFunction(callback, function)])
         self.bound[key](*args)
 
     def functions(self) -> list[tuple[str, TimedFunction]]:

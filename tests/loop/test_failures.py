@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
@@ -120,6 +121,19 @@ def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_t
     assert calls[5:] == ["batch", "end", "teardown"]
     trainer.validate(Mean(), numbered(1))
     assert calls[8:] == ["on_log", "teardown"] and len(warnings_of(caplog)) == 2
+
+
+def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(caplog: Any) -> None:
+    calls: list[int] = []
+    functions = {"trace_step": lambda *_: {"seen": jnp.ones(2)}, "on_trace": lambda *_: calls.append(1)}
+    bad = logger_with(on_train_start=raising, **functions)
+    bad.trace_every_n_steps = 1
+    fit(Mean(), numbered(3), logger=bad)
+    assert calls == [] and len(warnings_of(caplog)) == 1
+    bad = logger_with(**functions)
+    bad.trace_every_n_steps = 1
+    fit(Mean(), numbered(3), logger=bad)
+    assert calls == [1, 1, 1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])

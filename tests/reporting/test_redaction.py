@@ -18,6 +18,8 @@ from jaxlit.callbacks import CSVLogger, JSONLLogger, WandbLogger
 from jaxlit.errors import CheckpointError
 from jaxlit.reporting.redaction import Redaction, restored
 
+HEX = "0123456789abcdef0123456789abcdef01234567"
+
 
 def redact(value: Any) -> Any:
     return Redaction()(value)
@@ -72,6 +74,12 @@ def test_a_command_line_is_redacted_as_a_list_as_a_text_and_inside_json() -> Non
     assert redact({"shown": "Config(lr=0.1, password='planted')"})["shown"].startswith("Config(lr=0.1, password=<red")
 
 
+def test_a_state_keeps_hashes_and_what_only_may_be_a_secret() -> None:
+    state = {"rng_key": "Zx9bQ1r8Tt2Lm4Vw7Yd0", "arrays": HEX, "note": "--token x", "token": "x", "db": "s3://u:p@b"}
+    kept = {"rng_key": "Zx9bQ1r8Tt2Lm4Vw7Yd0", "arrays": HEX, "note": "--token x"}
+    assert Redaction(is_state=True)(state) == kept | {"token": "<redacted>", "db": "s3://u:<redacted>@b"}
+
+
 def test_what_was_left_out_comes_from_its_owner_or_not_at_all() -> None:
     saved = {"n": 1, "token": "<redacted>", "deep": {"url": "x://<redacted>@h", "m": 2}, "list": ["<redacted>", 3]}
     now = {"n": 9, "token": "mine", "deep": {"url": "own"}, "list": ["first", 9]}
@@ -87,7 +95,6 @@ def test_what_was_left_out_comes_from_its_owner_or_not_at_all() -> None:
 
 # A whole training
 
-HEX = "0123456789abcdef0123456789abcdef01234567"
 VALUES = {
     **{name: f"planted-{name}" for name in ("api_key", "token", "secret", "password", "credential", "pwd", "bearer")},
     **{name: f"planted-{name}" for name in ("PGPASS", "aws_access_key_id", "private_key")},
