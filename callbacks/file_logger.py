@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.reporting.redaction import redact
+from jaxlit.reporting.redaction import redacted
 from jaxlit.reporting.terminal import say
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class FileLogger(Logger, ABC):
             path.parent.mkdir(parents=True, exist_ok=True)
             known = json.loads(path.read_text()) if path.exists() else {}
             temporary = path.with_name(f"{path.name}.tmp")
-            temporary.write_text(json.dumps(redact({**known, **params}), default=str, indent=1) + "\n")
+            values = redacted(json.loads(json.dumps({**known, **params}, default=str)))
+            temporary.write_text(json.dumps(values, indent=1) + "\n")
             os.replace(temporary, path)
         except (OSError, ValueError) as error:
             raise LoggerError(

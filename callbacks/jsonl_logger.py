@@ -12,6 +12,7 @@ import numpy as np
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
 from jaxlit.reporting.histogram import count
+from jaxlit.reporting.redaction import scrub
 
 
 class JSONLLogger(FileLogger):
@@ -35,13 +36,14 @@ class JSONLLogger(FileLogger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text."""
-        self._log(key, str(text), step)
+        self._log(key, scrub(str(text)), step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table."""
-        self._log(key, {"columns": list(columns), "data": [list(row) for row in data]}, step)
+        rows = [[scrub(x) if isinstance(x, str) else x for x in row] for row in data]
+        self._log(key, {"columns": list(columns), "data": rows}, step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Write the counts of a histogram and the edges of its bins."""

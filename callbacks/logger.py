@@ -34,6 +34,10 @@ class Logger(Callback):
 
     in_fast_dev_run = False
 
+    on_error: str = "warn"
+    """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
+    `teardown`, and goes on with training; "raise" ends training, as an error in any other callback does."""
+
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
 
@@ -46,7 +50,7 @@ class Logger(Callback):
         """Take hyperparameters of the run; those of a name that is there already take its place.
 
         A user may call it at any time of a run. A logger of one's own that overrides it is called with
-        `module.hparams` before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
+        `module.hparams`, without secrets, before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
 
         Args:
             params: Values by name.

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlit.checks import require
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.redaction import redact
+from jaxlit.reporting.redaction import redacted, scrub
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         ("log_model", (False, True, "all", "best")),
         ("watch", (None, "gradients", "parameters", "all")),
         ("processes", ("first", "group", "shared")),
-        ("on_error", ("offline", "raise")),
+        ("on_error", ("warn", "raise")),
     ):
         check(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
     every = given["watch_every_n_steps"]
@@ -83,7 +83,7 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     }
     # The user's own names stay theirs.
     theirs = {**module.hparams, **extra}
-    return redact({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
+    return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 
 def run_arguments(
@@ -106,7 +106,7 @@ def run_arguments(
         "group": logger.group,
         "job_type": logger.job_type,
         "tags": logger.tags,
-        "notes": logger.notes,
+        "notes": logger.notes and scrub(logger.notes),
         "dir": str(folder),
         "config": config_of(trainer, module, logger.config),
     }

@@ -19,7 +19,7 @@ from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
-from jaxlit.reporting.redaction import redact
+from jaxlit.reporting.redaction import redacted, scrub
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
@@ -40,9 +40,9 @@ class WandbLogger(Logger):
     """Send every logged row to Weights & Biases, and images, tables, checkpoints and histograms of gradients if asked.
 
     The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The run's config
-    holds the module's hyperparameters, the Trainer's arguments, devices and versions; values whose names look like a
-    secret's are left out. The summary holds the last value of each metric, and the best of those that a callback
-    monitors. A training that is resumed from a checkpoint goes on in the same run.
+    holds the module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary
+    holds the last value of each metric, and the best of those that a callback monitors. A training that is resumed from
+    a checkpoint goes on in the same run.
 
     Nothing that W&B does stops training, or keeps it waiting longer than the timeouts: everything is sent by another
     thread. Without an API key or without network the run is kept on disk, and one line says how to upload it.
@@ -67,7 +67,7 @@ class WandbLogger(Logger):
             group; or "shared": all write to one run, rows by the first, and each its system metrics.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
-        on_error: What a failure of W&B does: "offline" goes on without it, "raise" raises.
+        on_error: What a failure of W&B does: "warn" tells of it in a line and goes on without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
@@ -98,7 +98,7 @@ class WandbLogger(Logger):
         watch_every_n_steps: int = 100,
         processes: str = "first",
         experiment: "wandb.Run | None" = None,
-        on_error: str = "offline",
+        on_error: str = "warn",
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:
@@ -214,14 +214,14 @@ class WandbLogger(Logger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Send a text."""
-        found = str(text)
+        found = scrub(str(text))
         self._log(key, lambda: found, step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Send a table."""
-        names, rows = list(columns), [list(row) for row in data]
+        names, rows = list(columns), [[scrub(x) if isinstance(x, str) else x for x in row] for row in data]
         for i, row in enumerate(rows):
             if len(row) != len(names):
                 raise ArgumentError(
@@ -251,7 +251,7 @@ class WandbLogger(Logger):
         images = list(images) if isinstance(images, (list, tuple)) else [images]
         if captions is not None and len(captions) != len(images):
             raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(captions)} captions.")
-        texts = captions if captions is not None else [None] * len(images)
+        texts = [scrub(x) for x in captions] if captions is not None else [None] * len(images)
         pairs = [
             (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
         ]
@@ -270,7 +270,7 @@ class WandbLogger(Logger):
         """Set values of the run's config, without secrets; the module's own are there from the beginning."""
         self._opened_by()
         if self._run is not None:
-            self._run.update_config(redact(dict(params)))
+            self._run.update_config(redacted(dict(params)))
 
     def _opened_by(self) -> "Trainer":
         """Open the run, and return the Trainer that runs; refused where none does."""

@@ -3,8 +3,9 @@
 Every message says the rule, what was given, and what to do.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "ArgumentError",
@@ -23,6 +24,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_RAISED_BY = "It was raised by "
 
 
 class JaxlitError(Exception):
@@ -67,6 +71,23 @@ class ProcessError(JaxlitError, RuntimeError):
 
 class NonFiniteError(JaxlitError, FloatingPointError):
     """The loss or a gradient was NaN or infinite."""
+
+
+def note_place(error: BaseException, place: str) -> BaseException:
+    """Return an error with a note of where it was raised; one that it has already is the nearer, and stays alone."""
+    if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{_RAISED_BY}{place}.")
+    return error
+
+
+@contextlib.contextmanager
+def noting_place(place: str) -> Iterator[None]:
+    """Note on whatever is raised inside the block where that was."""
+    try:
+        yield
+    except BaseException as error:
+        note_place(error, place)
+        raise
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -85,9 +85,9 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
             )
     arguments: dict[str, Any] = {**hparams, **overrides}
     for name, value in arguments.items():
-        if value == "<redacted>":
+        if _is_redacted(value):
             raise CheckpointError(
-                f"{checkpoint.path} does not keep {name!r}, whose name is that of a secret. Pass it: "
+                f"{checkpoint.path} does not keep {name!r}, which is or holds a secret. Pass it: "
                 f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
     if "rngs" in parameters and "rngs" not in arguments:
@@ -106,6 +106,12 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
         ) from error
     load_variables(module, checkpoint, strict=strict)
     return module
+
+
+def _is_redacted(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_is_redacted, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "<redacted>" in value
 
 
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool) -> None:

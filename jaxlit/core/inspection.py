@@ -1,6 +1,5 @@
 """Looks at the program of a step for what its numbers would not tell."""
 
-import contextlib
 import inspect
 import logging
 from functools import partial
@@ -15,7 +14,9 @@ from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
+from jaxlit.core.side_effects import names_around
 from jaxlit.core.stage import STAGES
+from jaxlit.core.untraced_calls import has_told_of_chance
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
@@ -47,7 +48,7 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     _check_rounding(pure, *args[:3])
     _warn_of_no_gradient(pure.name, program, args[0])
     _warn_of_constants(closed, pure.origin)
-    if twice:
+    if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
         _warn_of_chance(pure, replica, args)
 
 
@@ -158,13 +159,9 @@ def _warn_of_constants(closed: Any, module: TrainModule) -> None:
 
 
 def _name_of(array: Any, module: TrainModule) -> str:
-    step: Any = inspect.unwrap(type(module).training_step)
-    names = dict(getattr(step, "__globals__", {}))
-    free = step.__code__.co_freevars if hasattr(step, "__code__") else ()
-    for name, cell in zip(free, getattr(step, "__closure__", None) or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell may still be empty
-            names[name] = cell.cell_contents
-    for name, value in names.items():
+    step = type(module).training_step
+    names = dict(getattr(inspect.unwrap(step), "__globals__", {}))
+    for name, value in (names | names_around(step)).items():
         if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
             return name
     return f"{array.dtype}{list(array.shape)}"

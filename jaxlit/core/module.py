@@ -14,7 +14,7 @@ from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import Hparams, hparams_of, keep_hparams, set_hparams, trainer_of, watchers
 from jaxlit.core.stage import STAGES
-from jaxlit.errors import ModuleError
+from jaxlit.errors import ModuleError, noting_place
 from jaxlit.field_names import no_such_name
 
 if TYPE_CHECKING:
@@ -249,7 +249,8 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
         raise ModuleError(
             f"fit needs {cls.__name__}.configure_optimizers. Return an optax transform from it, optax.adamw(1e-3) say."
         )
-    made = cls.configure_optimizers(module)
+    with noting_place(f"{cls.__name__}.configure_optimizers"):
+        made = cls.configure_optimizers(module)
     if isinstance(made, optax.MultiSteps):  # a transform in all but its type
         made = made.gradient_transformation()
     if isinstance(made, optax.GradientTransformation):  # a NamedTuple, so this comes before the tuple

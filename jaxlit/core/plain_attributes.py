@@ -1,31 +1,42 @@
-"""Changes that a traced step makes to a module's plain attributes, which no compiled step repeats."""
+"""The plain attributes of a module, and what they hold at one time, to compare with another."""
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jaxlit.errors import StateError
 from jaxlit.leaf_names import leaf_name
 
 # What train() and eval() set: a step may switch a part of its module.
 MODES = {"deterministic", "use_running_average", "decode"}
 
 
-class _Held(NamedTuple):
-    """A container and what it holds: it is the caller's own, which a step could write to."""
+CONTAINERS = (list, tuple, set, dict, deque)
+_DEEPEST = 30  # containers within containers
+
+
+class Held(NamedTuple):
+    """A container, or an object, and what it holds: it is the caller's own, which a step could write to."""
 
     container: Any
-    items: list[Any]  # themselves held
+    items: list[Any]  # themselves held; of a dict and of an object keys and values in turn
+    is_object: bool = False
 
 
 def attributes_of(module: nnx.Module) -> dict[str, Any]:
     """Return each plain attribute of a module and its sub-modules, by path; containers by what they hold."""
-    return {name: as_held(value) for name, value in _attributes(module)}
+    return {name: as_held(value) for name, value in each_attribute(module)}
 
 
-def as_held(value: Any) -> Any:
-    """Return a value as it is now, to compare with later: a container by what it holds."""
-    return _held(value, set())
+def as_held(value: Any, fields_of: Callable[[Any], dict[str, Any] | None] | None = None) -> Any:
+    """Return a value as it is now, to compare with later: a container by what it holds.
+
+    Args:
+        value: The value.
+        fields_of: Returns the fields of an object that is told by them, None for any other; None for no object.
+    """
+    return _held(value, set(), fields_of)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -35,7 +46,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def same_value(a: Any, b: Any) -> bool:
     """Tell whether two values, as `as_held` returns them, are the same: by identity, but for plain ones."""
-    if isinstance(a, _Held) and isinstance(b, _Held):
+    if isinstance(a, Held) and isinstance(b, Held):
         same_kind = type(a.container) is type(b.container) and len(a.items) == len(b.items)
         return same_kind and all(same_value(x, y) for x, y in zip(a.items, b.items, strict=True))
     if a is b:
@@ -45,28 +56,22 @@ def same_value(a: Any, b: Any) -> bool:
     return False
 
 
-def check_unchanged(before: dict[str, Any], module: nnx.Module, step: str) -> None:
-    """Refuse a step that set plain attributes; what it put into containers is taken out again.
+def each_attribute(module: nnx.Module, *, of: type = object) -> list[tuple[str, Any]]:
+    """Return each plain attribute of a module, its sub-modules and objects that they hold, by path.
 
-    Raises:
-        StateError: Naming the attribute.
+    Args:
+        module: The module.
+        of: Only those of objects of this type.
     """
-    for name, value in _attributes(module):
-        if name in before and same_value(before[name], as_held(value)):
-            continue
-        for held in before.values():
-            _restore(held)
-        raise StateError(
-            f"{step} changed the attribute {name}. A step is traced once, so the change would happen once and be lost: "
-            "make it an nnx.Variable, return it as an output, or log it with self.log."
-        )
-
-
-def _attributes(module: nnx.Module) -> list[tuple[str, Any]]:
     found = []
     for path, node in nnx.iter_graph(module):
         # nnx keeps its own books as attributes too.
-        if isinstance(node, nnx.Variable) or not hasattr(node, "__dict__") or _is_book(path):
+        if (
+            isinstance(node, nnx.Variable)
+            or not hasattr(node, "__dict__")
+            or _is_book(path)
+            or not isinstance(node, of)
+        ):
             continue
         for name, value in vars(node).items():
             if name not in MODES and not _is_book((name,)) and not isinstance(value, (nnx.Variable, nnx.Pytree)):
@@ -78,26 +83,17 @@ def _is_book(path: tuple[Any, ...]) -> bool:
     return any(str(part).startswith("_pytree__") for part in path)
 
 
-def _held(value: Any, seen: set[int]) -> Any:
-    if not isinstance(value, (list, tuple, set, dict)) or id(value) in seen:
+def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] | None] | None) -> Any:
+    if id(value) in seen or len(seen) > _DEEPEST:
+        return value
+    is_object = False
+    if isinstance(value, dict):
+        items = [x for pair in value.items() for x in pair]
+    elif isinstance(value, CONTAINERS):
+        items = list(value)
+    elif fields_of is not None and (fields := fields_of(value)) is not None:
+        items, is_object = [x for pair in fields.items() for x in pair], True
+    else:
         return value
     seen = seen | {id(value)}
-    items = [x for pair in value.items() for x in pair] if isinstance(value, dict) else list(value)
-    return _Held(value, [_held(x, seen) for x in items])
-
-
-def _restore(held: Any) -> None:
-    if not isinstance(held, _Held):
-        return
-    container = held.container
-    items = [x.container if isinstance(x, _Held) else x for x in held.items]
-    if isinstance(container, list):
-        container[:] = items
-    elif isinstance(container, dict):
-        container.clear()
-        container.update(zip(items[::2], items[1::2], strict=True))
-    elif isinstance(container, set):
-        container.clear()
-        container.update(items)
-    for x in held.items:
-        _restore(x)
+    return Held(value, [_held(x, seen, fields_of) for x in items], is_object)

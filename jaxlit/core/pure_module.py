@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core import plain_attributes as side_effects
 from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
@@ -19,9 +18,11 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
+from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
+from jaxlit.core.untraced_calls import telling_of_untraced_calls
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -55,6 +56,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
+    told: set[tuple[str, str]] = field(default_factory=set)  # of what a step does while it is traced only
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -138,15 +140,16 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        plain = side_effects.attributes_of(module)
+        before = Before(module, getattr(type(module), STAGES[stage].step))
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
             reading() as reads,
+            self._watching(stage),
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
-        side_effects.check_unchanged(plain, module, f"{self.name}.{STAGES[stage].step}")
+        before.check(module, f"{self.name}.{STAGES[stage].step}")
         put_back()
         new = self.split(module)
         if training:
@@ -163,6 +166,12 @@ class PureModule:
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
+
+    def _watching(self, stage: str) -> contextlib.AbstractContextManager[None]:
+        """Warn of what a step does only while it is traced; under `jax.disable_jit` it does so each time."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return contextlib.nullcontext()
+        return telling_of_untraced_calls(f"{self.name}.{STAGES[stage].step}", self.told)
 
     @contextlib.contextmanager
     def _noting(self, stage: str, batch: Any) -> Iterator[None]:

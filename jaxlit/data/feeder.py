@@ -121,7 +121,7 @@ class Feeder:
                 try:
                     host, batch = handling.intake(drawn[0])
                 except Exception as error:
-                    located(error, source.argument, self._epoch(), k - 1)
+                    located(error, handling.intake.blamed, self._epoch(), k - 1)
                     raise
                 placed = None
                 if handling.agreement is None:

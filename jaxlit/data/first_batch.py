@@ -29,7 +29,7 @@ def check_first(source: Source, limit: int | None, intake: Intake, watchdog: Wat
             if (doubts := source.doubts(batch)) is not None:
                 _logger.warning(doubts)
     except Exception as error:
-        located(error, source.argument, 0, 0)
+        located(error, intake.blamed, 0, 0)
         raise
     finally:
         watchdog.rest()

@@ -36,6 +36,7 @@ class Intake:
     Args:
         argument: Where the loader was given, for messages.
         prepare: The user's own last word on a host batch, `on_before_batch_transfer`.
+        prepared_by: Whose it is, for messages.
         host_keys: Keys of the batch that stay on the host.
         max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
             limit.
@@ -44,6 +45,7 @@ class Intake:
 
     Attributes:
         example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
+        blamed: Where an error comes from: the loader, or the user's hook if that has raised.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Intake:
         argument: str,
         *,
         prepare: Callable[[Any], Any] | None = None,
+        prepared_by: str = "on_before_batch_transfer",
         host_keys: Sequence[str] = (),
         max_recompiles: int | None = None,
         debug: bool = False,
         may_be_empty: bool = False,
     ) -> None:
         self.argument, self._prepare, self._host_keys = argument, prepare, tuple(host_keys)
+        self.blamed, self._prepared_by = argument, prepared_by
         self._max_recompiles, self._debug, self._may_be_empty = max_recompiles, debug, may_be_empty
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
@@ -76,7 +80,11 @@ class Intake:
             DataError: No step could take it, or it is of another structure than those before.
         """
         if self._prepare is not None:
-            batch = own(self._prepare(batch))  # it may fill the same memory again, like a loader
+            try:
+                batch = own(self._prepare(batch))  # it may fill the same memory again, like a loader
+            except Exception:
+                self.blamed = self._prepared_by
+                raise
             if batch is None:
                 raise DataError(f"{self.argument}: on_before_batch_transfer returned None. Return the batch.")
         to_step = self._without_host_keys(batch) if self._host_keys else batch

@@ -13,7 +13,7 @@ from jaxlit.data.intake import Intake
 from jaxlit.data.kinds import each_loader, source_of
 from jaxlit.data.source import Source, length_of
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, noting_place
 
 _logger = logging.getLogger("jaxlit")
 
@@ -104,7 +104,8 @@ class Loaders:
         where = f"Trainer.{self.verb}({argument}=...)"
         if loaders is None and (make := self._hook(hook)) is not None:
             where = f"{type(make.__self__).__name__}.{hook}()"  # type: ignore[attr-defined]
-            loaders = make()
+            with noting_place(where.removesuffix("()")):
+                loaders = make()
             if loaders is None:
                 raise DataError(f"{where} returned None. Return a loader.")
         if loaders is None:
@@ -130,8 +131,7 @@ class Loaders:
         """Return the source of a loader, and see to it that there is what takes its batches in."""
         if argument not in self._intakes:
             may_be_empty = jax.process_count() > 1
-            prepare = self._transfer(idx)
-            self._intakes[argument] = Intake(argument, prepare=prepare, **self._intake, may_be_empty=may_be_empty)
+            self._intakes[argument] = Intake(argument, **self._transfer(idx), **self._intake, may_be_empty=may_be_empty)
         may_go_on = stage == "training" and not self._pinned
         keep = limit if self._pinned else None
         return source_of(loader, argument, may_go_on=may_go_on, pinned=self._pinned, keep=keep)
@@ -157,10 +157,13 @@ class Loaders:
             return getattr(self.module, name)
         return None
 
-    def _transfer(self, idx: int) -> Callable[[Any], Any] | None:
+    def _transfer(self, idx: int) -> dict[str, Any]:
         name = "on_before_batch_transfer"
         hook = self._hook(name) or getattr(self.module, name, None)
-        return None if hook is None else lambda batch: hook(batch, idx)
+        if hook is None:
+            return {}
+        owner = type(getattr(hook, "__self__", self.module)).__name__
+        return {"prepare": lambda batch: hook(batch, idx), "prepared_by": f"{owner}.{name}"}
 
 
 def limit_of(limit: int | float, loader: Any, where: str, argument: str) -> int | None:

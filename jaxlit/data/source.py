@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxlit.data.array_loader import differences
 from jaxlit.data.copies import own
-from jaxlit.errors import DataError
+from jaxlit.errors import DataError, note_place
 
 _logger = logging.getLogger("jaxlit")
 
@@ -226,7 +226,7 @@ def length_of(loader: Any) -> int | None:
 
 def located(error: BaseException, argument: str, epoch: int, batch: int) -> BaseException:
     """Return an error with a note that says which loader raised it, and where."""
-    error.add_note(f"It was raised by {argument} in epoch {epoch}, batch {batch}.")
+    note_place(error, f"{argument} in epoch {epoch}, batch {batch}")
     if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone
         error.add_note("A worker is killed most often for want of memory: use fewer workers, or smaller buffers.")
     return error

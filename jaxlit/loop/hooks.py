@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.position import Position
 from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ModuleError
+from jaxlit.loop.failures import Failures
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -55,14 +57,14 @@ class TimedFunction:
     """One owner's hook, and how long its calls took, without hooks that ran inside it.
 
     Args:
-        owner: The name of the class it belongs to.
+        owner: What it belongs to.
         function: What is called; it takes the trainer and the module first.
     """
 
-    __slots__ = ("calls", "function", "longest", "owner", "seconds")
+    __slots__ = ("calls", "function", "longest", "owner", "seconds", "source")
 
-    def __init__(self, owner: str, function: Callable[..., Any]) -> None:
-        self.owner, self.function = owner, function
+    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
+        self.owner, self.source, self.function = type(owner).__name__, owner, function
         self.calls, self.seconds, self.longest = 0, 0.0, 0.0
 
     def add(self, seconds: float) -> None:
@@ -104,12 +106,14 @@ class Hook:
             for function in self.functions:
                 try:
                     result = function.function(hooks.trainer, hooks.module, *args)
-                except BaseException:
-                    now = perf_counter()
-                    function.add(now - start - hooks.inside)
-                    hooks.inside = outer[2] + now - begun
-                    log.hook, log.named = outer[:2]  # the hook that called this one may go on
-                    raise
+                except BaseException as error:
+                    if not hooks.failed.goes_on(error, function.source, self.name, args):
+                        now = perf_counter()
+                        function.add(now - start - hooks.inside)
+                        hooks.inside = outer[2] + now - begun
+                        log.hook, log.named = outer[:2]  # the hook that called this one may go on
+                        raise
+                    result = None
                 if result is not None and isinstance(result, (int, np.integer)) and result == -1:
                     skip = True
                 # After each owner, so that an error names the one who wrote.
@@ -132,6 +136,7 @@ class Hooks:
         callbacks: The callbacks, in order.
         log: What `self.log` fills in hooks.
         datamodule: The DataModule, whose hooks come first.
+        position: Where training stands, for what errors are noted with.
     """
 
     def __init__(
@@ -141,14 +146,10 @@ class Hooks:
         callbacks: Sequence[Callback],
         log: "HostLog",
         datamodule: DataModule | None,
+        position: Position,
     ) -> None:
-        self.trainer, self.module, self.callbacks, self.log, self.datamodule = (
-            trainer,
-            module,
-            callbacks,
-            log,
-            datamodule,
-        )
+        self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
+        self.datamodule, self.failed = datamodule, Failures(position, self._silence)
         self.live: Live | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[Any, Hook] = {}  # by name
@@ -167,17 +168,17 @@ class Hooks:
             self.bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
         return self.bound[name]
 
-    def _find(self, name: str) -> list[tuple[str, Callable[..., Any]]]:
+    def _find(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order behind the module.
         late = name in ("on_train_epoch_end", "on_safe_point")
-        owners = [c for c in self.callbacks if overrides(c, name)]
-        found = [(c.runs_last and late, type(c).__name__, _of_callback(c, name)) for c in owners]
+        owners = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
+        found: list[tuple[bool, Any, Any]] = [(c.runs_last and late, c, _of_callback(c, name)) for c in owners]
         if callable(getattr(type(self.module), name, None)):
-            found.append((False, type(self.module).__name__, _without_trainer(self.module, name)))
+            found.append((False, self.module, _without_trainer(self.module, name)))
         data = self.datamodule
         # Loader hooks and the like are called by whoever needs what they return.
         if name in ("prepare_data", "setup", "teardown", "on_exception") and data is not None:
-            found.insert(0, (False, type(data).__name__, _without_trainer(data, name)))
+            found.insert(0, (False, data, _without_trainer(data, name)))
         return [(owner, function) for _, owner, function in sorted(found, key=lambda x: x[0])]
 
     def __call__(self, name: str, *args: Any) -> None:
@@ -188,13 +189,18 @@ class Hooks:
         """Call the hook of one callback only."""
         key = id(callback), name  # not the callback, which may have no hash, or equal another
         if key not in self.bound:
-            function = TimedFunction(type(callback).__name__, _of_callback(callback, name))
-            self.bound[key] = Hook(self, name, [function])
+            function = _of_callback(callback, name) if self.failed.may_run(callback, name) else _nothing
+            self.bound[key] = Hook(self, name, [TimedFunction(callback, function)])
         self.bound[key](*args)
 
     def functions(self) -> list[tuple[str, TimedFunction]]:
         """Return every (hook, function) that was bound so far."""
         return [(hook.name, function) for hook in self.bound.values() for function in hook.functions]
+
+    def _silence(self, callback: Callback) -> None:
+        for name, function in self.functions():
+            if function.source is callback and not self.failed.may_run(callback, name):
+                function.function = _nothing
 
     def call_all(self, name: str, argument: Any, first: BaseException | None) -> BaseException | None:
         """Call every hook of a name whatever the others raise, and return the first error of all.
@@ -212,7 +218,9 @@ class Hooks:
                 with collecting(self.log):
                     function.function(self.trainer, self.module, argument)
             except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-                if first is None:
+                if self.failed.goes_on(error, function.source, name, (argument,), note=first is None):
+                    pass
+                elif first is None:
                     first = error
                 else:
                     first.add_note(f"{function.owner}.{name} raised as well: {error!r}")
@@ -228,6 +236,10 @@ class Hooks:
         hook = self.log.hook
         if self.live is not None and self.live.touched:
             self.live.take_writes(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
+
+
+def _nothing(*_: Any) -> None:
+    """Take the place of a hook that is not called any more."""
 
 
 def _refuse_gone(owner: Any) -> None:

@@ -19,7 +19,7 @@ from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.run import Run
-from jaxlit.reporting.redaction import redact
+from jaxlit.reporting.redaction import Redaction, restored, tell
 
 if TYPE_CHECKING:
     from jaxlit.data.datamodule import DataModule
@@ -63,18 +63,38 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
-        "callbacks": {key: callback.state_dict() for key, callback in keyed(run.hooks.callbacks).items()},
+        "callbacks": _states(run),
         "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
-        "module": {"class": type(run.module).__name__, "hparams": redact(_kept(hparams_of(run.module)))},
+        "module": {"class": type(run.module).__name__, "hparams": (hide := Redaction())(_kept(hparams_of(run.module)))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe(),
         "accumulate": run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
+    ours = {*state}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
-    return _plain(state, "")
+    found = _plain(state, "")
+    tell([*hide.left_out, *_leave_out_secrets(found, ours)])
+    return found
+
+
+def _leave_out_secrets(state: dict[str, Any], ours: set[str]) -> list[str]:
+    """Take secrets out of what users have put into a training's state, and return where they stood."""
+    redact = Redaction(is_state=True)
+    state["callbacks"] = {key: redact(value, key) for key, value in state["callbacks"].items()}  # the key is a class
+    state["datamodule"] = redact(state["datamodule"], "datamodule")
+    for loader in filter(None, state["loaders"].values()):
+        for one in loader["states"]:
+            one["at"] = redact(one["at"], "loader") if isinstance(one["at"], dict) else one["at"]
+    state |= redact({key: value for key, value in state.items() if key not in ours})
+    return redact.left_out
+
+
+def without_gaps(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's state as `on_load_checkpoint` sees it: what was left out as a secret is not there."""
+    return restored(dict(state))
 
 
 def load_position(state: Mapping[str, Any]) -> Position:
@@ -87,9 +107,9 @@ def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None
     saved, known = dict(state["callbacks"]), keyed(callbacks)
     for key, callback in known.items():
         if key in saved:
-            _load(callback, saved[key], key)
+            _load(callback, restored(saved[key], callback.state_dict), key)
     if datamodule is not None:
-        _load(datamodule, state["datamodule"], type(datamodule).__name__)
+        _load(datamodule, restored(state["datamodule"], datamodule.state_dict), type(datamodule).__name__)
     # An empty state is none: whoever is not here now loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
 
@@ -121,6 +141,8 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
+    own = getattr(source.loader, "state_dict", None)  # what it has now takes the place of secrets
+    saved = {**saved, "states": [{**x, "at": restored(x["at"], own)} for x in saved["states"]]}
     was = len(saved["states"])
     if was == processes:  # each process goes on with its own share
         source.load_state_dict(saved["states"][index])
@@ -165,6 +187,12 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         same = sum(key == name or key.startswith(f"{name}:") for key in found)
         found[f"{name}:{same}" if same else name] = callback
     return found
+
+
+def _states(run: Run) -> dict[str, Any]:
+    """Return the states of the callbacks, without that of a logger that cannot tell its own."""
+    found = {key: run.hooks.failed.state_of(callback) for key, callback in keyed(run.hooks.callbacks).items()}
+    return {key: state for key, state in found.items() if state is not None}
 
 
 def _loaders(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.core.log import metric_of
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import LogError, ModuleError
+from jaxlit.errors import LogError, ModuleError, noting_place
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.host_sums import TRACED
 from jaxlit.loop.results import Results
@@ -50,11 +50,8 @@ class Tracing:
         for callback, _ in self._every:
             owner = f"{type(callback).__name__}.{TRACED}"
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
-            try:
+            with noting_place(owner):
                 found = jax.eval_shape(callback.trace_step, state.params, state.params, state.params, state.opt_state)
-            except Exception as error:
-                error.add_note(f"It was raised by {owner}.")
-                raise
             if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in found.items()
             ):

@@ -15,9 +15,10 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.core.side_tables import hparams_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
+from jaxlit.reporting.redaction import redacted
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ def callbacks_of_module(module: Any) -> list[Callback]:
     configure = getattr(module, "configure_callbacks", None)
     if configure is None:
         return []
-    return callbacks_of(f"callbacks of {type(module).__name__}.configure_callbacks", configure())
+    where = f"{type(module).__name__}.configure_callbacks"
+    with noting_place(where):
+        found = configure()
+    return callbacks_of(f"callbacks of {where}", found)
 
 
 def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
@@ -92,6 +96,8 @@ def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
         name = type(c).__name__
         if any(c is other for other in callbacks[:i]):
             raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
+        if isinstance(c, Logger) and c.on_error not in ("warn", "raise"):
+            raise ArgumentError(f"{name}.on_error takes 'warn' or 'raise', got {c.on_error!r}.")
         if isinstance(c, ProgressBar) and any(isinstance(other, ProgressBar) for other in callbacks[:i]):
             raise ArgumentError(f"The callbacks hold two {name}s, and only one can draw. Leave one of them out.")
         if isinstance(c, ModelCheckpoint):
@@ -144,11 +150,12 @@ def tell_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
     loggers = [c for c in hooks.callbacks if isinstance(c, Logger) and c.hyperparams_of_module]
+    loggers = [c for c in loggers if hooks.failed.may_run(c, name)]
     own = [c for c in loggers if type(c).log_hyperparams is not Logger.log_hyperparams or name in vars(c)]
-    hooks.bound[name] = Hook(hooks, name, [TimedFunction(type(c).__name__, _teller(c, name)) for c in own])
+    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _teller(c, name)) for c in own])
     hooks(name)
 
 
 def _teller(logger: Logger, name: str) -> Callable[..., None]:
     method = fitting(logger, name, ["params"])
-    return lambda trainer, module: method(hparams_of(module))  # a dict for each, to keep or to change
+    return lambda trainer, module: method(redacted(hparams_of(module)))  # a dict for each, to keep or to change

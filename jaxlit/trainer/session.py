@@ -35,6 +35,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.reporting.redaction import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
@@ -212,6 +213,7 @@ class Session:
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         self.results.clear()
+        tell_anew()
         if stage.verb == "fit":
             self.fitted = None  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
@@ -233,7 +235,7 @@ class Session:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
         self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
         self.callbacks = check_callbacks(self._with_default(mine) + self._added)
-        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule)
+        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
 
@@ -295,7 +297,7 @@ class Session:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
-                    hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+                    hooks("on_load_checkpoint", snapshot.without_gaps(resume.checkpoint.state))
                 tell_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)

@@ -89,7 +89,7 @@ class Trainer:
             with code 76; None for no limit.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
         debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
-            array, and warn of a step that draws from numpy or a clock. Slow; `jax.disable_jit` works as well.
+            array, and warn of a step that each trace makes another. Slow; `jax.disable_jit` works as well.
 
     Raises:
         ArgumentError: A value is out of its set, or does not fit another.

@@ -17,6 +17,7 @@ class Scaled(Mean):
 
 
 GIVEN = {"width": 3, "api_key": "k"}
+TOLD = {"width": 3, "api_key": "<redacted>"}
 
 
 class Mine(Logger):
@@ -44,9 +45,9 @@ def test_a_logger_of_ones_own_is_given_the_modules_hyperparameters_before_the_fi
     on_instance.log_hyperparams = seen.append
     module, loggers = Scaled(3), [Mine(), Mine(), Reads(), on_instance]
     fit(module, numbered(1), logger=loggers)
-    assert [x.seen for x in loggers[:2]] == [[("setup", 3, 1), GIVEN, "on_fit_start"]] * 2
+    assert [x.seen for x in loggers[:2]] == [[("setup", 3, 1), TOLD, "on_fit_start"]] * 2
     assert loggers[2].seen == [("setup", 3, 1), "on_fit_start"]
-    assert seen == [GIVEN] and module.hparams == GIVEN
+    assert seen == [TOLD] and module.hparams == GIVEN
 
 
 def test_its_time_is_told_with_that_of_the_hooks(monkeypatch):

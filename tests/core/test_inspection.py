@@ -54,13 +54,21 @@ def test_a_loss_that_depends_on_the_parameters_is_not_warned_about(
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["a number", "an array"])
-def test_random_numbers_of_numpy_in_a_step_are_told_in_debug_mode(
+def test_random_numbers_of_a_generator_of_ones_own_in_a_step_are_told_in_debug_mode(
     shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    step = lambda self, batch: self.loss(batch) + (np.random.normal(size=shape) * self.bias).sum()  # noqa: E731
+    mine = np.random.default_rng()
+    step = lambda self, batch: self.loss(batch) + (mine.normal(size=shape) * self.bias).sum()  # noqa: E731
     fit(module(step, base=Linear), random(2), debug=True)
     (message,) = warnings_of(caplog)
     assert "Made.training_step" in message and "numpy" in message and "nnx.Rngs" in message
+
+
+def test_what_the_trace_has_told_of_is_not_told_again_in_debug_mode(caplog: pytest.LogCaptureFixture) -> None:
+    step = lambda self, batch: self.loss(batch) + np.random.normal() * self.bias.sum()  # noqa: E731
+    fit(module(step, base=Linear), random(2), debug=True)
+    (message,) = warnings_of(caplog)
+    assert "draws from np.random.normal" in message
 
 
 @pytest.mark.parametrize("debug", [True, False])

@@ -154,7 +154,8 @@ def test_an_error_in_a_hook_leaves_no_thread_and_closes_the_loader(hook, prefetc
     fail = hooks(**{hook: lambda trainer, *_: trainer.global_step < 3 or fails()})
     error = refuses(LookupError, lambda: draw(loader, fail, prefetch=prefetch), "mine")
     assert left(loader) == (1, [])
-    assert not getattr(error, "__notes__", []), "the loader has no part in it"
+    (note,) = error.__notes__
+    assert note.startswith(f"It was raised by Made.{hook} in epoch 0, batch "), "the loader has no part in it"
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

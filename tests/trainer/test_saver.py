@@ -215,8 +215,9 @@ def test_one_that_could_not_be_written_is_raised_behind_teardown_or_noted_on_the
     if other is None:
         assert "kept/a could not be written" in str(raised.value)
     else:
-        (note,) = raised.value.__notes__
-        assert raised.value is other and "begun before failed as well: CheckpointError(" in note
+        place, note = raised.value.__notes__
+        assert raised.value is other and place.startswith("It was raised by Made.on_fit_end ")
+        assert "begun before failed as well: CheckpointError(" in note
 
 
 def test_every_wait_for_a_checkpoint_that_could_not_be_written_raises(trained) -> None:

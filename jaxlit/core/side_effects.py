@@ -1,0 +1,161 @@
+"""What a traced step changes beside its arrays, and no compiled step repeats: attributes, containers and objects."""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+
+from jaxlit.core.plain_attributes import CONTAINERS, Held, as_held, each_attribute, same_value
+from jaxlit.errors import StateError
+
+_KEPT = "make it an nnx.Variable, return it as an output, or log it with self.log."
+_MOST = 1_000  # entries of a container inside an object
+# Objects of theirs keep books of their own; a namespace of the standard library's is a user's.
+_LIBRARIES = {"chex", "einops", "flax", "grain", "jax", "jaxlib", "jaxlit", "numpy", "optax", "orbax", "torch", "wandb"}
+_LIBRARIES |= {*sys.stdlib_module_names} - {"argparse", "types"}
+
+
+class Before:
+    """What a step could change, as it was before the step was traced.
+
+    Args:
+        module: The copy of the module that the step runs on.
+        step: The step's function.
+    """
+
+    def __init__(self, module: nnx.Module, step: Callable[..., Any]) -> None:
+        self._attributes = {name: as_held(value, _fields_of) for name, value in each_attribute(module, of=nnx.Pytree)}
+        # Whoever collects values under disable_jit is looking for something.
+        around = {} if jax.config.jax_disable_jit else names_around(step)  # type: ignore[attr-defined]
+        self._around = {name: as_held(x, _fields_of) for name, x in around.items() if _is_small_container(x)}
+
+    def check(self, module: nnx.Module, step: str) -> None:
+        """Refuse a step that changed something; what it put into containers and objects is taken out again.
+
+        What lies outside of the module may be a cache: there only traced arrays are refused.
+
+        Args:
+            module: The module that the step ran on.
+            step: The step's name.
+
+        Raises:
+            StateError: Naming what was changed.
+        """
+        for name, value in each_attribute(module, of=nnx.Pytree):
+            changed = (
+                _change(self._attributes[name], as_held(value, _fields_of), name) if name in self._attributes else name
+            )
+            if changed is not None:
+                self._restore()
+                raise StateError(
+                    f"{step} changed the attribute {changed}. A step is traced once, so the change would happen once "
+                    f"and be lost: {_KEPT}"
+                )
+        for name, before in self._around.items():
+            now = as_held(before.container, _fields_of)
+            if _change(before, now, name) is not None and _has_tracer(now) and not _has_tracer(before):
+                self._restore()
+                raise StateError(
+                    f"{step} put a traced array into {name}, which lies outside of it. It has no value, and no later "
+                    f"step would add another: {_KEPT}"
+                )
+
+    def _restore(self) -> None:
+        for value in (*self._attributes.values(), *self._around.values()):
+            _restore(value)
+
+
+def names_around(step: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function takes from around it, by name: globals and variables of the functions that it is in."""
+    function: Any = inspect.unwrap(step)
+    if not hasattr(function, "__code__"):
+        return {}
+    code, found = function.__code__, dict[str, Any]()
+    for name in code.co_names:
+        if name in function.__globals__:
+            found[name] = function.__globals__[name]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell may still be empty
+            found[name] = cell.cell_contents
+    return found
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of an object of the user's, without large containers; None for any other."""
+    if isinstance(value, (type, nnx.Variable, nnx.Pytree)) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return None
+    found = {name: x for name, x in _fields(value).items() if not isinstance(x, CONTAINERS) or _is_small_container(x)}
+    return found or None
+
+
+def _is_small_container(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) and len(value) <= _MOST
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    slots = [x for kind in type(value).__mro__ for x in (vars(kind).get("__slots__", ()),)]
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    in_slots = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    return in_slots | dict(getattr(value, "__dict__", {}))
+
+
+def _change(before: Any, now: Any, name: str) -> str | None:
+    """Return the first thing that changed, as a user writes it; None if nothing did."""
+    if not (isinstance(before, Held) and isinstance(now, Held)):
+        return None if same_value(before, now) else name
+    if before.is_object or now.is_object:
+        return _change_of_object(before, now, name)
+    if type(before.container) is not type(now.container) or len(before.items) != len(now.items):
+        return name
+    return next(filter(None, (_change(x, y, name) for x, y in zip(before.items, now.items, strict=True))), None)
+
+
+def _change_of_object(before: Held, now: Held, name: str) -> str | None:
+    if before.container is not now.container:
+        return name
+    old, new = (dict(zip(x.items[::2], x.items[1::2], strict=True)) for x in (before, now))
+    for field in {**old, **new}:
+        both = field in old and field in new
+        changed = _change(old[field], new[field], f"{name}.{field}") if both else f"{name}.{field}"
+        # What an object computes once and keeps to itself is right in every step, unless it is of the trace.
+        cached = isinstance(getattr(type(now.container), field, None), functools.cached_property)
+        if changed and (_has_tracer(new.get(field)) or not (cached or field.startswith("_"))):
+            return changed
+    return None
+
+
+def _has_tracer(value: Any) -> bool:
+    return isinstance(value, Tracer) or (isinstance(value, Held) and any(map(_has_tracer, value.items)))
+
+
+def _restore(value: Any) -> None:
+    if not isinstance(value, Held):
+        return
+    container, items = value.container, [x.container if isinstance(x, Held) else x for x in value.items]
+    if value.is_object:
+        _restore_fields(container, dict(zip(items[::2], items[1::2], strict=True)))
+    elif isinstance(container, list):
+        container[:] = items
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(zip(items[::2], items[1::2], strict=True))
+    elif isinstance(container, (set, deque)):
+        container.clear()
+        container.update(items) if isinstance(container, set) else container.extend(items)
+    for x in value.items:
+        _restore(x)
+
+
+def _restore_fields(owner: Any, fields: dict[str, Any]) -> None:
+    for name, now in _fields(owner).items():
+        if name not in fields and (not isinstance(now, CONTAINERS) or _is_small_container(now)):
+            object.__delattr__(owner, name)
+    for name, was in fields.items():
+        object.__setattr__(owner, name, was)

@@ -1,0 +1,76 @@
+"""What becomes of an error in a hook: it says where it was raised, and a logger that raises stands aside."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.logger import Logger
+from jaxlit.checkpoints.position import Position
+from jaxlit.errors import JaxlitError, note_place
+
+_logger = logging.getLogger("jaxlit")
+
+# What a logger refuses there is a mistake in what it was given, and nothing has been trained yet.
+_BEFORE_TRAINING = ("setup", "log_hyperparams", "on_load_checkpoint", "on_fit_start")
+
+
+class Failures:
+    """The errors in the hooks of a run, and the loggers that stand aside since.
+
+    Args:
+        position: Where training stands.
+        silence: Leaves out the hooks of a logger from now on.
+    """
+
+    def __init__(self, position: Position, silence: Callable[[Logger], None]) -> None:
+        self._position, self._silence = position, silence
+        self._aside: list[Logger] = []
+
+    def may_run(self, callback: Callback, hook: str) -> bool:
+        """Tell whether a hook is called: of a logger that stands aside only the one that closes what it has opened."""
+        return hook == "teardown" or all(callback is not logger for logger in self._aside)
+
+    def goes_on(
+        self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = (), *, note: bool = True
+    ) -> bool:
+        """Tell whether the run goes on without the logger that has raised; it is told of once.
+
+        Args:
+            error: What was raised; where the run does not go on it is noted with its place.
+            owner: Whose hook it was.
+            hook: The hook.
+            args: What it was given.
+            note: Whether it is noted; not if it will be a note itself.
+        """
+        position, name = self._position, f"{type(owner).__name__}.{hook}"
+        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
+        at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
+        if not (isinstance(owner, Logger) and isinstance(error, Exception) and _forgives(owner, hook, error)):
+            if note:
+                note_place(error, f"{name} {at}")
+            return False
+        if all(owner is not logger for logger in self._aside):
+            self._aside.append(owner)
+            self._silence(owner)
+            _logger.warning(
+                "%s failed %s: %r. The logger stands aside for the rest of this run, and training goes on; with "
+                "on_error='raise' it ends training.",
+                name,
+                at,
+                error,
+            )
+        return True
+
+    def state_of(self, callback: Callback) -> dict[str, Any] | None:
+        """Return what a checkpoint keeps of a callback; None of a logger that cannot tell."""
+        try:
+            return callback.state_dict()
+        except Exception as error:
+            if not self.goes_on(error, callback, "state_dict"):
+                raise
+            return None
+
+
+def _forgives(logger: Logger, hook: str, error: Exception) -> bool:
+    return logger.on_error != "raise" and not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)

@@ -1,0 +1,173 @@
+"""An error in a hook says where it was raised; a logger that raises stands aside, and training goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import HOOKS, hooks
+from kit.modules import Mean, module
+from kit.refusals import fit_refuses, warnings_of
+from kit.trainers import fit, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger
+from jaxlit.errors import ArgumentError, LoggerError
+
+
+def raising(*_: Any) -> Any:
+    raise ConnectionError("the server is gone")
+
+
+def logger_with(**functions: Any) -> Any:
+    """Return a logger with these functions of (trainer, ...) as its hooks."""
+    return type("Mine", (Logger,), {name: staticmethod(function) for name, function in functions.items()})()
+
+
+def note_of(call: Any) -> str:
+    """Return the only note on the error that a call raises."""
+    with pytest.raises(ConnectionError) as raised:
+        call()
+    (note,) = raised.value.__notes__
+    return note
+
+
+# Where an error was raised
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("on_train_batch_start", "in epoch 1, batch 2 (global_step 5)"),
+        ("on_train_batch_end", "in epoch 1, batch 2 (global_step 6)"),
+        ("on_log", "in epoch 1, batch 3 (global_step 6)"),
+        ("on_validation_batch_end", "in epoch 1, batch 1 (global_step 6)"),
+    ],
+)
+def test_the_note_names_callback_hook_epoch_batch_and_step(hook: str, place: str) -> None:
+    """Of the third call in the second epoch of three batches, or of the second batch of the second validation."""
+    calls: list[str] = []
+
+    def third(*_: Any) -> None:
+        calls.append(hook)
+        if len(calls) == (4 if "validation" in hook else 7 if hook == "on_log" else 6):
+            raising()
+
+    given = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    # Rows of the first epoch: one of each of three steps, one of the validation; the epoch's own has nothing to show.
+    note = note_of(lambda: fit(Mean(), numbered(3), numbered(2), hooks(**{hook: third}), **given))
+    assert note == f"It was raised by Made.{hook} {place}."
+
+
+def test_an_error_that_comes_through_several_hooks_names_the_one_that_raised_it_only() -> None:
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.saver.announce(trainer.callbacks[0], Path("any"))
+
+    outer, inner = hooks("Outer", on_train_batch_end=save), hooks("Inner", on_checkpoint_saved=raising)
+    note = note_of(lambda: fit(Mean(), numbered(3), None, outer, inner))
+    assert note == "It was raised by Inner.on_checkpoint_saved in epoch 0, batch 1 (global_step 1)."
+
+
+def test_hooks_that_return_something_and_states_are_named_as_well() -> None:
+    for name in ("train_dataloader", "configure_optimizers", "configure_callbacks"):
+        made = module(**{name: raising})
+        data = None if name == "train_dataloader" else numbered(1)
+        assert note_of(lambda made=made, data=data: fit(made, data)) == f"It was raised by Made.{name}."
+    note = note_of(lambda: fit(module(on_before_batch_transfer=raising), numbered(1)))
+    assert note == "It was raised by Made.on_before_batch_transfer in epoch 0, batch 0."
+    note = note_of(lambda: fit(Mean(), numbered(1), None, hooks(state_dict=raising)))
+    assert note == "It was raised by Made.state_dict in epoch 0, batch 0 (global_step 0)."
+
+
+# Loggers that raise
+
+OFTEN = ("setup", "log_hyperparams", "on_log", "on_checkpoint_saved", "on_exception", "state_dict", "teardown")
+OF_LOGGER = [hook for hook in HOOKS if not any(word in hook for word in ("sanity", "test", "predict", "load", "trace"))]
+
+
+@pytest.mark.parametrize("hook", thinned([*OF_LOGGER, "log_hyperparams", "state_dict"], *OFTEN))
+def test_a_logger_that_raises_is_told_of_once_and_changes_nothing_else(hook: str, caplog: Any) -> None:
+    torn: list[str] = []
+    bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: raising})
+    data = numbered(4), numbered(1)
+    trainer = fit(Mean(), *data, max_epochs=2, log_every_n_steps=1, logger=[bad, CSVLogger()], default_root_dir="run")
+    found = [text for text in warnings_of(caplog) if "Mine" in text]
+    if hook == "on_exception":  # there was none
+        assert found == []
+    else:
+        (line,) = found
+        assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "goes on" in line
+    assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
+    assert len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8 + 2  # of steps and of validations
+    assert torn == ([] if hook == "teardown" else ["down"])
+
+
+def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_the_next(caplog: Any) -> None:
+    calls: list[str] = []
+
+    def row(*_: Any) -> None:
+        calls.append("on_log")
+        raising()
+
+    other = {"on_train_batch_end": "batch", "on_train_end": "end", "teardown": "teardown"}
+    bad = logger_with(on_log=row, **{k: lambda *_, v=v: calls.append(v) for k, v in other.items()})
+    trainer = fit(Mean(), numbered(4), logger=bad, log_every_n_steps=2)
+    # The row of the second step is logged behind the third.
+    assert calls == ["batch", "batch", "batch", "on_log", "teardown"]
+    assert len(warnings_of(caplog)) == 1
+    trainer.fit(Mean(), numbered(1))
+    assert calls[5:] == ["batch", "end", "teardown"]
+    trainer.validate(Mean(), numbered(1))
+    assert calls[8:] == ["on_log", "teardown"] and len(warnings_of(caplog)) == 2
+
+
+def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(caplog: Any) -> None:
+    calls: list[int] = []
+    functions = {"trace_step": lambda *_: {"seen": jnp.ones(2)}, "on_trace": lambda *_: calls.append(1)}
+    bad = logger_with(on_train_start=raising, **functions)
+    bad.trace_every_n_steps = 1
+    fit(Mean(), numbered(3), logger=bad)
+    assert calls == [] and len(warnings_of(caplog)) == 1
+    bad = logger_with(**functions)
+    bad.trace_every_n_steps = 1
+    fit(Mean(), numbered(3), logger=bad)
+    assert calls == [1, 1, 1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])
+def test_an_error_comes_out_where_it_is_asked_for_and_an_interrupt_always(error: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise error("now")
+
+    bad = logger_with(on_train_batch_end=fail)
+    if error is ConnectionError:
+        bad.on_error = "raise"
+    with pytest.raises(error) as raised:
+        fit(Mean(), numbered(2), logger=bad)
+    assert raised.value.__notes__ == ["It was raised by Mine.on_train_batch_end in epoch 0, batch 0 (global_step 1)."]
+
+
+def test_what_a_logger_refuses_before_training_is_raised_and_so_is_what_it_writes_to_the_module(caplog: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise LoggerError("give it a name")
+
+    for hook in ("setup", "on_fit_start"):
+        fit_refuses(LoggerError, "give it a name", logger=logger_with(**{hook: refuse}))
+    fit(Mean(), numbered(1), logger=logger_with(on_train_end=refuse))
+    assert len(warnings_of(caplog)) == 1
+
+    def write(trainer: jl.Trainer, module: Any, *_: Any) -> None:
+        module.w[...] += 1
+
+    with pytest.raises(jl.errors.StateError, match=r"Mine\.on_train_batch_end wrote to w"):
+        fit(Mean(), numbered(1), logger=logger_with(on_train_batch_end=write))
+
+
+def test_on_error_takes_two_words() -> None:
+    bad = logger_with()
+    bad.on_error = "ignore"
+    with pytest.raises(ArgumentError, match=r"Mine\.on_error takes 'warn' or 'raise', got 'ignore'"):
+        make_trainer(logger=bad)
+    assert Logger.on_error == JSONLLogger().on_error == jl.callbacks.WandbLogger().on_error == "warn"
