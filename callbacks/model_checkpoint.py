@@ -213,7 +213,7 @@ class ModelCheckpoint(Callback):
             self.finish(trainer)
         finally:
             if self._lock is not None:
-                self._lock.close()
+                trainer.saver.when_written(self._lock.close)  # a Ctrl-C has cut the wait
                 self._lock = None
 
     def _restart_clock(self) -> None:
@@ -264,12 +264,15 @@ class ModelCheckpoint(Callback):
         """Wait for the checkpoint that is being written; then delete what it replaces."""
         if (saving := self._saving) is None:
             return
-        self._saving = None
         try:
             saving.wait()
-        except CheckpointError as error:
+        except Exception as error:
+            self._saving = None
+            if not isinstance(error, CheckpointError):
+                raise
             self._failed(error)
             return
+        self._saving = None  # only now: a Ctrl-C in the wait leaves it to the next one
         self._rests_until = time.monotonic() + 9 * saving.seconds
         self._delete_replaced(trainer)
         trainer.saver.announce(self, saving.path)

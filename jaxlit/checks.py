@@ -82,6 +82,11 @@ def positive(name: str, value: Any, *, owner: str = "Trainer") -> float:
     return float(value)
 
 
+def seconds(name: str, value: Any, *, owner: str = "Trainer") -> float:
+    """Return a finite number of seconds above 0, also of a timedelta."""
+    return positive(name, value.total_seconds() if isinstance(value, datetime.timedelta) else value, owner=owner)
+
+
 def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     """Return the seconds of a timedelta, a dict of its arguments, or "DD:HH:MM:SS"."""
     forms = "a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'"

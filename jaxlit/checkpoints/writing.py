@@ -55,14 +55,18 @@ class Saving:
         """Whether it is written, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait until it is written, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
-        """Wait until it is written; in several processes all must come here.
+        """Wait until it is written, and raise what went wrong; in several processes all must come here.
 
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         self.was_awaited, error = True, self._error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 

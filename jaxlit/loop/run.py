@@ -3,6 +3,7 @@
 import datetime
 import logging
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.results import Results
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
+from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
@@ -84,6 +86,18 @@ class Run:
         """How long the run took, or has taken so far."""
         return (time.monotonic() if self._ended is None else self._ended) - self._started
 
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """What changes whenever the run moves; any thread may ask."""
+        feeder, position = getattr(self, "feeder", None), self.position
+        return self.hooks.log.hook, position.total_batch_idx, position.phase, feeder and feeder.drawn
+
+    @property
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        hook, position = self.hooks.log.hook, self.position
+        return f"in {hook or 'no hook'}, epoch {position.epoch}, behind step {position.global_step}"
+
     def close(self) -> None:
         """Let go of the loaders."""
         for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
@@ -130,6 +144,12 @@ class Run:
                 min_steps,
             )
         return False
+
+    def tell_signal(self) -> None:
+        """Say that a signal ends training here, if one does."""
+        if (number := self.control.signal) is not None:
+            place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
+            say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
 
     def check_time(self) -> None:
         """Ask for a stop once `max_time` is over."""

@@ -28,6 +28,7 @@ def fit(run: Run) -> None:
     if not run.resumed:
         sanity_check(run)
     if run.done or not run.trains:  # and so no train hook
+        run.tell_signal()
         return
     run.hooks("on_train_start")
     try:
@@ -68,6 +69,7 @@ def train_epoch(run: Run) -> None:
             break
     else:
         end_batches(run)
+    run.tell_signal()
     if not position.over or run.evaluation is not None:
         # Training stops in the middle: what the end of the epoch does to callbacks is not part of this place.
         safe_point(run, training_over=True)

@@ -15,11 +15,18 @@ _BAR_WIDTH = 18
 _ASCII = str.maketrans("·…━─│┃┏┳┓┡╇┩└┴┘", "|.=-||+++++++++")
 
 
-def say(text: str) -> None:
-    """Print lines; a stdout that is gone, or that cannot write a character, never ends training."""
-    # ValueError is what a closed Python file raises, AttributeError what an object without flush does.
+def say(text: str, *, aside: bool = False) -> None:
+    """Print lines; a stdout that is gone, or that cannot write a character, never ends training.
+
+    Args:
+        text: The lines.
+        aside: Whether they go to stderr.
+    """
+    stream = sys.stderr if aside else sys.stdout
+    # ValueError is what a closed Python file raises, AttributeError what None and an object without flush do.
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
-        print(_writable(text), flush=True)
+        stream.write(f"{_writable(text)}\n")
+        stream.flush()
 
 
 def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:

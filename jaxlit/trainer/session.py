@@ -40,6 +40,7 @@ from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.opening import check_loaders, open_fit
+from jaxlit.trainer.rescue import rescue
 from jaxlit.trainer.resuming import restore_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
@@ -204,7 +205,8 @@ class Session:
             resume: A checkpoint to begin with.
         """
         before = self.fitted, self.position, self.module
-        self.running, self.current, self.module, self.control.interrupted = True, None, module, False
+        self.running, self.current, self.module = True, None, module
+        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
         outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
@@ -215,8 +217,8 @@ class Session:
             self.control.should_stop, self.control.stop_reason = False, None
         try:
             self.current = run = self._make_run(module, loaders)
-            with run.compiles:
-                self._guarded(run, stage, work, own, resume)
+            with run.compiles, self._watchdog(run) as watchdog:
+                self._guarded(run, stage, work, own, resume, watchdog)
         finally:
             if self.current is not None:
                 self.current.end_clock()
@@ -225,6 +227,15 @@ class Session:
                 self.fitted, self.position, self.module = before
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
+
+    def _watchdog(self, run: Run) -> Watchdog:
+        return Watchdog(
+            *self.settings.timeouts,
+            control=self.control,
+            progress=lambda: run.progress,
+            place=lambda: run.place,
+            rescue=lambda: rescue(self._trainer, run),
+        )
 
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
@@ -241,7 +252,15 @@ class Session:
         added = any(isinstance(c, ModelCheckpoint) for c in self._added)
         return mine if default is None or added else [*mine, default]
 
-    def _guarded(self, run: Run, stage: Stage, work: Callable[[Run], object], own: bool, resume: Resume | None) -> None:
+    def _guarded(
+        self,
+        run: Run,
+        stage: Stage,
+        work: Callable[[Run], object],
+        own: bool,
+        resume: Resume | None,
+        watchdog: Watchdog,
+    ) -> None:
         hooks, verb = run.hooks, stage.verb
         try:
             if hooks.bind("prepare_data"):
@@ -250,7 +269,7 @@ class Session:
             # Behind setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
-            with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
+            with contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
             error = _explained(error)
@@ -317,7 +336,7 @@ class Session:
             num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
-            interrupted=lambda: self.control.interrupted,
+            control=self.control,
             epoch=lambda: run.position.epoch,
         )
 
