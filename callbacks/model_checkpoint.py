@@ -17,6 +17,7 @@ from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -121,7 +122,7 @@ class ModelCheckpoint(Callback):
 
     def folder(self, run_dir: Path) -> Path:
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
-        return self.dirpath or Path(os.path.abspath(run_dir)) / disk.FOLDER
+        return self.dirpath or absolute(run_dir) / disk.FOLDER
 
     # When -------------------------------------------------------------------------------------------
 

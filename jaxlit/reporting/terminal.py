@@ -62,8 +62,18 @@ def clock(seconds: float) -> str:
 
 def short_path(path: Path) -> Path:
     """Return a path relative to the working folder, if it is below it."""
-    absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    return absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    found = absolute(path)
+    with contextlib.suppress(OSError):  # the working folder may be gone
+        here = Path.cwd()
+        return found.relative_to(here) if found.is_relative_to(here) else found
+    return found
+
+
+def absolute(path: Path) -> Path:
+    """Return a path from the root, or as it is where the working folder was deleted."""
+    with contextlib.suppress(OSError):
+        return Path(os.path.abspath(path))
+    return path
 
 
 def is_terminal() -> bool:

@@ -124,8 +124,14 @@ class Session:
         module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
         resume = None if found is None else Resume(found, strict, reset_optimizer)
+        writes = any(isinstance(c, (FileLogger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):
-            self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+            lock = self.folder.hold() if writes else None
+            try:
+                self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+            finally:
+                if lock is not None:
+                    self.saver.when_written(lock.close)
 
     def evaluate(
         self,

@@ -156,7 +156,7 @@ def meet():
     say("processes", [jax.process_count(), jax.process_index(), jax.device_count()])
     own = {"default_root_dir": Path(f"run{jax.process_index()}").absolute(), "logger": True}
     say("list", train_on(own_batches(26), **own))
-    say("files", sorted(x.name for x in own["default_root_dir"].rglob("*")))
+    say("files", sorted(x.name for x in own["default_root_dir"].rglob("[!.]*")))
     for strategy in ("pmap", "single", "simulate:8"):
         say(strategy, error_of(lambda: make_trainer(strategy=strategy)))  # noqa: B023
     say("devices", error_of(lambda: make_trainer(strategy="ddp", devices=4)))
