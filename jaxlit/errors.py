@@ -16,6 +16,7 @@ __all__ = [
     "LoggerError",
     "ModuleError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "ProcessError",
     "StateError",
 ]
@@ -67,6 +68,10 @@ class ProcessError(JaxlitError, RuntimeError):
 
 class NonFiniteError(JaxlitError, FloatingPointError):
     """The loss or a gradient was NaN or infinite."""
+
+
+class OutOfMemoryError(JaxlitError, MemoryError):
+    """A device's memory is too small for the state, a batch or a step."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

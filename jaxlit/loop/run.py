@@ -96,7 +96,7 @@ class Run:
     def place(self) -> str:
         """Where the run stands, in words."""
         hook, position = self.hooks.log.hook, self.position
-        return f"in {hook or 'no hook'}, epoch {position.epoch}, behind step {position.global_step}"
+        return f"{f'in {hook}, ' if hook else ''}behind step {position.global_step} of epoch {position.epoch}"
 
     def close(self) -> None:
         """Let go of the loaders."""

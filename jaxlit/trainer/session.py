@@ -24,7 +24,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
@@ -39,6 +39,7 @@ from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting
 from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
+from jaxlit.trainer.explained import explained
 from jaxlit.trainer.opening import check_loaders, open_fit
 from jaxlit.trainer.rescue import rescue
 from jaxlit.trainer.resuming import restore_callbacks
@@ -278,7 +279,7 @@ class Session:
             with contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
-            error = _explained(error)
+            error = explained(error, run)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
             hooks.call_all("on_exception", error, error)
             self.saver.finish(hooks.call_all("teardown", verb, error))
@@ -373,15 +374,3 @@ class Session:
     def epoch(self) -> int:
         """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
         return self.position.epoch + (self.fitted is not None and self.fitted.cut)
-
-
-def _explained(error: BaseException) -> BaseException:
-    """Return an error that tells a user what jax's own would not."""
-    if isinstance(error, RuntimeError) and "has been deleted" in str(error) and not isinstance(error, StateError):
-        explained = StateError(
-            "An array of an earlier step was read, and a later step has overwritten it. Keep a copy instead: "
-            "jax.tree.map(jnp.copy, ...), or read through the module, which is up to date in every hook."
-        )
-        explained.__cause__ = error
-        return explained
-    return error
