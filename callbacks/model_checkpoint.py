@@ -169,8 +169,8 @@ class ModelCheckpoint(Callback):
         """Write a checkpoint if it is time, and tell of one that could not be written."""
         if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
             self.finish(trainer)
-        if trainer.interrupted and trainer.strategy.num_processes > 1:
-            return  # the signal may have reached the others at another step, and all write together
+        if not trainer.saver.may_begin:
+            return
         step, due = trainer.global_step, training_over
         if (every := self.every_n_train_steps) is not None and step != self._step and step % every == 0:
             self._step, due = step, True

@@ -26,6 +26,7 @@ class Control:
         signal: The signal that came first in the fit that runs; None for none.
         again: The signal that asked it to end at once; None for none.
         drawing: The main thread waits for a batch, which a signal may cut by `Interrupted`.
+        together: All processes end at this step, as jax has told them.
         shielded: What runs must not be cut, not even by a second signal.
         sanity_checking: The validation that runs is the one before training.
         num_training_batches: Batches of an epoch; inf where the loader has no length.
@@ -38,6 +39,7 @@ class Control:
     signal: int | None = None
     again: int | None = None
     drawing: bool = False
+    together: bool = False
     shielded: bool = False
     sanity_checking: bool = False
     num_training_batches: int | float = 0

@@ -17,6 +17,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.source import Source
+from jaxlit.distributed.preemption import is_announced_by_jax, is_preempted
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.compile_log import CompileLog
@@ -56,6 +57,7 @@ class Run:
     accumulate: int = 1  # batches an optimizer step in this epoch
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
+    announced: bool = field(default_factory=is_announced_by_jax)  # jax tells all processes of a SIGTERM
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
@@ -144,6 +146,11 @@ class Run:
                 min_steps,
             )
         return False
+
+    def check_notice(self) -> None:
+        """End training here, as by SIGTERM, if jax tells all processes that one of them is about to be taken."""
+        if is_preempted():
+            self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
 
     def tell_signal(self) -> None:
         """Say that a signal ends training here, if one does."""

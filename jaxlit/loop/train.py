@@ -127,6 +127,8 @@ def after_step(run: Run) -> bool:
         log_pending(run)  # a rollback in it leaves the step without a row
     if run.deadline is not None:
         run.check_time()
+    if run.announced:
+        run.check_notice()
     if position.reaches(Phase.ROW) and not position.filled:
         run.pending = row_of_step(run)
     if run.settings.debug:

@@ -176,6 +176,12 @@ class Saver:
         self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
 
     @property
+    def may_begin(self) -> bool:
+        """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
+        run = self._training()
+        return not run.control.interrupted or run.control.together or run.engine.strategy.num_processes == 1
+
+    @property
     def has_trained(self) -> bool:
         """Whether the fit has taken a step, or was resumed."""
         return (run := self._fitted()) is not None and run.position.total_batch_idx > 0

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from jaxlit.control import Control, Interrupted, ending
+from jaxlit.distributed.preemption import is_announced_by_jax
 
 
 @contextmanager
@@ -15,7 +16,8 @@ def interruptible(control: Control) -> Iterator[None]:
     """Turn a first SIGINT, SIGTERM or SIGHUP into `control.interrupted` inside the block.
 
     A program's own handlers stay as they are, as does a signal that is ignored, SIGHUP under `nohup` say; threads other
-    than the main one have none. SIGUSR1 counts in a job of SLURM, which announces the end by it (`--signal=USR1@60`).
+    than the main one have none. SIGUSR1 counts in a job of SLURM, which announces the end by it. In several processes
+    SIGTERM is jax's, which tells all of them of it.
 
     Machines send several of them, so only a Ctrl-C makes a second one end the block at once.
 
@@ -35,7 +37,7 @@ def interruptible(control: Control) -> Iterator[None]:
             if not control.shielded:
                 raise ending(number)
 
-    control.signal = control.again = None
+    control.signal, control.again, control.together = None, None, False
     installed = {}
     if threading.current_thread() is threading.main_thread():
         for number, default in _defaults().items():
@@ -55,7 +57,9 @@ def interruptible(control: Control) -> Iterator[None]:
 
 def _defaults() -> dict[int, object]:
     """Return the signals that end a training, each with the handler of a program that has set up none."""
-    found: dict[int, object] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    found: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
+    if not is_announced_by_jax():  # else jax has a handler, which Python does not know of
+        found[signal.SIGTERM] = signal.SIG_DFL
     if hasattr(signal, "SIGHUP"):
         found[signal.SIGHUP] = signal.SIG_DFL
         if "SLURM_JOB_ID" in os.environ:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import grain
@@ -16,9 +17,10 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import Stream, sized
+from kit.checkpoints import names
 from kit.inside import key_value_store, position_of
 from kit.journal import Batches, Losses, hooks
-from kit.modules import Net
+from kit.modules import Mean, Net
 from kit.processes import launch, say
 from kit.scale import Scale
 from kit.trainers import BARE, make_trainer, splitting
@@ -226,6 +228,21 @@ def meet_a_damaged_checkpoint():
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
 
 
+def be_taken():
+    """Train until the machine of process 1 is taken, and go on."""
+
+    def tell(trainer, *_):
+        if trainer.global_step == 3 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    given = BARE | {"enable_checkpointing": True, "default_root_dir": Path("run").absolute(), "resume": "auto"}
+    trainer = make_trainer(hooks(on_train_batch_end=tell), strategy="ddp", max_steps=20_000, max_epochs=None, **given)
+    try:
+        trainer.fit(Mean(), [{"x": np.full((4, 1), jax.process_index(), np.float32)}] * 20_000)
+    finally:
+        say("ended", [trainer.global_step, trainer.interrupted])
+
+
 def records():
     data = rows(ROWS)
     return [{key: x[i] for key, x in data.items()} for i in range(ROWS)]
@@ -291,6 +308,15 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
         failed = "OSError: the disk is full" if index == 0 else "process 0: OSError('the disk is full')"
         assert said["failed"].endswith(failed)
         assert "No checkpoint can be written" in said["taken"]
+
+
+@pytest.mark.full
+def test_a_sigterm_to_one_process_ends_all_at_one_step_with_a_checkpoint_of_it(tmp_path):
+    first, second = launch(be_taken, tmp_path, devices=1, grace=60.0)
+    assert [first.code, second.code] == [143, 143], first.errors + second.errors
+    (step, interrupted), other = first.said["ended"], second.said["ended"]
+    assert other == [step, interrupted] and interrupted and 3 <= step < 20_000
+    assert names(tmp_path / "run" / "checkpoints") == [f"step_{step:08d}"]
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
     python tests/sweeps/signals.py [every how many of the runs] [processes at once]
 
 SIGTERM, SIGHUP and SIGINT come once and twice, at 28 moments, with a stderr that is open, that nobody reads or that is
-full. Prints each run that is not as it must be: its exit code, its batches, rows and final state, bit by bit. Only a second
-SIGINT gives up what came since the last checkpoint.
+full. Prints each run that is not as it must be: its exit code, its batches, rows and final state, bit by bit. Only a
+second SIGINT gives up what came since the last checkpoint.
 """
 
 import csv
