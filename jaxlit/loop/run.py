@@ -67,6 +67,7 @@ class Run:
     deadline: float | None = None  # where `max_time` is over, by time.monotonic()
     _next_validation: float | None = None  # where validation goes by the clock
     _told: bool = False
+    _told_signal: bool = False
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
@@ -153,8 +154,9 @@ class Run:
             self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
 
     def tell_signal(self) -> None:
-        """Say that a signal ends training here, if one does."""
-        if (number := self.control.signal) is not None:
+        """Say once that a signal ends training here, if one does."""
+        if (number := self.control.signal) is not None and not self._told_signal:
+            self._told_signal = True
             place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
             say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
 

@@ -34,6 +34,7 @@ def fit(run: Run) -> None:
     try:
         while not run.done:
             train_epoch(run)
+        run.tell_signal()  # one that came when the epoch had ended
     except Exception:
         with contextlib.suppress(Exception):  # the last row, if the device still has it
             log_pending(run)

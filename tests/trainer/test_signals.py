@@ -159,6 +159,12 @@ def test_a_ctrl_c_inside_validation_ends_after_its_batch(signals) -> None:
     assert trainer.interrupted and trainer.global_step == 3
 
 
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 1), ("on_train_epoch_end", 3)])
+def test_the_step_that_a_signal_ends_training_behind_is_told_once(hook, step, signals, capsys) -> None:
+    run(hook, signal.SIGINT)
+    assert capsys.readouterr().err.count(f"SIGINT: training ends behind step {step}; Ctrl-C ends it") == 1
+
+
 def test_of_sigterm_and_sighup_machines_send_several_and_only_the_first_counts(signals) -> None:
     _, called, error = run("on_train_batch_start", signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
     assert type(error) is SystemExit and error.code == 129
