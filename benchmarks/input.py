@@ -67,6 +67,7 @@ def throughput(devices: int, rounds: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     import jaxlit as jl
+    from jaxlit.control import Control
     from jaxlit.data.feeder import Feeder
     from jaxlit.data.kinds import source_of
     from jaxlit.data.watchdog import Watchdog
@@ -89,7 +90,7 @@ def throughput(devices: int, rounds: int) -> None:
             num_processes=1,
             prefetch="auto",
             watchdog=Watchdog(None),
-            interrupted=lambda: False,
+            control=Control(),
         )
         return (batch for batch, *_ in feeder.batches(source_of(loader, "loader"), 0, None))
 

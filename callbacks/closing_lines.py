@@ -1,12 +1,11 @@
 """What is said when training has ended: what came of it, where it is, and how to go on."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import FOLDER
-from jaxlit.reporting.terminal import clock, join, short_path
+from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -63,7 +62,7 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
         limit = next((name for name, (most, reached) in limits.items() if most == reached), "")
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
-    home = Path(os.path.abspath(trainer.run_dir)) / FOLDER
+    home = absolute(trainer.run_dir) / FOLDER
     callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.last_model_path]
     found = any(callback.folder(trainer.run_dir) == home for callback in callbacks)
     place = trainer.run_dir if found else Path(callbacks[0].last_model_path)

@@ -17,6 +17,7 @@ from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -121,7 +122,7 @@ class ModelCheckpoint(Callback):
 
     def folder(self, run_dir: Path) -> Path:
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
-        return self.dirpath or Path(os.path.abspath(run_dir)) / disk.FOLDER
+        return self.dirpath or absolute(run_dir) / disk.FOLDER
 
     # When -------------------------------------------------------------------------------------------
 
@@ -168,8 +169,8 @@ class ModelCheckpoint(Callback):
         """Write a checkpoint if it is time, and tell of one that could not be written."""
         if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
             self.finish(trainer)
-        if trainer.interrupted and trainer.strategy.num_processes > 1:
-            return  # the signal may have reached the others at another step, and all write together
+        if not trainer.saver.may_begin:
+            return
         step, due = trainer.global_step, training_over
         if (every := self.every_n_train_steps) is not None and step != self._step and step % every == 0:
             self._step, due = step, True
@@ -213,7 +214,7 @@ class ModelCheckpoint(Callback):
             self.finish(trainer)
         finally:
             if self._lock is not None:
-                self._lock.close()
+                trainer.saver.when_written(self._lock.close)  # a Ctrl-C has cut the wait
                 self._lock = None
 
     def _restart_clock(self) -> None:
@@ -264,12 +265,15 @@ class ModelCheckpoint(Callback):
         """Wait for the checkpoint that is being written; then delete what it replaces."""
         if (saving := self._saving) is None:
             return
-        self._saving = None
         try:
             saving.wait()
-        except CheckpointError as error:
+        except Exception as error:
+            self._saving = None
+            if not isinstance(error, CheckpointError):
+                raise
             self._failed(error)
             return
+        self._saving = None  # only now: a Ctrl-C in the wait leaves it to the next one
         self._rests_until = time.monotonic() + 9 * saving.seconds
         self._delete_replaced(trainer)
         trainer.saver.announce(self, saving.path)

@@ -73,13 +73,20 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     return float(value) if isinstance(value, (float, np.floating)) else int(value)
 
 
-def positive(name: str, value: Any, *, owner: str = "Trainer") -> float:
+def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:
     """Return a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes a number above 0 or None, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.")
     if not 0 < value < math.inf:
-        raise ArgumentError(f"{owner}({name}=...) takes a number above 0 or None, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
     return float(value)
+
+
+def seconds(name: str, value: Any, *, owner: str = "Trainer") -> float:
+    """Return a finite number of seconds above 0, also of a timedelta."""
+    rule = "takes seconds above 0, a datetime.timedelta or None"
+    number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    return positive(name, number, owner=owner, rule=rule)
 
 
 def duration(name: str, value: Any, owner: str = "Trainer") -> float:

@@ -1,6 +1,18 @@
 """What a run is told and tells while it goes."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+
+class Interrupted(BaseException):
+    """A signal came in a wait for data, which it cuts; whoever waits catches it."""
+
+
+def ending(number: int) -> BaseException:
+    """Return what a signal ends a program by: KeyboardInterrupt, or SystemExit with 128 and its number."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 @dataclass
@@ -10,7 +22,12 @@ class Control:
     Attributes:
         should_stop: A stop was asked for.
         stop_reason: Why, as whoever asked first said it.
-        interrupted: Ctrl-C or SIGTERM came: training ends after the step that runs.
+        interrupted: Ctrl-C, SIGTERM or the like came: training ends after the step that runs.
+        signal: The signal that came first in the fit that runs; None for none.
+        again: The signal that asked it to end at once; None for none.
+        drawing: The main thread waits for a batch, which a signal may cut by `Interrupted`.
+        together: All processes end at this step, as jax has told them.
+        shielded: What runs must not be cut, not even by a second signal.
         sanity_checking: The validation that runs is the one before training.
         num_training_batches: Batches of an epoch; inf where the loader has no length.
         num_val_batches: Batches of each validation loader.
@@ -19,6 +36,11 @@ class Control:
     should_stop: bool = False
     stop_reason: str | None = None
     interrupted: bool = False
+    signal: int | None = None
+    again: int | None = None
+    drawing: bool = False
+    together: bool = False
+    shielded: bool = False
     sanity_checking: bool = False
     num_training_batches: int | float = 0
     num_val_batches: list[int | float] = field(default_factory=list)
@@ -26,3 +48,14 @@ class Control:
     def stop(self, reason: str) -> None:
         """Ask for a stop; the first reason is kept."""
         self.should_stop, self.stop_reason = True, self.stop_reason or reason
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """Let a second signal wait until the block is over."""
+        self.shielded = True
+        try:
+            yield
+        finally:
+            self.shielded = False
+        if self.again is not None:
+            raise ending(self.again)

@@ -17,6 +17,7 @@ __all__ = [
     "LoggerError",
     "ModuleError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "ProcessError",
     "StateError",
 ]
@@ -71,6 +72,10 @@ class ProcessError(JaxlitError, RuntimeError):
 
 class NonFiniteError(JaxlitError, FloatingPointError):
     """The loss or a gradient was NaN or infinite."""
+
+
+class OutOfMemoryError(JaxlitError, MemoryError):
+    """A device's memory is too small for the state, a batch or a step."""
 
 
 def note_place(error: BaseException, place: str) -> BaseException:

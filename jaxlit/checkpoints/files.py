@@ -25,7 +25,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import CheckpointError, did_you_mean
 
 FOLDER = "checkpoints"  # in a run's folder
-STATE, ARRAYS = "state.json", "arrays"
+STATE, ARRAYS = manifest.STATE, "arrays"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32

@@ -1,16 +1,21 @@
-"""One training at a time writes its checkpoints into a folder."""
+"""One training at a time writes into a folder."""
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
 from pathlib import Path
+from typing import TextIO
 
 from jaxlit.errors import CheckpointError
 
 PROBE = ".probe-"  # of a file that is written to see whether one can be
 
 _held: set[str] = set()  # folders that this process holds
+_without_locks: set[int] = set()  # file systems that were told of
+
+_logger = logging.getLogger("jaxlit")
 
 
 class FolderLock:
@@ -18,58 +23,72 @@ class FolderLock:
 
     Args:
         folder: The folder; it is made if it is not there.
+        of_run: Whether it is that of a run: if nothing can be written there, whoever writes says so. Otherwise it is
+            for checkpoints.
 
     Raises:
         CheckpointError: Nothing can be written there, or another training holds it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, of_run: bool = False) -> None:
         self._name = os.path.realpath(folder)
+        self._file: TextIO | None = None
         # Before the file is opened: closing it again would let go of the lock.
         if self._name in _held:
-            raise CheckpointError(
-                f"Two ModelCheckpoints of this program would write to {folder}. Give one of them a dirpath of its own."
-            )
+            who, remedy = "Two ModelCheckpoints", "Give one of them a dirpath of its own"
+            if of_run:
+                who, remedy = "Two fits", "Wait for the one that goes on, or pass another Trainer(default_root_dir=...)"
+            raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f"{PROBE}{secrets.token_hex(4)}"
-            probe.write_bytes(b"\0" * 4096)
-            probe.unlink()
+            os.makedirs(self._name, exist_ok=True)
+            if not of_run:
+                probe = folder / f"{PROBE}{secrets.token_hex(4)}"
+                probe.write_bytes(b"\0" * 4096)
+                probe.unlink()
             self._file = (folder / ".lock").open("a+")
         except OSError as error:
+            if of_run:
+                return
             raise CheckpointError(
                 f"No checkpoint can be written in {folder}: {error}. Pass another Trainer(default_root_dir=...) or "
                 "ModelCheckpoint(dirpath=...), or Trainer(enable_checkpointing=False)."
             ) from error
-        self._hold(folder)
+        self._hold(folder, self._file)
 
-    def _hold(self, folder: Path) -> None:
+    def _hold(self, folder: Path, file: TextIO) -> None:
         try:
             import fcntl
         except ImportError:  # a system without such locks
             return
         try:
             # Of the process: one that it has forked does not hold it as well.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            self._file.seek(0)
-            other = self._file.read(200).strip() or "another process"
-            self._file.close()
+            file.seek(0)
+            other = file.read(200).strip() or "another process"
+            file.close()
             raise CheckpointError(
                 f"{folder} is in use by {other}. Two trainings cannot write to one folder: end that one, or pass "
                 "another Trainer(default_root_dir=...)."
             ) from error
-        except OSError:  # a file system without locks
+        except OSError as error:
+            if (device := os.stat(self._name).st_dev) not in _without_locks:
+                _without_locks.add(device)
+                _logger.warning(
+                    "%s is on a file system without locks (%s): see to it that no other training writes there.",
+                    *(folder, error),
+                )
             return
         _held.add(self._name)
         with contextlib.suppress(OSError):  # only for the message to others
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            self._file.flush()
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
 
     def close(self) -> None:
         """Let go of the folder."""
-        _held.discard(self._name)
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            _held.discard(self._name)
+            with contextlib.suppress(OSError):
+                self._file.close()

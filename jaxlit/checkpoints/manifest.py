@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxlit.errors import CheckpointError
 
-MANIFEST = "MANIFEST.json"
+MANIFEST, STATE = "MANIFEST.json", "state.json"
 VERSION = 1  # of the layout of a checkpoint
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
 _BLOCK = 2**22
@@ -64,9 +64,12 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
     real, entries = os.path.realpath(folder), _entries(folder)
     for found in _files(folder):
         name = found.relative_to(folder).as_posix()
-        # Hidden ones are left by file systems and file managers, and read by nobody.
-        if name not in entries and name != MANIFEST and not found.name.startswith("."):
+        # Hidden ones are left by file systems and file managers.
+        if name in entries or name == MANIFEST or found.name.startswith("."):
+            continue
+        if name == STATE or found.is_symlink() or "/" in name:  # among the arrays a library might read it
             raise CheckpointError(f"{folder}: {name} is not in its manifest.")
+        _logger.warning("%s: %s is not in its manifest, and is read by nobody.", folder, name)
     for name, (size, digest) in entries.items():
         path = folder / name
         # Neither a link nor a `..` may lead to another file.

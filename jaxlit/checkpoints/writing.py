@@ -3,6 +3,7 @@
 It is written under a temporary name, sealed by its manifest, and only then given its own.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints import manifest, quiet
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, raise_together, remove, step_of
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, CheckpointError
@@ -55,14 +56,18 @@ class Saving:
         """Whether it is written, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait until it is written, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
-        """Wait until it is written; in several processes all must come here.
+        """Wait until it is written, and raise what went wrong; in several processes all must come here.
 
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
         self.was_awaited, error = True, self._error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
@@ -95,11 +100,15 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     except OSError as error:
         problem = _unwritten(path, error)
     raise_together("the checkpoint's folder", problem)
+    quiet.begin()
     try:
         response = _begin_arrays(temporary / ARRAYS, arrays)
-    except Exception as error:
+    except BaseException as error:
         _discard(temporary)
-        raise _unwritten(path, error) from error
+        quiet.end(failed=True)
+        if isinstance(error, Exception):
+            raise _unwritten(path, error) from error
+        raise
 
     def finish() -> None:
         try:
@@ -113,7 +122,9 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
         except BaseException:
             if leads:
                 _discard(temporary)
+            quiet.end(failed=True)
             raise
+        quiet.end(failed=False)
 
     saving.start(finish)
     return saving
@@ -168,7 +179,8 @@ def _discard(temporary: Path) -> None:
     # Writers of the library that are still at work may make the folder again.
     for wait in (0.0, 0.02, 0.1):
         time.sleep(wait)
-        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _unwritten(path: Path, error: BaseException) -> CheckpointError:
@@ -177,5 +189,8 @@ def _unwritten(path: Path, error: BaseException) -> CheckpointError:
         f"The checkpoint {path} could not be written: {what.splitlines()[0].rstrip('.')}. Earlier ones are as they "
         "were. Free the disk, or pass another folder."
     )
+    if isinstance(error, OSError):  # which says all by itself: its way through orbax would be pages
+        error = error.with_traceback(None)
+        error.__cause__ = error.__context__ = None
     found.__cause__ = error
     return found

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxlit.control import Control, Interrupted
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.intake import Intake
 from jaxlit.data.source import Source, located
@@ -21,6 +22,7 @@ _TIMED = 8  # batches after which it is known
 _AHEAD = 2  # batches that the thread holds ready, where nobody asked for a number
 
 _END = object()
+_GIVEN_UP = object()  # a signal has cut the wait
 
 
 class _Handling:
@@ -48,12 +50,13 @@ class Feeder:
         num_processes: How many processes feed the same steps.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch.
-        interrupted: Tells whether a wait for data is to be given up.
+        control: Tells whether a wait for data is to be given up, and is told of one that a signal may cut.
         epoch: Tells the epoch of training, for messages.
 
     Attributes:
         token: A result of the newest step; what is drawn until it is ready costs no time.
         example: What the batch given last is to the step: the host batch, or in several processes global shapes.
+        drawn: How many batches were asked for.
     """
 
     def __init__(
@@ -65,14 +68,15 @@ class Feeder:
         num_processes: int,
         prefetch: int | str,
         watchdog: Watchdog,
-        interrupted: Callable[[], bool],
+        control: Control,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._place, self._num_replicas, self._several = place, num_replicas, num_processes > 1
-        self._intake_of, self._prefetch, self._interrupted, self._epoch = intake_of, prefetch, interrupted, epoch
+        self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
+        self.drawn = 0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # A loader that is opened again is another source: nothing is to keep the old one alive.
         self._handlings: weakref.WeakKeyDictionary[Source, _Handling] = weakref.WeakKeyDictionary()
@@ -110,11 +114,11 @@ class Feeder:
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
         if _are_slow(handling.times) if self._prefetch == "auto" else depth:
-            stream = thread = _Thread(stream, depth, self._interrupted)
+            stream = thread = _Thread(stream, depth, self._control)
         try:
             drawn = self._draw(source, handling, stream, start)
             for k in itertools.count(start + 1):
-                if drawn is _END or (thread is not None and thread.given_up):
+                if drawn is _END or drawn is _GIVEN_UP:
                     return
                 if isinstance(drawn, _Failure):
                     raise located(drawn.error, source.argument, self._epoch(), k - 1)
@@ -127,18 +131,19 @@ class Feeder:
                 if handling.agreement is None:
                     self.example, placed = batch, self._place(batch)
                 following = self._draw(source, handling, stream, k)
-                if thread is not None and thread.given_up:
+                if following is _GIVEN_UP:
                     return
                 if handling.agreement is not None:
                     self.example, batch = handling.agreement(batch, drawn[1], last=following is _END)
                     placed = self._place(batch)
                 slow = thread is None and self._prefetch == "auto" and _are_slow(handling.times)
                 if slow and following is not _END and not isinstance(following, _Failure):
-                    stream = thread = _Thread(stream, depth, self._interrupted)
+                    stream = thread = _Thread(stream, depth, self._control)
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
         finally:
-            if thread is None or thread.close(10.0 if source.goes_on else 1.0):
+            patience = 0.5 if self._control.interrupted else 10.0 if source.goes_on else 1.0
+            if thread is None or thread.close(patience):
                 draws.close()
 
     def _handling(self, source: Source) -> _Handling:
@@ -154,14 +159,22 @@ class Feeder:
         return self._handlings[source]
 
     def _draw(self, source: Source, handling: _Handling, stream: Iterator[Any], k: int) -> Any:
-        """Return the next draw, `_END` or a `_Failure`, and count the time."""
+        """Return the next draw, `_END`, `_GIVEN_UP` or a `_Failure`, and count the time."""
         start = time.perf_counter()
+        self.drawn += 1
         if self._watchdog is not None:
             self._watchdog.watch(source.argument, self._epoch(), k)
+        control = self._control
         try:
-            return next(stream, _END)
+            try:
+                control.drawing = True
+                return next(stream, _END)
+            finally:
+                control.drawing = False
+        except Interrupted:
+            return _GIVEN_UP
         except Exception as error:  # raised when the batches before it are done
-            return _Failure(error)
+            return _GIVEN_UP if control.interrupted else _Failure(error)
         finally:
             if self._watchdog is not None:
                 self._watchdog.rest()
@@ -185,12 +198,12 @@ class _Thread:
     Args:
         stream: The iterator; nothing else may draw from it now.
         depth: How many drawn items may wait.
-        interrupted: Tells whether to give up a wait for an item.
+        control: Tells whether to give up a wait for an item.
     """
 
-    def __init__(self, stream: Iterator[Any], depth: int, interrupted: Callable[[], bool]) -> None:
-        self._stream, self._interrupted = stream, interrupted
-        self.given_up = self._closed = False
+    def __init__(self, stream: Iterator[Any], depth: int, control: Control) -> None:
+        self._stream, self._control = stream, control
+        self._closed = False
         # Both queues are of C and hand over without Python.
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -207,10 +220,9 @@ class _Thread:
             try:
                 item = self._out.get(timeout=0.2)
             except queue.Empty:
-                if not self._interrupted():
-                    continue
-                self.given_up = True
-                raise StopIteration from None
+                if self._control.interrupted:
+                    raise Interrupted from None
+                continue
             self._tokens.put(None)
             if item is _END:
                 self._out.put(_END)  # for whoever asks again

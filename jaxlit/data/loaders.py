@@ -68,7 +68,7 @@ class Loaders:
         """Tell whether a hook makes the stage's loaders, and so can make them again."""
         return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
-    def check_before_building(self, cls: type, timeout: float | None) -> None:
+    def check_before_building(self, cls: type, timeouts: tuple[float | None, float | None]) -> None:
         """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
 
         A loader that a hook gives, or whose batches a hook changes, has to wait for the module.
@@ -78,7 +78,7 @@ class Loaders:
         for stage, (loaders, _) in self.given.items():
             if loaders is not None:
                 self._opened[stage] = self.open(stage, required=True)
-                with Watchdog(timeout) as watchdog:
+                with Watchdog(*timeouts) as watchdog:
                     for source, limit in self._opened[stage]:
                         self.check_first(source, limit, watchdog, required=stage == "training")
 

@@ -19,6 +19,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.engine.lazy import build_lazy, lazy
+from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.strategies.base import Strategy
@@ -105,6 +106,7 @@ class CompiledStep:
             DataError: No step could take the batch.
             ArgumentTypeError: `state` is no state.
             StateError: An earlier step has overwritten it.
+            OutOfMemoryError: The devices have too little memory.
         """
         if not isinstance(state, StepState):
             raise ArgumentTypeError(f"step(state, batch) takes the state of compile_step, got {type(state).__name__}.")
@@ -114,8 +116,15 @@ class CompiledStep:
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
         _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks
-        leaves, logs = self._engine.run_step(state.leaves, self._engine.strategy.shard_batch(batch))
-        self._wait(logs)
+        engine = self._engine
+        try:
+            leaves, logs = engine.run_step(state.leaves, engine.strategy.shard_batch(batch))
+            self._wait(logs)
+        except jax.errors.JaxRuntimeError as error:
+            if is_exhausted(error):
+                held = engine.state.lies_as(state.leaves)
+                raise out_of_memory(error, "in step(state, batch)", state=held) from error
+            raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 
     @out_of_meshes

@@ -19,25 +19,27 @@ class CompiledProgram:
 
     Attributes:
         run: What to call: behind the first call the strategy's function itself, so that no step waits for more.
+        ran: Whether it was called.
     """
 
     def __init__(self, name: str, program: Callable[..., Any]) -> None:
         self.name, self.program = name, program
         self.run: Callable[..., Any] = self._first
+        self.ran = False
         self._arguments: tuple[Any, ...] | None = None
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 
     def _first(self, *args: Any) -> Any:
-        arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
+        self._arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
         self._out = is_out.get()
         result = self.program(*args)
-        self._arguments, self.run = arguments, self.program
+        self.ran, self.run = True, self.program
         return result
 
     @property
-    def ran(self) -> bool:
-        """Whether it was called."""
-        return self._arguments is not None
+    def failed(self) -> bool:
+        """Whether its first call has raised an error."""
+        return self._arguments is not None and not self.ran
 
     @cached_property
     def cost(self) -> ProgramCost:

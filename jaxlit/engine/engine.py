@@ -342,6 +342,12 @@ class Engine:
         training = () if self.evaluates_only else self._programs.values()
         return [x for x in (*training, *(x.program for x in self._evaluation.values())) if x.ran]
 
+    @property
+    def failed(self) -> CompiledProgram | None:
+        """The program whose first call has raised an error, if one has."""
+        programs = (*self._programs.values(), *(x.program for x in self._evaluation.values()))
+        return next((x for x in programs if x.failed), None)
+
     # Helpers ----------------------------------------------------------------------------------------
 
     def _compile(self, program: Program) -> CompiledProgram:

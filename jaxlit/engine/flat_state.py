@@ -16,6 +16,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState
 from jaxlit.engine.hyperparams import find_hyperparams
+from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.like_params import like_params
@@ -63,9 +64,15 @@ class FlatState:
         self.laid = self._state_sharding(abstract, example)
         self.laid_grads = strategy.grad_sharding(replace(abstract, extras={}), pure, example)
         self.shardings: list[NamedSharding] = jax.tree.leaves(self.laid)
-        self.leaves: list[jax.Array] = strategy.create_state(
-            lambda *inputs: self.layout.flatten(init(*inputs)), self.shardings, *variables, donate=donate
-        )
+        try:
+            self.leaves: list[jax.Array] = strategy.create_state(
+                lambda *inputs: self.layout.flatten(init(*inputs)), self.shardings, *variables, donate=donate
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            held = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, self.laid)
+            raise out_of_memory(error, "in making the state of step 0", state=held) from error
         at = self.at = jax.tree.unflatten(self.layout.treedef, range(len(self.leaves)))
         own = set(jax.tree.leaves(at.window)) if self.has_own else set()
         self.lying = [Lying(sharding, own=i in own) for i, sharding in enumerate(self.shardings)]
@@ -89,9 +96,11 @@ class FlatState:
 
         None if a restore that failed has left some out.
         """
-        if any(x is None for x in self.leaves):
-            return None
-        held = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves]
+        return None if any(x is None for x in self.leaves) else self.lies_as(self.leaves)
+
+    def lies_as(self, leaves: list[jax.Array]) -> TrainState:
+        """Return the same of another state's arrays."""
+        held = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves]
         return jax.tree.unflatten(self.layout.treedef, held)
 
     def branch(self) -> "FlatState":

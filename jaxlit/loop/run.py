@@ -3,6 +3,7 @@
 import datetime
 import logging
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.source import Source
+from jaxlit.distributed.preemption import is_announced_by_jax, is_preempted
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.compile_log import CompileLog
@@ -23,6 +25,7 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.results import Results
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
+from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
@@ -54,6 +57,7 @@ class Run:
     accumulate: int = 1  # batches an optimizer step in this epoch
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
+    announced: bool = field(default_factory=is_announced_by_jax)  # jax tells all processes of a SIGTERM
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
@@ -63,6 +67,7 @@ class Run:
     deadline: float | None = None  # where `max_time` is over, by time.monotonic()
     _next_validation: float | None = None  # where validation goes by the clock
     _told: bool = False
+    _told_signal: bool = False
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
@@ -83,6 +88,18 @@ class Run:
     def seconds(self) -> float:
         """How long the run took, or has taken so far."""
         return (time.monotonic() if self._ended is None else self._ended) - self._started
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """What changes whenever the run moves; any thread may ask."""
+        feeder, position = getattr(self, "feeder", None), self.position
+        return self.hooks.log.hook, position.total_batch_idx, position.phase, feeder and feeder.drawn
+
+    @property
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        hook, position = self.hooks.log.hook, self.position
+        return f"{f'in {hook}, ' if hook else ''}behind step {position.global_step} of epoch {position.epoch}"
 
     def close(self) -> None:
         """Let go of the loaders."""
@@ -130,6 +147,18 @@ class Run:
                 min_steps,
             )
         return False
+
+    def check_notice(self) -> None:
+        """End training here, as by SIGTERM, if jax tells all processes that one of them is about to be taken."""
+        if is_preempted():
+            self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
+
+    def tell_signal(self) -> None:
+        """Say once that a signal ends training here, if one does."""
+        if (number := self.control.signal) is not None and not self._told_signal:
+            self._told_signal = True
+            place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
+            say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
 
     def check_time(self) -> None:
         """Ask for a stop once `max_time` is over."""

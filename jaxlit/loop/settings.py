@@ -67,7 +67,8 @@ class Settings:
     prefetch: int | str = "auto"
     host_keys: tuple[str, ...] = ()
     max_recompiles: int | None = None
-    data_timeout: float | None = None
+    data_timeout: Any = None
+    hang_timeout: Any = None
     max_in_flight: int | str = "auto"
     debug: bool = False
 
@@ -123,6 +124,11 @@ class Settings:
         """What the intake of batches is told."""
         return {"host_keys": self.host_keys, "max_recompiles": self.max_recompiles, "debug": self.debug}
 
+    @property
+    def timeouts(self) -> tuple[float | None, float | None]:
+        """The seconds after which a wait for data, and anything at all, counts as hanging."""
+        return self.data_timeout, self.hang_timeout
+
     def steps_in_flight(self, devices: int) -> int:
         """Return how many steps may be dispatched and not finished on so many devices."""
         if self.debug:
@@ -171,8 +177,12 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         found[name] = special[0] if is_special else check.integer(name, value, low=low)
     names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
     found |= {name: check.limit(name, given[name]) for name in names}
-    for name in ("data_timeout", "gradient_clip_val"):
-        found[name] = None if given[name] is None else check.positive(name, given[name])
+    for name, checked in (
+        ("gradient_clip_val", check.positive),
+        ("data_timeout", check.seconds),
+        ("hang_timeout", check.seconds),
+    ):
+        found[name] = None if given[name] is None else checked(name, given[name])
     trial = given["fast_dev_run"]
     found["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
     found["precision"] = check.one_of("precision", given["precision"], PRECISIONS)

@@ -28,11 +28,13 @@ def fit(run: Run) -> None:
     if not run.resumed:
         sanity_check(run)
     if run.done or not run.trains:  # and so no train hook
+        run.tell_signal()
         return
     run.hooks("on_train_start")
     try:
         while not run.done:
             train_epoch(run)
+        run.tell_signal()  # one that came when the epoch had ended
     except Exception:
         with contextlib.suppress(Exception):  # the last row, if the device still has it
             log_pending(run)
@@ -68,6 +70,7 @@ def train_epoch(run: Run) -> None:
             break
     else:
         end_batches(run)
+    run.tell_signal()
     if not position.over or run.evaluation is not None:
         # Training stops in the middle: what the end of the epoch does to callbacks is not part of this place.
         safe_point(run, training_over=True)
@@ -125,6 +128,8 @@ def after_step(run: Run) -> bool:
         log_pending(run)  # a rollback in it leaves the step without a row
     if run.deadline is not None:
         run.check_time()
+    if run.announced:
+        run.check_notice()
     if position.reaches(Phase.ROW) and not position.filled:
         run.pending = row_of_step(run)
     if run.settings.debug:

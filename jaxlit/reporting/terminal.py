@@ -15,11 +15,18 @@ _BAR_WIDTH = 18
 _ASCII = str.maketrans("·…━─│┃┏┳┓┡╇┩└┴┘", "|.=-||+++++++++")
 
 
-def say(text: str) -> None:
-    """Print lines; a stdout that is gone, or that cannot write a character, never ends training."""
-    # ValueError is what a closed Python file raises, AttributeError what an object without flush does.
+def say(text: str, *, aside: bool = False) -> None:
+    """Print lines; a stdout that is gone, or that cannot write a character, never ends training.
+
+    Args:
+        text: The lines.
+        aside: Whether they go to stderr.
+    """
+    stream = sys.stderr if aside else sys.stdout
+    # ValueError is what a closed Python file raises, AttributeError what None and an object without flush do.
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
-        print(_writable(text), flush=True)
+        stream.write(f"{_writable(text)}\n")
+        stream.flush()
 
 
 def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
@@ -55,8 +62,18 @@ def clock(seconds: float) -> str:
 
 def short_path(path: Path) -> Path:
     """Return a path relative to the working folder, if it is below it."""
-    absolute, here = Path(os.path.abspath(path)), Path.cwd()
-    return absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    found = absolute(path)
+    with contextlib.suppress(OSError):  # the working folder may be gone
+        here = Path.cwd()
+        return found.relative_to(here) if found.is_relative_to(here) else found
+    return found
+
+
+def absolute(path: Path) -> Path:
+    """Return a path from the root, or as it is where the working folder was deleted."""
+    with contextlib.suppress(OSError):
+        return Path(os.path.abspath(path))
+    return path
 
 
 def is_terminal() -> bool:

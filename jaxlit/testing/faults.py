@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxlit import checks as check
 
-KINDS = ("kill", "crash", "full", "denied")
+KINDS = ("kill", "crash", "full", "denied", "broken")
 _CREATES = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "jaxlit.fsync")
 _REMOVES = ("os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -32,7 +32,7 @@ class faults:
         at: The operation that fails, from 1; None only counts.
         kind: "kill" ends the process by SIGKILL. "crash" raises `Crash` there and at every later operation, so that
             the folder is left as by a kill. "full" fails like a full disk from there on, "denied" like a folder that
-            may not be written to.
+            may not be written to, "broken" like a disk that has failed.
 
     Attributes:
         operations: What was done, in order: (operation, path).
@@ -76,6 +76,8 @@ class faults:
             raise Crash(f"{operation} {path}")
         if self.kind == "full" and operation in _CREATES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        if self.kind == "broken":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         if self.kind == "denied":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
@@ -80,7 +81,7 @@ def check_model(model: Any, stage: Stage) -> None:
 def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: Strategy, settings: Settings) -> Any:
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
-        loaders.check_before_building(model.cls, settings.data_timeout)  # building it may take minutes
+        loaders.check_before_building(model.cls, settings.timeouts)  # building it may take minutes
         return build_lazy(model, strategy, settings.seed)
     call_step(model, stage.name)
     check_variables(model)
@@ -93,6 +94,8 @@ def check_fit(settings: Settings, ckpt_path: Any, strict: bool, reset_optimizer:
     Raises:
         ArgumentError: Saying which.
     """
+    check.boolean("strict", strict)
+    check.boolean("reset_optimizer", reset_optimizer)
     if ckpt_path is None and settings.resume is None and (reset_optimizer or not strict):
         raise ArgumentError(
             "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
@@ -149,7 +152,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if return_predictions and settings.host_keys and strategy.num_processes > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and strategy.num_processes > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."

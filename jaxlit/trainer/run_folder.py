@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlit.checkpoints.files import FOLDER, Checkpoint
+import jax
+
+from jaxlit.checkpoints.files import FOLDER, Checkpoint, raise_together
+from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.distributed.exchange import agree
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, CheckpointError
 
 
 class RunFolder:
@@ -56,7 +59,7 @@ class RunFolder:
             found is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(found.path)).parents
         )
         for name in () if self._is_ours or continues else ("metrics.csv", FOLDER, *files):
-            if (self.root / name).exists():
+            if _is_used(self.root / name):
                 if not refuse:
                     return
                 raise ArgumentError(
@@ -64,3 +67,27 @@ class RunFolder:
                     "Trainer(resume='auto') to continue it, another folder, or move that run away."
                 )
         self._is_ours = True
+
+    def hold(self) -> FolderLock | None:
+        """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together.
+
+        Raises:
+            CheckpointError: Another one writes to it.
+        """
+        lock, problem = None, None
+        if self.root is None:  # a fresh one has a name that no other run has
+            return None
+        try:
+            lock = FolderLock(self.root, of_run=True) if jax.process_index() == 0 else None
+        except CheckpointError as error:
+            problem = error
+        raise_together("the run's folder", problem)
+        return lock
+
+
+def _is_used(path: Path) -> bool:
+    """Tell whether a path is a file, or a folder that holds more than locks and what a crash has left."""
+    try:
+        return any(not inside.name.startswith(".") for inside in path.iterdir()) if path.is_dir() else path.exists()
+    except OSError:
+        return True

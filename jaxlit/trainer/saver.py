@@ -1,6 +1,7 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,11 @@ class Saver:
         if order is None:
             beside = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *beside]) + 1
-        saving = save(where, dict(enumerate(run.engine.state.leaves)), snapshot.take(run), order)
-        self._open = [*(x for x in self._open if not x.was_awaited), saving]
-        run.written.append(saving)
+        state = snapshot.take(run)
+        with run.control.shield():  # cut in here, a writer would go on that nobody knows of
+            saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
+            self._open = [*(x for x in self._open if not x.was_awaited), saving]
+            run.written.append(saving)
         return saving
 
     def finish(self, first: BaseException | None) -> BaseException | None:
@@ -103,19 +106,36 @@ class Saver:
         Args:
             first: An error that came before.
         """
-        left, self._open = [saving for saving in self._open if not saving.was_awaited], []
         run = self._fitted()
         if first is not None and run is not None and run.engine.strategy.num_processes > 1:
             return first  # the other processes may be elsewhere, and all of them must wait together
-        for saving in left:
+        while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
-                saving.wait()
+                left[0].wait()
             except Exception as error:
                 if first is None:
                     first = error
                 else:
                     first.add_note(f"A checkpoint that was begun before failed as well: {error!r}")
+        self._open = []
         return first
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        """Call a function once no checkpoint is being written: now, or later in a thread of its own.
+
+        Args:
+            then: The function, which lets go of a folder, say.
+        """
+        if not (left := [saving for saving in self._open if not saving.is_done]):
+            then()
+            return
+
+        def wait() -> None:
+            for saving in left:
+                saving.join()
+            then()
+
+        threading.Thread(target=wait, name="jaxlit-when-written").start()
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
@@ -156,6 +176,12 @@ class Saver:
             )
         check_path(path, owner)
         self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
+        run = self._training()
+        return not run.control.interrupted or run.control.together or run.engine.strategy.num_processes == 1
 
     @property
     def has_trained(self) -> bool:

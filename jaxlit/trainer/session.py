@@ -24,7 +24,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
@@ -41,7 +41,9 @@ from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting
 from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
+from jaxlit.trainer.explained import explained
 from jaxlit.trainer.opening import check_loaders, open_fit
+from jaxlit.trainer.rescue import rescue
 from jaxlit.trainer.resuming import restore_callbacks
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
@@ -126,8 +128,14 @@ class Session:
         module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
         resume = None if found is None else Resume(found, strict, reset_optimizer)
+        writes = any(isinstance(c, (FileLogger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):
-            self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+            lock = self.folder.hold() if writes else None
+            try:
+                self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+            finally:
+                if lock is not None:
+                    self.saver.when_written(lock.close)
 
     @out_of_meshes
     def evaluate(
@@ -208,7 +216,8 @@ class Session:
             resume: A checkpoint to begin with.
         """
         before = self.fitted, self.position, self.module
-        self.running, self.current, self.module, self.control.interrupted = True, None, module, False
+        self.running, self.current, self.module = True, None, module
+        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
         outer = attach(module, self._trainer)
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
@@ -220,8 +229,8 @@ class Session:
             self.control.should_stop, self.control.stop_reason = False, None
         try:
             self.current = run = self._make_run(module, loaders)
-            with run.compiles:
-                self._guarded(run, stage, work, own, resume)
+            with run.compiles, self._watchdog(run) as watchdog:
+                self._guarded(run, stage, work, own, resume, watchdog)
         finally:
             if self.current is not None:
                 self.current.end_clock()
@@ -230,6 +239,15 @@ class Session:
                 self.fitted, self.position, self.module = before
             if outer is not None and outer._session.running:  # a hook of its run has called this one
                 attach(module, outer)
+
+    def _watchdog(self, run: Run) -> Watchdog:
+        return Watchdog(
+            *self.settings.timeouts,
+            control=self.control,
+            progress=lambda: run.progress,
+            place=lambda: run.place,
+            rescue=lambda: rescue(self._trainer, run),
+        )
 
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
@@ -246,7 +264,15 @@ class Session:
         added = any(isinstance(c, ModelCheckpoint) for c in self._added)
         return mine if default is None or added else [*mine, default]
 
-    def _guarded(self, run: Run, stage: Stage, work: Callable[[Run], object], own: bool, resume: Resume | None) -> None:
+    def _guarded(
+        self,
+        run: Run,
+        stage: Stage,
+        work: Callable[[Run], object],
+        own: bool,
+        resume: Resume | None,
+        watchdog: Watchdog,
+    ) -> None:
         hooks, verb = run.hooks, stage.verb
         try:
             if hooks.bind("prepare_data"):
@@ -255,10 +281,10 @@ class Session:
             # Behind setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
-            with Watchdog(self.settings.data_timeout) as watchdog, contextlib.closing(run):
+            with contextlib.closing(run):
                 self._run_loops(run, stage, work, own, resume, watchdog)
         except BaseException as error:
-            error = _explained(error)
+            error = explained(error, run)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
             hooks.call_all("on_exception", error, error)
             self.saver.finish(hooks.call_all("teardown", verb, error))
@@ -322,7 +348,7 @@ class Session:
             num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
-            interrupted=lambda: self.control.interrupted,
+            control=self.control,
             epoch=lambda: run.position.epoch,
         )
 
@@ -355,15 +381,3 @@ class Session:
     def epoch(self) -> int:
         """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
         return self.position.epoch + (self.fitted is not None and self.fitted.cut)
-
-
-def _explained(error: BaseException) -> BaseException:
-    """Return an error that tells a user what jax's own would not."""
-    if isinstance(error, RuntimeError) and "has been deleted" in str(error) and not isinstance(error, StateError):
-        explained = StateError(
-            "An array of an earlier step was read, and a later step has overwritten it. Keep a copy instead: "
-            "jax.tree.map(jnp.copy, ...), or read through the module, which is up to date in every hook."
-        )
-        explained.__cause__ = error
-        return explained
-    return error

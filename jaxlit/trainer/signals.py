@@ -1,45 +1,67 @@
-"""Ctrl-C and SIGTERM: the first ends training after the step that runs, the second at once."""
+"""Signals that end a training: the first after the step that runs, a second Ctrl-C at once."""
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from jaxlit.control import Control
+from jaxlit.control import Control, Interrupted, ending
+from jaxlit.distributed.preemption import is_announced_by_jax
 
 
 @contextmanager
 def interruptible(control: Control) -> Iterator[None]:
-    """Turn a first SIGINT or SIGTERM into `control.interrupted` inside the block.
+    """Turn a first SIGINT, SIGTERM or SIGHUP into `control.interrupted` inside the block.
 
-    A program's own handlers stay as they are, and threads other than the main one have none.
+    A program's own handlers stay as they are, as does a signal that is ignored, SIGHUP under `nohup` say; threads other
+    than the main one have none. SIGUSR1 counts in a job of SLURM, which announces the end by it. In several processes
+    SIGTERM is jax's, which tells all of them of it.
+
+    Machines send several of them, so only a Ctrl-C makes a second one end the block at once.
 
     Raises:
-        SystemExit: After the block, with code 143, if the signal was SIGTERM.
+        KeyboardInterrupt: A second signal was SIGINT.
+        SystemExit: After the block, with 128 and the signal's number, 143 for SIGTERM, unless it was SIGINT.
     """
-    received: list[int] = []
 
+    # It may run between any two operations: it only notes, and writes to nothing.
     def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if control.interrupted and number == signal.SIGTERM:
-            raise SystemExit(128 + number)
-        if control.interrupted:
-            raise KeyboardInterrupt
-        control.interrupted = True
-        name = signal.Signals(number).name
-        print(f"{name}: training ends after this step; once more ends it at once", file=sys.stderr, flush=True)
+        if control.signal is None:
+            control.signal, control.interrupted = number, True
+            if control.drawing:
+                raise Interrupted
+        elif signal.SIGINT in (control.signal, number):
+            control.again = number
+            if not control.shielded:
+                raise ending(number)
 
+    control.signal, control.again, control.together = None, None, False
     installed = {}
     if threading.current_thread() is threading.main_thread():
-        for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        for number, default in _defaults().items():
             if signal.getsignal(number) == default:
                 installed[number] = signal.signal(number, handle)
     try:
         yield
+        if control.again is not None:  # what it raised was lost in a callback of a library
+            raise ending(control.again)
+        if control.signal not in (None, signal.SIGINT):
+            raise ending(control.signal)
     finally:
         for number, handler in installed.items():
             signal.signal(number, handler)
-    if signal.SIGTERM in received:
-        raise SystemExit(128 + signal.SIGTERM)
+        control.signal = None
+
+
+def _defaults() -> dict[int, object]:
+    """Return the signals that end a training, each with the handler of a program that has set up none."""
+    found: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
+    if not is_announced_by_jax():  # else jax has a handler, which Python does not know of
+        found[signal.SIGTERM] = signal.SIG_DFL
+    if hasattr(signal, "SIGHUP"):
+        found[signal.SIGHUP] = signal.SIG_DFL
+        if "SLURM_JOB_ID" in os.environ:
+            found[signal.SIGUSR1] = signal.SIG_DFL
+    return found

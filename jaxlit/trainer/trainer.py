@@ -8,7 +8,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.module import TrainModule
@@ -85,8 +84,9 @@ class Trainer:
             and predictions that are dicts take them over.
         max_recompiles: How many times batches of another shape or dtype may make a loader's step compile again; None
             for no limit, with a warning from the third on.
-        data_timeout: Seconds that a loader may take for a batch before the stacks are printed and the process ends
-            with code 76; None for no limit.
+        data_timeout: Seconds, or a timedelta, that a loader may take for a batch; then the stacks are printed, what can
+            be saved is, and the process ends with code 76. None for no limit.
+        hang_timeout: The same for all that happens: a step, its compiling, a hook, a save or a batch may take as long.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
         debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
             array, and warn of a step that each trace makes another. Slow; `jax.disable_jit` works as well.
@@ -138,7 +138,8 @@ class Trainer:
         prefetch: int | str = "auto",
         host_keys: Sequence[str] = (),
         max_recompiles: int | None = None,
-        data_timeout: float | None = None,
+        data_timeout: float | timedelta | None = None,
+        hang_timeout: float | timedelta | None = None,
         max_in_flight: int | str = "auto",
         debug: bool = False,
         **unknown: Any,
@@ -173,7 +174,7 @@ class Trainer:
         A second call starts again at epoch 0, unless `Trainer(resume=...)` says where to go on.
 
         Ctrl-C ends training after the step that runs, with a checkpoint and `trainer.interrupted` set; a second one
-        raises KeyboardInterrupt.
+        raises KeyboardInterrupt. SIGTERM and SIGHUP end it as well, and leave by SystemExit with code 143 and 129.
 
         Args:
             model: The module, or `jl.lazy(...)`; then the built module is `trainer.module`.
@@ -190,8 +191,6 @@ class Trainer:
         Raises:
             JaxlitError: An argument, the module, the data or the checkpoint cannot be used.
         """
-        check.boolean("strict", strict)
-        check.boolean("reset_optimizer", reset_optimizer)
         train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
         given = {"training": train, "validation": val}
         self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
@@ -248,7 +247,6 @@ class Trainer:
             One entry a batch: what `predict_step` returned, as numpy, with the real rows in loader order. For
             several loaders a list of such lists. None without `return_predictions`.
         """
-        check.boolean("return_predictions", return_predictions)
         check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
         found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
@@ -359,6 +357,7 @@ class Trainer:
     num_sanity_val_steps: int = argument("Validation batches of each loader before training, -1 for all.")
     prefetch: int | str = argument("Batches that a thread draws ahead of the step.")
     data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
+    hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
     max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
     log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
@@ -376,7 +375,7 @@ class Trainer:
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")
-    interrupted: bool = control("Whether Ctrl-C or SIGTERM has ended the run.")
+    interrupted: bool = control("Whether Ctrl-C, SIGTERM or the like has ended the run.")
     sanity_checking: bool = control("Whether the validation that runs is the one before training.")
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")

@@ -13,6 +13,7 @@ import pytest
 import wandb
 from kit.batches import numbered
 from kit.by_hand import mean
+from kit.checkpoints import names
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
@@ -112,7 +113,7 @@ def test_without_a_logger_everything_can_be_logged_and_goes_nowhere(arguments):
 
     callbacks = [hooks(on_train_epoch_end=log), *([WandbLogger(offline=True)] if "fast_dev_run" in arguments else [])]
     run_stage(trainer_of(*callbacks, **arguments))
-    written = [path.name for path in Path("run").iterdir()] if Path("run").exists() else []
+    written = names("run") if Path("run").exists() else []
     assert (called, written) == ([[]], [] if "fast_dev_run" in arguments else ["checkpoints"])
 
 
@@ -177,7 +178,7 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert logger.location is None and "  report" not in out and out.splitlines()[1] == "W&B disabled"
     run_stage(trainer, "test")
-    assert [path.name for path in Path("run").iterdir()] == ["checkpoints"]
+    assert names("run") == ["checkpoints"]
 
 
 # How it ends

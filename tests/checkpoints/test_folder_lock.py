@@ -1,11 +1,18 @@
 """One training at a time writes into a folder, whatever becomes of the one before."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from kit.refusals import refuses
+from kit.batches import numbered
+from kit.checkpoints import names
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.refusals import refuses, warnings_of
+from kit.trainers import fit
 
 import jaxlit as jl
 from jaxlit.checkpoints.folder_lock import FolderLock
@@ -64,3 +71,36 @@ def test_a_folder_that_cannot_be_written_is_refused_and_not_held():
             with jl.testing.faults("held", at=at, kind=kind):
                 refuses(CheckpointError, take, "can be written in")
     take().close()
+
+
+def test_where_a_file_system_has_no_locks_one_line_says_so(monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert fit(Mean(), numbered(1), default_root_dir="run").global_step == 1
+    (told,) = warnings_of(caplog)
+    assert "run is on a file system without locks ([Errno 37] No locks available)" in told and "no other" in told
+
+
+def test_one_training_at_a_time_writes_rows_into_a_folder_though_neither_has_checkpoints():
+    def train(*callbacks):
+        return fit(Mean(), numbered(1), None, *callbacks, default_root_dir="run", enable_checkpointing=False)
+
+    inside = hooks(on_train_start=lambda *_: refuses(CheckpointError, train, "Two fits of this program.*Wait for"))
+    assert train(inside).global_step == 1
+    FolderLock(Path("run"), of_run=True).close()
+
+
+def test_checkpoints_may_come_into_an_empty_folder_and_through_a_link():
+    Path("one/checkpoints").mkdir(parents=True)
+    for run in ("two", "three"):
+        Path(run).mkdir()
+        Path(run, "checkpoints").symlink_to(Path(f"scratch of {run}").absolute())
+    Path("scratch of two").mkdir()  # that of the third is not there yet
+    for run in ("one", "two", "three"):
+        fit(Mean(), numbered(2), default_root_dir=run)
+        assert names(f"{run}/checkpoints") == ["step_00000002"]
+        words = "holds .* of another run"
+        refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), words)
+    assert names("scratch of three") == ["step_00000002"]

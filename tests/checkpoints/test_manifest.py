@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kit.checkpoints import canonical, entry_of, flip, seal
+from kit.refusals import warnings_of
 
 import jaxlit as jl
 from jaxlit.checkpoints import manifest
@@ -73,6 +74,19 @@ def test_the_newest_file_is_on_the_disk_before_the_manifest_that_vouches_for_it(
 def test_a_file_that_is_another_is_named(name, damage, match, folder):
     damage(folder / name)
     refused(folder, match)
+
+
+def test_a_file_of_somebody_else_beside_the_arrays_is_told_of_and_what_is_read_must_be_in_the_manifest(folder, caplog):
+    (folder / "notes.txt").write_text("the good one")
+    manifest.verify(folder)
+    (told,) = warnings_of(caplog)
+    assert told == f"{folder}: notes.txt is not in its manifest, and is read by nobody."
+    seal(folder)
+    body = json.loads((folder / "MANIFEST.json").read_bytes())
+    body["files"].pop("state.json")
+    body.pop("digest")
+    seal(folder, **body)
+    refused(folder, r"state\.json is not in its manifest")
 
 
 def test_without_hashes_only_sizes_are_looked_at(folder):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -11,10 +12,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kit import processes
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
 from kit.journal import hooks
 from kit.refusals import refuses, warnings_of
@@ -127,7 +130,11 @@ def some(operations):
 
 @pytest.mark.parametrize(
     ("kind", "every"),
-    thinned(itertools.product(("crash", "full"), (False, True)), ("crash", False), full=[("full", False)]),
+    thinned(
+        itertools.product(("crash", "full", "denied", "broken"), (False, True)),
+        ("crash", False),
+        full=[("full", False)],
+    ),
 )
 def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, every, state):
     save("first/step_00000002", state).wait()
@@ -149,13 +156,71 @@ def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, ever
             assert error is not None or at > named, text[at - 1]
             assert all(not name.startswith(".tmp-") for name in names(folder)), text[at - 1]
             assert error is None or f"{folder}/step_00000002 could not be written: [Errno 28] No space" in str(error)
-        else:
+        elif kind == "crash":
             assert error is not None, text[at - 1]
+        else:
+            words = {"denied": "[Errno 13] Permission denied", "broken": "[Errno 5] Input/output error"}[kind]
+            assert error is not None and f"could not be written: {words}" in str(error), text[at - 1]
         found.append(value_of(newest_of(folder, text[at - 1]).path))
         files.sweep(Path(folder))
         assert {p.name.split("-")[0] for p in Path(folder).iterdir()} == {"step_00000002"}
     # The first until the second has its name, the second from there on.
     assert {*found} == {1.0, 2.0} and found == sorted(found)
+
+
+def fail_and_count_lines(kinds, chosen=None):
+    """Let saves fail in this process at some operations, or all; tell how many lines each has written to stderr."""
+    train("mine", 1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    found = state_of(Path("mine/checkpoints", OLDER)) | {"arrays": [["module.a", [2, 3], "float32"]]}
+    write = lambda path, order: writing.save(Path(path), {0: jnp.full((2, 3), 1.0)}, found, order)  # noqa: E731
+    write("first/step_00000002", 1).wait()
+    shutil.copytree("first", "counted")
+    with faults("counted") as seen:
+        write("counted/step_00000002", 2).wait()
+    kept = os.dup(2)
+    for kind in kinds:
+        for at in chosen or range(1, len(seen.operations) + 1):
+            folder, path = shutil.copytree("first", f"{kind}{at}"), Path(f"{kind}{at}.txt")
+            with path.open("w") as file, faults(folder, at=at, kind=kind):
+                os.dup2(file.fileno(), 2)
+                try:
+                    write(f"{folder}/step_00000002", 2).wait()
+                except CheckpointError:
+                    processes.say("failed", at)
+                os.dup2(kept, 2)
+            processes.say(f"{kind} {at} {seen.operations[at - 1][0]}", path.read_text().splitlines())
+
+
+def a_few_operations():
+    fail_and_count_lines(["full"], range(4, 10))  # in which the arrays are written, by several threads
+
+
+def every_operation():
+    fail_and_count_lines(["full", "denied", "broken"])
+
+
+@pytest.mark.parametrize("work", thinned([a_few_operations, every_operation], a_few_operations, full=()))
+def test_a_save_that_fails_writes_at_most_five_lines_to_stderr(work, tmp_path):
+    (child,) = processes.launch(work, tmp_path / "child", count=1, devices=1, join=False)
+    assert child.code == 0, child.errors
+    assert child.said.pop("failed") and len(child.said) >= 6
+    # One of them is that of whoever raises or warns.
+    assert {where: lines for where, lines in child.said.items() if len(lines) > 4} == {}
+
+
+def test_what_others_log_and_cannot_raise_is_told_while_a_save_goes_on(state, caplog, monkeypatch):
+    def seal(*arguments):
+        logging.getLogger("absl").error("of somebody else")
+        logging.getLogger("asyncio").error("of another loop")
+        sys.unraisablehook(told)
+        real(*arguments)
+
+    real, told, heard = manifest.seal, SimpleNamespace(exc_value=ValueError("mine")), []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    monkeypatch.setattr(manifest, "seal", seal)
+    save("kept", state).wait()
+    assert heard == [told] and sys.unraisablehook == heard.append
+    assert [record.getMessage() for record in caplog.records] == ["of somebody else", "of another loop"]
 
 
 def test_what_is_no_checkpoint_is_not_overwritten(state):
@@ -356,7 +421,7 @@ def test_a_second_training_is_refused_until_the_first_is_killed_in_the_middle_of
             while (line := child.stdout.readline()) != "ready\n":
                 assert line, "the child ended early"
             stop = hooks(on_train_batch_end=lambda *_: pytest.fail("it trains"))
-            words = f"run/checkpoints is in use by process {child.pid}"
+            words = f"run is in use by process {child.pid}"
             refuses(CheckpointError, lambda: train("run", 3, stop, resume="auto"), words)
             child.communicate("go\n", timeout=BOUND)
         finally:

@@ -278,10 +278,12 @@ def test_a_batch_is_placed_once_and_after_the_step_before_it_was_dispatched(pref
     assert [*itertools.chain(*([("place", k), ("step", k)] for k in range(6)))] == EVENTS
 
 
-@pytest.mark.parametrize("argument", ["prefetch", "max_recompiles", "data_timeout"])
+@pytest.mark.parametrize("argument", ["prefetch", "max_recompiles", "data_timeout", "hang_timeout"])
 def test_a_bad_value_is_refused_with_its_argument(argument):
-    kinds = {"prefetch": ("no", None, 1.5, True, [2]), "max_recompiles": ("3", 1.5, True), "data_timeout": ("60", True)}
-    values = {"prefetch": (-1,), "max_recompiles": (-1,), "data_timeout": (0, -1.0, float("inf"), float("nan"))}
+    kinds = {"prefetch": ("no", None, 1.5, True, [2]), "max_recompiles": ("3", 1.5, True)}
+    values = {"prefetch": (-1,), "max_recompiles": (-1,)}
+    for timeout in ("data_timeout", "hang_timeout"):
+        kinds[timeout], values[timeout] = ("60", True), (0, -1.0, float("inf"), float("nan"))
     for error, given in ((ArgumentTypeError, kinds), (ArgumentError, values)):
         for value in given[argument]:
             caught = refuses(error, lambda: make_trainer(**{argument: value}), rf"Trainer\({argument}=")  # noqa: B023

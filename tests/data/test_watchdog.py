@@ -1,4 +1,4 @@
-"""A wait for data that takes too long ends the process, with the stacks of all threads."""
+"""What takes too long ends the process, with the stacks of all threads and a checkpoint where there can be one."""
 
 import os
 import subprocess
@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from kit.batches import numbered
+from kit.by_hand import mean
+from kit.checkpoints import names
 from kit.inside import Clock
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
-from kit.trainers import make_trainer
+from kit.trainers import fit, make_trainer
 
 from jaxlit.data import watchdog
 
@@ -24,11 +26,20 @@ class Ticking(Clock):
     hangs = False
 
     def __init__(self):
-        self.codes, self.bitten = [], threading.Event()
+        self.codes, self.bitten, self.looked = [], threading.Event(), threading.Semaphore(0)
 
     def __call__(self):
         self.now += self.hangs
+        self.looked.release()
         return self.now
+
+    def passes(self, seconds):
+        """Let time pass, and wait until the watchdog must have noticed."""
+        self.now += seconds
+        while self.looked.acquire(blocking=False):
+            pass
+        for _ in range(4):
+            assert self.looked.acquire(timeout=60)
 
 
 @pytest.fixture
@@ -90,6 +101,81 @@ def test_batches_that_each_come_in_time_and_slow_hooks_are_let_be(clock):
     trainer = make_trainer(hooks(on_train_epoch_end=wait), data_timeout=1)
     trainer.fit(Mean(), Slow())
     assert trainer.global_step == 4 and clock.codes == []
+
+
+def test_a_hook_that_hangs_ends_the_process_with_76_its_stack_and_a_checkpoint_of_its_place(clock, capfd):
+    def waits_for_a_lock(trainer, *_):
+        if trainer.global_step == 2 and not clock.bitten.is_set():
+            clock.hangs = True
+            assert clock.bitten.wait(60)
+            trainer.stop("it would have ended")
+
+    train = lambda *more: fit(made, numbered(4), None, *more, default_root_dir="run", resume="auto", hang_timeout=1)  # noqa: E731
+    made = Mean()
+    train(hooks(on_train_batch_end=waits_for_a_lock))
+    assert {*clock.codes} == {76}
+    told = capfd.readouterr().err
+    what = "Nothing has moved for Trainer(hang_timeout=1) seconds, in on_train_batch_end, behind step 2 of epoch 0."
+    first = told.index(what)
+    assert "in waits_for_a_lock" in told[first:]
+    saved = told.index("The newest checkpoint is ", first)
+    assert "step_00000002." in told[saved:] and names() == ["step_00000002"]
+    clock.hangs, made = False, Mean()
+    assert train().global_step == 4 and float(made.w[...][0]) == mean([[1], [2], [3], [4]])
+
+
+def test_what_moves_is_let_be_however_long_all_of_it_takes(clock):
+    slow = hooks(
+        on_train_batch_start=lambda *_: clock.passes(0.9), on_validation_batch_end=lambda *_: clock.passes(0.9)
+    )
+    trainer = fit(Mean(), numbered(3), numbered(3), slow, hang_timeout=1)
+    assert trainer.global_step == 3 and clock.codes == []
+
+
+HANGS = """
+import sys, threading
+from datetime import timedelta
+import jaxlit as jl
+from jaxlit.checkpoints import manifest
+from kit.batches import numbered
+from kit.journal import hooks
+from kit.modules import Mean
+
+def hang(*_):
+    threading.Event().wait()
+
+class Loader:
+    def __iter__(self):
+        yield from numbered(3)
+        if where == "loader":
+            hang()
+        yield from numbered(1, first=4)
+
+where, callbacks = sys.argv[1], []
+if where == "save":
+    manifest.seal = hang
+if where == "hook":
+    callbacks.append(hooks(on_train_batch_end=lambda t, *_: hang() if t.global_step == 2 else None))
+model = Mean()
+arguments = {"default_root_dir": "run", "resume": "auto", "callbacks": callbacks, "hang_timeout": timedelta(seconds=5)}
+jl.Trainer(strategy="single", max_epochs=1, **arguments).fit(model, Loader())
+print(float(model.w[...][0]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "left"), [("hook", ["step_00000002"]), ("save", []), ("loader", ["step_00000002"])])
+def test_a_hook_a_save_and_a_loader_that_sleep_for_ever_end_a_script_which_then_goes_on(where, left):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    arguments = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    ended = subprocess.run([sys.executable, "-c", HANGS, where], check=False, **arguments)
+    assert ended.returncode == 76, ended.stderr
+    assert "hang_timeout=5) seconds" in ended.stderr and "in hang" in ended.stderr
+    assert ("The newest checkpoint is" if left else "Nothing could be saved") in ended.stderr
+    assert [name for name in names() if not name.startswith(".")] == left
+    again = subprocess.run([sys.executable, "-c", HANGS, "nowhere"], check=False, **arguments)
+    assert again.returncode == 0 and float(again.stdout.splitlines()[-1]) == mean([[1], [2], [3], [4]]), again.stderr
 
 
 SCRIPT = """

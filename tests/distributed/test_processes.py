@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import grain
@@ -17,9 +18,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from kit.batches import Stream, sized
+from kit.checkpoints import names
 from kit.inside import key_value_store, position_of
 from kit.journal import Batches, Losses, hooks
-from kit.modules import Net
+from kit.modules import Mean, Net
 from kit.processes import launch, say
 from kit.scale import Scale
 from kit.trainers import BARE, make_trainer, splitting
@@ -160,7 +162,7 @@ def meet():
     say("processes", [jax.process_count(), jax.process_index(), jax.device_count()])
     own = {"default_root_dir": Path(f"run{jax.process_index()}").absolute(), "logger": True}
     say("list", train_on(own_batches(26), **own))
-    say("files", sorted(x.name for x in own["default_root_dir"].rglob("*")))
+    say("files", sorted(x.name for x in own["default_root_dir"].rglob("[!.]*")))
     for strategy in ("pmap", "single", "simulate:8"):
         say(strategy, error_of(lambda: make_trainer(strategy=strategy)))  # noqa: B023
     say("devices", error_of(lambda: make_trainer(strategy="ddp", devices=4)))
@@ -230,6 +232,21 @@ def meet_a_damaged_checkpoint():
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
 
 
+def be_taken():
+    """Train until the machine of process 1 is taken, and go on."""
+
+    def tell(trainer, *_):
+        if trainer.global_step == 3 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    given = BARE | {"enable_checkpointing": True, "default_root_dir": Path("run").absolute(), "resume": "auto"}
+    trainer = make_trainer(hooks(on_train_batch_end=tell), strategy="ddp", max_steps=20_000, max_epochs=None, **given)
+    try:
+        trainer.fit(Mean(), [{"x": np.full((4, 1), jax.process_index(), np.float32)}] * 20_000)
+    finally:
+        say("ended", [trainer.global_step, trainer.interrupted])
+
+
 def records():
     data = rows(ROWS)
     return [{key: x[i] for key, x in data.items()} for i in range(ROWS)]
@@ -295,6 +312,15 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
         failed = "OSError: the disk is full" if index == 0 else "process 0: OSError('the disk is full')"
         assert said["failed"].endswith(failed)
         assert "No checkpoint can be written" in said["taken"]
+
+
+@pytest.mark.full
+def test_a_sigterm_to_one_process_ends_all_at_one_step_with_a_checkpoint_of_it(tmp_path):
+    first, second = launch(be_taken, tmp_path, devices=1, grace=60.0)
+    assert [first.code, second.code] == [143, 143], first.errors + second.errors
+    (step, interrupted), other = first.said["ended"], second.said["ended"]
+    assert other == [step, interrupted] and interrupted and 3 <= step < 20_000
+    assert names(tmp_path / "run" / "checkpoints") == [f"step_{step:08d}"]
 
 
 @pytest.fixture(scope="module")

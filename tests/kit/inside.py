@@ -10,6 +10,7 @@ from jax._src import monitoring
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files  # of a checkpoint
+from jaxlit.control import Control
 from jaxlit.core.log import Metric as Metric
 from jaxlit.core.module import optimizer_of
 from jaxlit.core.precision import Precision
@@ -125,7 +126,7 @@ def feeder_of(prefetch: int) -> Feeder:
         num_processes=1,
         prefetch=prefetch,
         watchdog=Watchdog(None),
-        interrupted=lambda: False,
+        control=Control(),
     )
 
 

@@ -5,6 +5,7 @@ Real signals in real processes are in test_signals.py.
 
 import csv
 import math
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -220,6 +221,14 @@ def test_interrupted_again_and_again_training_ends_the_same(signals, whole) -> N
     for _ in range(2):
         assert train("parts", meddler("on_train_batch_end", 1, interrupt), resume="auto").interrupted
     assert_goes_on(whole)
+
+
+def test_a_working_folder_that_is_deleted_in_mid_run_does_not_break_the_end(tmp_path, monkeypatch, capsys) -> None:
+    Path("gone").mkdir()
+    monkeypatch.chdir("gone")
+    trainer = train(str(tmp_path / "run"), meddler("on_train_batch_end", 2, lambda: shutil.rmtree(tmp_path / "gone")))
+    assert trainer.global_step == 6 and names(tmp_path / "run" / "checkpoints") == ["step_00000006"]
+    assert f"resume      Trainer(resume='{tmp_path / 'run'}'" in capsys.readouterr().out
 
 
 class Listener(Rows):

@@ -1,17 +1,29 @@
-"""Ctrl-C and SIGTERM: the first ends training after the step that runs, the second at once."""
+"""Signals: the first ends training after the step that runs, a second Ctrl-C at once."""
 
+import contextlib
+import os
 import signal
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
+from kit.checkpoints import names
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.processes import launch
-from kit.trainers import BARE, make_trainer
+from kit.refusals import refuses
+from kit.trainers import BARE, fit, make_trainer
+from kit.waiting import held
 
-BOTH = (signal.SIGINT, signal.SIGTERM)
+from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints.writing import Saving
+from jaxlit.errors import CheckpointError
+from jaxlit.trainer import saver
+
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
 
 def train(*due: tuple[str, int]) -> None:
@@ -31,9 +43,9 @@ def train(*due: tuple[str, int]) -> None:
         teardown=lambda *_: at("teardown", "teardown"),
         **{hook: lambda *_, hook=hook: say(hook) for hook in ends},
     )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the parent had
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    handlers, module = [signal.getsignal(s) for s in BOTH], Mean()
+    for number, handler in DEFAULTS.items():  # whatever the parent had
+        signal.signal(number, handler)
+    module = Mean()
     trainer = make_trainer(watch, hooks(teardown=lambda *_: say("late")), max_epochs=2, **BARE)
     try:
         trainer.fit(module, numbered(3))
@@ -42,7 +54,7 @@ def train(*due: tuple[str, int]) -> None:
         raise
     finally:
         say("interrupted", trainer.interrupted, float(module.w[...][0]))
-        say("handlers", handlers == [signal.getsignal(s) for s in BOTH])
+        say("handlers", all(signal.getsignal(number) == handler for number, handler in DEFAULTS.items()))
     trainer.max_epochs = 1
     trainer.fit(module, numbered(1))
     say("again", trainer.interrupted, trainer.global_step)
@@ -60,6 +72,18 @@ def sigterm() -> None:
     train(("batch 0 1", signal.SIGTERM))
 
 
+def sigterm_with_nobody_at_stderr() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    os.dup2(theirs, 2)
+    sigterm()
+
+
+def sighup_with_a_full_stderr() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    train(("batch 0 1", signal.SIGHUP))
+
+
 ENDED = ["on_train_epoch_end", "on_train_end", "on_fit_end"]
 TORN = [*ENDED, "teardown", "late"]
 TOLD = [f"interrupted True {mean([[1], [2]])}", "handlers True"]
@@ -71,6 +95,10 @@ AGAIN = ["batch", "step 1", *TORN, "again False 1"]
     [
         (one_ctrl_c, [*TORN, *TOLD, *AGAIN], 0),
         (sigterm, [*TORN, "raised SystemExit", *TOLD], 143),
+        (sighup_with_a_full_stderr, [*TORN, "raised SystemExit", *TOLD], 129),
+        pytest.param(
+            *(sigterm_with_nobody_at_stderr, [*TORN, "raised SystemExit", *TOLD], 143), marks=pytest.mark.full
+        ),
         pytest.param(
             *(a_second_in_teardown, [*ENDED, "late", "raised KeyboardInterrupt", *TOLD], -signal.SIGINT),
             marks=pytest.mark.full,
@@ -81,8 +109,8 @@ def test_a_signal_finishes_the_step_tears_down_and_ends_fit_or_the_process(work,
     (child,) = launch(work, tmp_path, count=1, devices=1, join=False)
     assert child.output.splitlines() == ["batch", "step 1", "batch", "step 2", *lines], child.errors
     assert child.code == code
-    name = "SIGTERM" if code == 143 else "SIGINT"
-    assert code < 0 or (name in child.errors and "Traceback" not in child.errors)
+    told = {one_ctrl_c: "SIGINT: training ends behind step 2;", sigterm: "SIGTERM: training ends behind step 2;"}
+    assert code < 0 or (told.get(work, "") in child.errors and "Traceback" not in child.errors)
 
 
 STAGES = ("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_exception", "teardown")
@@ -129,3 +157,114 @@ def test_a_ctrl_c_inside_validation_ends_after_its_batch(signals) -> None:
     # A validation that was cut off has no result, and so no end.
     assert called == [*ENDED, "teardown"] and error is None
     assert trainer.interrupted and trainer.global_step == 3
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 1), ("on_train_epoch_end", 3)])
+def test_the_step_that_a_signal_ends_training_behind_is_told_once(hook, step, signals, capsys) -> None:
+    run(hook, signal.SIGINT)
+    assert capsys.readouterr().err.count(f"SIGINT: training ends behind step {step}; Ctrl-C ends it") == 1
+
+
+def test_of_sigterm_and_sighup_machines_send_several_and_only_the_first_counts(signals) -> None:
+    _, called, error = run("on_train_batch_start", signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
+    assert type(error) is SystemExit and error.code == 129
+    assert called == [*ENDED, "teardown"]
+
+
+def test_sighup_is_ignored_where_nohup_says_so_and_sigusr1_counts_in_a_job_of_slurm_only(signals, monkeypatch) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    trainer, _, error = run("on_train_batch_start", signal.SIGHUP)
+    assert error is None and trainer.global_step == 6
+    inside = hooks(on_train_start=lambda *_: found.append(signal.getsignal(signal.SIGUSR1)))
+    found: list[Any] = []
+    fit(Mean(), numbered(1), None, inside, **BARE)
+    assert found == [signal.SIG_DFL]
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    trainer, _, error = run("on_train_batch_start", signal.SIGUSR1)
+    assert error.code == 128 + signal.SIGUSR1 and trainer.global_step == 1
+
+
+def test_a_second_ctrl_c_that_something_swallows_comes_out_at_the_end(signals) -> None:
+    def swallows(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(Mean(), numbered(3), None, hooks(on_train_batch_start=swallows), **BARE)
+
+
+class Waits:
+    """Gives batches, and waits for ever in the place of one; there the signals come."""
+
+    def __init__(self, at: int, *numbers: int) -> None:
+        self.at, self.numbers, self.left = at, numbers, True
+
+    def __iter__(self) -> Any:
+        for k, batch in enumerate(numbered(4)):
+            if k == self.at and self.left:
+                self.left = False
+                for number in self.numbers:
+                    signal.raise_signal(number)
+                if threading.Event().wait(60):
+                    raise AssertionError
+                pytest.fail("the wait was not cut")
+            yield batch
+
+
+@pytest.mark.parametrize("stage", ["training", "validation"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_signal_cuts_a_wait_for_data_and_the_batch_comes_after_the_resume(at, stage, signals) -> None:
+    def train(loader: Any, **arguments: Any) -> Any:
+        model, plain = Mean(), numbered(4)
+        loaders = (loader, plain) if stage == "training" else (plain, loader)
+        given = {"default_root_dir": "run", "resume": "auto", "num_sanity_val_steps": 0, "prefetch": 0}
+        try:
+            return model, fit(model, *loaders, **given | arguments)
+        except SystemExit as error:
+            return model, error.code
+
+    assert train(Waits(at, signal.SIGTERM))[1] == 143
+    # The batch before waits for the next one to be known; the first ones are looked at before anything is trained.
+    steps = 0 if at == 0 else at - 1 if stage == "training" else 4
+    assert names() == ([f"step_{steps:08d}"] if steps else [])
+    model, trainer = train(Waits(-1))
+    assert float(model.w[...][0]) == mean([[1], [2], [3], [4]]) and trainer.global_step == 4
+
+
+def test_a_second_ctrl_c_while_a_checkpoint_is_handed_over_waits_for_that(signals, monkeypatch) -> None:
+    def save(*arguments: Any) -> Any:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    real = saver.save
+    monkeypatch.setattr(saver, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Mean(), numbered(3), default_root_dir="run")
+    assert names() == ["step_00000003"] and (Path("run/checkpoints") / names()[0] / "MANIFEST.json").exists()
+
+
+def test_a_folder_is_not_free_while_a_writer_works_though_its_fit_was_cut_short(signals, monkeypatch) -> None:
+    def seal(*arguments: Any) -> None:
+        assert go.wait(60)
+        real_seal(*arguments)
+
+    def join(saving: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not go.is_set():
+            signal.raise_signal(signal.SIGINT)
+        real_join(saving)
+
+    real_seal, real_join = manifest.seal, Saving.join
+    monkeypatch.setattr(manifest, "seal", seal)
+    monkeypatch.setattr(Saving, "join", join)
+    first = hooks(on_train_batch_end=lambda *_: signal.raise_signal(signal.SIGINT))
+    again = lambda: fit(Mean(), numbered(3), default_root_dir="run", resume="auto")  # noqa: E731
+    with held() as go:
+        with pytest.raises(KeyboardInterrupt):
+            fit(Mean(), numbered(3), None, first, default_root_dir="run")
+        refuses(CheckpointError, again, "would write to|in use by")
+    for thread in threading.enumerate():
+        if thread.name == "jaxlit-when-written":
+            thread.join(60)
+    assert names() == ["step_00000001"] and again().global_step == 3

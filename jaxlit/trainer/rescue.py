@@ -1,0 +1,33 @@
+"""What can be saved of a training that hangs."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+from jaxlit.checkpoints import files
+from jaxlit.loop.run import Run
+
+
+def rescue(trainer: Any, run: Run) -> str:
+    """Write a checkpoint of where a run hangs, as after an error, in a thread beside it.
+
+    Args:
+        trainer: Its Trainer.
+        run: The run.
+
+    Returns:
+        What came of it, in words.
+    """
+    before, told = run.progress, []
+    for callback in run.hooks.callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        last = callback.last_model_path
+        callback.on_exception(trainer, run.module, TimeoutError("nothing moves"))
+        if run.progress != before and callback.last_model_path != last:
+            # It woke up meanwhile: the arrays may be of another step than the rest.
+            files.remove(Path(callback.last_model_path))
+            told.append("It moved while it was saved: that checkpoint was deleted.")
+        elif callback.last_model_path:
+            told.append(f"The newest checkpoint is {callback.last_model_path}.")
+    return " ".join(told) or "Nothing was there to be saved."

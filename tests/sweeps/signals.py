@@ -1,0 +1,177 @@
+"""Training ended by a signal anywhere, and started again, equals the one that was not, and no step is done twice.
+
+    python tests/sweeps/signals.py [every how many of the runs] [processes at once]
+
+SIGTERM, SIGHUP and SIGINT come once and twice, at 28 moments, with a stderr that is open, that nobody reads or that is
+full. Prints each run that is not as it must be: its exit code, its batches, rows and final state, bit by bit. Only a
+second SIGINT gives up what came since the last checkpoint.
+"""
+
+import csv
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+warnings.filterwarnings("ignore", ".*fork.*")  # no device is used before
+
+from kit.resume_model import InEveryHook, fit, loaders, make_trainer  # noqa: E402
+from kit.resume_runs import write_final  # noqa: E402
+
+import jaxlit as jl  # noqa: E402
+
+# In several windows of accumulation, epochs and validations: where a hook is called for the n-th time.
+MOMENTS = [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 1)]
+MOMENTS += [("on_train_batch_start", 0), ("on_train_batch_start", 10), ("on_log", 2), ("on_train_batch_end", 1)]
+MOMENTS += [("on_train_batch_end", 5), ("on_train_batch_end", 8), ("on_train_batch_end", 30), ("on_safe_point", 5)]
+MOMENTS += [("on_safe_point", 23), ("on_validation_start", 0), ("on_validation_start", 1), ("on_validation_end", 0)]
+MOMENTS += [("on_validation_epoch_start", 1), ("on_validation_batch_start", 2), ("on_validation_batch_end", 1)]
+MOMENTS += [("on_validation_batch_end", 4), ("on_validation_epoch_end", 1), ("on_validation_end", 2)]
+MOMENTS += [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_end", 0), ("on_fit_end", 0)]
+MOMENTS += [("a draw", 12), ("a save", 0)]
+SIGNALS = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": 0}
+STDERRS = ("open", "unread", "full")
+AT_ONCE = 130  # what shells show for KeyboardInterrupt
+
+
+class Sends(InEveryHook):
+    """Sends this process signals, at one call of one hook."""
+
+    def __init__(self, hook: str, number: int, numbers: list[int]) -> None:
+        self.hook, self.left, self.numbers = hook, number, numbers
+
+    def at(self, trainer: jl.Trainer, hook: str, arguments: tuple[Any, ...]) -> None:
+        if hook == self.hook:
+            self.left -= 1
+            if self.left == -1:
+                for number in self.numbers:
+                    signal.raise_signal(number)
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.at(trainer, "a save", ())
+
+
+class Draws:
+    """The batches of a loader, the draw of one of which is a hook like any other."""
+
+    def __init__(self, loader: Any, sends: Sends) -> None:
+        self.loader, self.sends, self.set_epoch = loader, sends, loader.set_epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            self.sends.at(None, "a draw", ())  # type: ignore[arg-type]
+            yield batch
+
+
+def train(folder: Path, number: int, moment: tuple[str, int], numbers: list[int]) -> None:
+    """Train in this process, or go on."""
+    jl.testing.fake_devices(1)
+    for handled in ("SIGINT", "SIGTERM", "SIGHUP"):  # whatever the parent had
+        default = signal.default_int_handler if handled == "SIGINT" else signal.SIG_DFL
+        signal.signal(getattr(signal, handled), default)
+    sends = Sends(*moment, numbers)
+    loader, val = loaders()
+    arguments: dict[str, Any] = {"resume": "auto", "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer = make_trainer("single", folder, [sends], f"journal{number}", **arguments)
+    fit(trainer, (Draws(loader, sends), val))
+    write_final(trainer, folder)
+
+
+def forked(stderr: str, *given: Any) -> int:
+    """Run `train` in a process of its own; returns its exit code."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        ours, theirs = os.pipe()
+        os.close(ours)
+        file = {"open": given[0] / "stderr", "full": "/dev/full"}.get(stderr)
+        os.dup2(theirs if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        train(*given)
+        code = 0
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except KeyboardInterrupt:
+        code = AT_ONCE
+    except BaseException as error:
+        (given[0] / "error").write_text(repr(error))
+    finally:
+        os._exit(code)
+
+
+def lines(folder: Path, count: int) -> list[Any]:
+    """Return the batches that were trained, in all processes."""
+    paths = [folder / f"journal{number}" for number in range(count)]
+    found = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return [line for line in found if line[0] == "on_train_batch_end"]
+
+
+def rows(folder: Path) -> list[Any]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def problems(root: Path, name: str, times: int, moment: tuple[str, int], stderr: str) -> list[str]:
+    """Run once, and once more; returns what is not as it must be."""
+    folder, reference = root / f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"), root / "whole"
+    folder.mkdir()
+    at_once = name == "SIGINT" and times == 2
+    found, expected = [], AT_ONCE if at_once else SIGNALS[name]
+    if (code := forked(stderr, folder, 0, moment, [getattr(signal, name)] * times)) != expected:
+        found.append(f"ended with {code}, not {expected}")
+    if code := forked("open", folder, 1, ("", 0), []):
+        error = (folder / "error").read_text() if (folder / "error").exists() else ""
+        return [*found, f"the second process ended with {code}: {error}"]
+    done, wanted = lines(folder, 2), lines(reference, 1)
+    if at_once:  # which gives up what came since the last checkpoint: it is done again
+        done = lines(folder, 1)[: len(wanted) - (len(done) - len(lines(folder, 1)))] + done[len(lines(folder, 1)) :]
+    found += [f"{len(done)} batches, not {len(wanted)}"] if len(done) != len(wanted) else []
+    found += ["the batches differ"] if len(done) == len(wanted) and done != wanted else []
+    found += ["the rows differ"] if rows(folder) != rows(reference) else []
+    same = (folder / "final.json").read_bytes() == (reference / "final.json").read_bytes()
+    return found if same else [*found, "the final state differs"]
+
+
+def main(every: int = 1, at_once: int = 2) -> int:
+    """Run all, or a part, a few at once; returns how many runs were not as they must be."""
+    cases = list(itertools.product(SIGNALS, (1, 2), MOMENTS, STDERRS))[::every]
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
+        os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
+        (root / "whole").mkdir()
+        if code := forked("open", root / "whole", 0, ("", 0), []):
+            print(f"the training without a signal ended with {code}: {(root / 'whole' / 'stderr').read_text()[-2000:]}")
+            return 1
+        failed, running = 0, set[int]()
+        for case in [*cases, *[None] * at_once]:
+            if len(running) == at_once or (case is None and running):
+                child, status = os.wait()
+                running.discard(child)
+                failed += status != 0
+            if case is None:
+                continue
+            if child := os.fork():
+                running.add(child)
+                continue
+            signal_name, times, moment, stderr = case
+            found = problems(root, signal_name, times, moment, stderr)
+            if found:
+                print(f"{signal_name} x {times} in {moment}, stderr {stderr}: {'; '.join(found)}", flush=True)
+            os._exit(bool(found))
+        print(f"{len(cases)} runs, {failed} of them not as without a signal")
+        return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(*map(int, sys.argv[1:])), 1))
