@@ -77,7 +77,7 @@ class Live:
         self.touched = False
         where = f"{owner}.{hook}"
         # Only here: walking the graph after every batch hook that reads would cost milliseconds.
-        if adopt and nnx.graphdef(self.module) != self._graphdef:
+        if adopt and _differ(nnx.graphdef(self.module), self._graphdef):
             raise StateError(
                 f"{where} changed the structure of {type(self.module).__name__} (an attribute, a sub-module or a "
                 "mode). The compiled steps cannot follow: change it before fit."
@@ -126,3 +126,10 @@ class Live:
             ):
                 if first is last:
                     variable.set_value(mine)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return one != other
+    except Exception:  # an attribute's own comparison, of arrays say; one that is set was refused already
+        return one.nodes != other.nodes
