@@ -43,12 +43,10 @@ def guarded(
 ) -> tuple[Any, Any]:
     """Return what an optimizer's update returns, with its state kept where a gradient was not finite.
 
-    A leaf of the state is new if the step was found good so far and all gradients that reach it are finite. It is
+    A leaf of the state is new if the step was found good so far and all gradients that it waits for are finite. It is
     chosen where it is made, before anything reads it: the old one is overwritten in place as its gradient arrives.
     If every leaf waited for the last gradient, all gradients would be alive at once, and a copy of old moments with
-    them. So a step whose loss is finite and one gradient is not may be in the other leaves; which gradients reach a
-    leaf is read off the program of the update, and a clip by the global norm makes it all of them. Counts, and what no
-    gradient reaches, wait for all.
+    them. So a step whose loss is finite and one gradient is not may be in the leaves that belong to the others.
 
     Args:
         update: A function of (grads, state, *others) to (the new state, anything).
@@ -60,29 +58,36 @@ def guarded(
         whole: Whether all of the state waits for all gradients, where it holds weights.
     """
     old = jax.tree.leaves(state)
-    every = early & jnp.stack(finite).all()
+    known = {frozenset(range(len(finite))): early & jnp.stack(finite).all()}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         new, rest = update(grads, state, *others)
-        return keep_unless(every, state, new), rest
-    leaves, treedef = jax.tree.flatten((grads, state, others))
+        return keep_unless(known[frozenset(range(len(finite)))], state, new), rest
+    closed, shape = _traced(update, grads, state, *others)
+    kept = []
+    for x, places in zip(old, _waits(closed, old, len(finite), whole), strict=True):
+        if places not in known:
+            known[places] = reduce(and_, [finite[i] for i in sorted(places)], early)
+        kept.append((known[places], x))
+    return jax.tree.unflatten(jax.tree.structure(shape), _run(closed, jax.tree.leaves((grads, state, others)), kept))
 
-    def flat(*leaves: Any) -> tuple[Any, Any]:
-        grads, state, others = treedef.unflatten(leaves)
-        return update(grads, state, *others)
 
-    closed, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    known = {frozenset(range(len(finite))): every}
+def waits(update: Callable[..., Any], grads: Any, state: Any, *others: Any, whole: bool) -> list[frozenset[int]]:
+    """Return for each leaf of an optimizer's state the places of the gradients that it waits for, see `guarded`."""
+    closed, _ = _traced(update, grads, state, *others)
+    return _waits(closed, jax.tree.leaves(state), len(jax.tree.leaves(grads)), whole)
 
-    def ok(x: jax.Array, reached: frozenset[int]) -> jax.Array:
-        by = frozenset(i for i in reached if i < len(finite))
-        if whole or not x.ndim or not by:
-            return every
-        if by not in known:
-            known[by] = reduce(and_, [finite[i] for i in sorted(by)], early)
-        return known[by]
 
-    oks = [ok(x, reached) for x, reached in zip(old, sources(closed.jaxpr), strict=False)]
-    return jax.tree.unflatten(jax.tree.structure(shape), _run(closed, leaves, list(zip(oks, old, strict=True))))
+def _traced(update: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    leaves, treedef = jax.tree.flatten(args)
+    return jax.make_jaxpr(lambda *x: update(*treedef.unflatten(x)), return_shape=True)(*leaves)
+
+
+def _waits(closed: ClosedJaxpr, old: Sequence[Any], count: int, whole: bool) -> list[frozenset[int]]:
+    # Read off the program of the update: a moment waits for its own gradient, behind a clip by the global norm for all.
+    # What no gradient reaches, and numbers such as counts, wait for all as well.
+    every = frozenset(range(count))
+    found = [reached & every for reached in sources(closed.jaxpr)[: len(old)]]
+    return [every if whole or not x.ndim else reached or every for x, reached in zip(old, found, strict=True)]
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[tuple[jax.Array, Any]]) -> list[Any]:

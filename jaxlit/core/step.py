@@ -4,7 +4,7 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import optax
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
-from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless
+from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
@@ -122,6 +122,34 @@ class TrainStep:
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
         return self.layout.flatten(after), self._logs(table, after), *([seen] if self.traced else [])
+
+    def look(
+        self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
+    ) -> tuple[list[Any], jax.Array, jax.Array]:
+        """Take the gradient of one batch, and no step.
+
+        Args:
+            written: The places in the state of what the user's step writes, and of the counters.
+            replica: What this body sees.
+            leaves: The flat state.
+            batch: The batch.
+
+        Returns:
+            What is at those places behind the batch, the batch's table, and for each parameter how many numbers of its
+            gradient are not finite. They are those of all replicas.
+        """
+        state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
+        if replica.splits:
+            table = self.table.reduce(table, replica.psum, str(replica.axis))
+        grads = jax.tree.leaves(self.reduce_grads(replica, grads, "mean"))
+        bad = replica.psum(jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads]))
+        leaves = self.layout.flatten(state.advance(steps=0))
+        return [leaves[i] for i in written], table, bad
+
+    def waits(self, state: TrainState) -> list[frozenset[int]]:
+        """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
+        whole, loss = holds_weights(self.tx, state.params), jax.ShapeDtypeStruct((), jnp.float32)
+        return waits(self._optimize, state.params, state.opt_state, state.params, loss, whole=whole)
 
     @property
     def table(self) -> Table:
@@ -239,8 +267,9 @@ class TrainStep:
         """
         finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
         ok = early & jnp.stack(finite).all()
-        known = {"early": early, "finite": finite, "whole": holds_weights(self.tx, old.params)}
-        opt_state, (params, updates) = guarded(self._optimize, grads, old.opt_state, new.params, loss, **known)
+        known, whole = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
+        given = grads, old.opt_state, new.params, loss
+        opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
         params, extras = self._update_extras(old, params, grads)
         params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
         held, written = ((x.params, x.frozen, x.model_state) for x in (old, new))

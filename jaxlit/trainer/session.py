@@ -40,7 +40,7 @@ from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.opening import check_loaders, open_fit
-from jaxlit.trainer.resuming import restore_callbacks
+from jaxlit.trainer.resuming import restore_callbacks, tell_of_bad_step
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -122,6 +122,8 @@ class Session:
         found = self._claim(stage, ckpt_path)
         module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
+        if found is not None:
+            tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, strict, reset_optimizer)
         with interruptible(self.control):
             self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
