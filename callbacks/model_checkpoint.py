@@ -16,7 +16,7 @@ from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, did_you_mean
+from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -188,9 +188,12 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        # The other processes may be elsewhere: a checkpoint is written by all of them together.
-        alone = trainer.strategy.num_processes == 1
-        if not (self.save_on_exception and self._fitting and kept and alone and self._lock is not None):
+        # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
+        # them read off the device.
+        meets = trainer.strategy.num_processes == 1 or isinstance(exception, NonFiniteError)
+        if not (self.save_on_exception and self._fitting and kept and meets):
+            return
+        if self._lock is None and trainer.is_global_zero:  # training has not begun
             return
         if not trainer.saver.has_trained:
             return
