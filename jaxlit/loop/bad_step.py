@@ -19,8 +19,8 @@ def note_start(run: Run) -> None:
     """Note where the optimizer step begins that comes next: it may not be finite, which is known later."""
     if len(run.starts) >= _MOST:  # nothing is logged, and so nothing was looked at
         check_finite(run)
-    position = run.position
-    run.starts.append((position.global_step, position.batch_idx, position.data, run.results.latest))
+    position, logged = run.position, run.hooks.log.epoch_so_far()
+    run.starts.append((position.global_step, position.batch_idx, position.data, run.results.latest, logged))
     if run.engine.window_start is not None:
         run.engine.window_start.keep()
 
@@ -39,12 +39,12 @@ def go_back(run: Run, error: Exception) -> None:
     if bad not in order:  # in a window that a checkpoint began: that one is still there, and of the same step
         return
     at = order.index(bad)
-    step, first, data, latest = run.starts[at]
+    step, first, data, latest, logged = run.starts[at]
     end = run.starts[at + 1][1] if at + 1 < len(order) else position.batch_idx
     engine.go_back(step, position.epoch, first)
     position.stand_before(step, first, data)
     run.results.latest = run.results.latest if latest is None else latest
-    run.hooks.log.take_window()
+    run.hooks.log.go_back(logged)
     run.starts.clear()
     run.pending = run.evaluation = None
     run.tracing.forget(step)

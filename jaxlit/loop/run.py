@@ -57,9 +57,9 @@ class Run:
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
-    # Where each step begins that nobody has found finite yet: its number, its first batch, the loader's place, and the
-    # newest metrics.
-    starts: list[tuple[int, int, Any, Any]] = field(default_factory=list)
+    # Where each step begins that nobody has found finite yet: its number, its first batch, the loader's place, the
+    # newest metrics, and what hooks have logged of the epoch.
+    starts: list[tuple[int, int, Any, Any, Any]] = field(default_factory=list)
     not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
     resumed_before: dict[str, Any] | None = None  # that of the checkpoint which training goes on from
     compiles: CompileLog = field(default_factory=CompileLog)

@@ -242,6 +242,20 @@ def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_t
     assert "was not finite" not in capsys.readouterr().out
 
 
+def test_rows_and_means_of_hooks_are_those_of_a_training_that_skips_the_step_from_the_start() -> None:
+    def table(folder: str) -> list[str]:
+        return Path(folder, "metrics.csv").read_text().splitlines()
+
+    log = hooks(on_train_batch_end=lambda t, m, o, b, i: m.log("batch", float(i), on_step=False, on_epoch=True))
+    given: Any = {"log_every_n_steps": 2, "resume": "auto"}
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir="parts", **given)
+    assert len(table("parts")) == 4  # the row of the sixth step has told of the fifth
+    for folder in ("parts", "whole"):
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir=folder, nan_policy="skip", **given)
+    assert table("parts") == table("whole")
+
+
 def test_a_checkpoint_of_the_same_step_gets_the_note() -> None:
     saver = ModelCheckpoint(every_n_train_steps=3)
     with pytest.raises(NonFiniteError):
