@@ -88,7 +88,7 @@ def _look_again(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         )
     (loss, names), rows = found[bad[0]], _not_finite(hosts[bad[0]])
     took = [] if any(not np.isfinite(x) for x, _ in found) else look.took({x for _, names in found for x in names})
-    gradients = f"the gradient of {names[0]}" + f" and of {len(names) - 1} more" * (len(names) > 1) if names else "none"
+    gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (
         f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that are "
         f"not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}.",
