@@ -59,10 +59,10 @@ def batches_of(bad: int | None = None) -> list[dict[str, np.ndarray]]:
 
 
 MANY = [(name, "single") for name in OPTIMIZERS] + [("adamw", strategy) for strategy in STRATEGIES[1:]]
-FEW = [("adamw", "single"), ("two", "single"), ("schedule-free", "single"), ("clipped", "fsdp")]
+FEW = [("adamw", "single"), ("schedule-free", "single"), ("clipped", "fsdp")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), thinned([*MANY, *FEW], *FEW))
+@pytest.mark.parametrize(("name", "strategy"), thinned(dict.fromkeys([*MANY, *FEW]), *FEW))
 def test_an_optimizers_array_takes_a_step_only_if_all_gradients_that_reach_it_are_finite(name, strategy) -> None:
     tx, expected = OPTIMIZERS[name]
     made, trainer = (
@@ -131,7 +131,7 @@ def test_the_guard_copies_nothing_and_needs_no_memory_for_all_gradients(width) -
 
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
-    thinned([(s, a) for s in STRATEGIES for a in (1, 2)], ("single", 1), ("fsdp", 2), ("shard_map", 1)),
+    thinned([(s, a) for s in STRATEGIES for a in (1, 2)], ("single", 1), ("fsdp", 2)),
 )
 def test_the_step_under_raise_has_no_conditional(strategy, accumulate) -> None:
     given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, **BARE}

@@ -87,10 +87,8 @@ FACTORS = {
 }
 FEW = [
     ("nan", "loss", 1, "single", "raise"),
-    ("overflow", "gradient", 3, "single", "raise"),
     ("inf", "gradient", 1, "fsdp", "raise"),
-    ("nan", "gradient", 3, "shard_map", "rollback"),
-    ("overflow", "loss", 3, "pmap", "raise"),
+    ("overflow", "gradient", 3, "shard_map", "rollback"),
 ]
 PAIRS = [tuple(case.values()) for case in pairwise(FACTORS)]
 CASES = list(dict.fromkeys([*FEW, *PAIRS, *itertools.product(*FACTORS.values())]))
@@ -142,7 +140,9 @@ def test_what_was_saved_is_the_state_of_before_the_step_bit_by_bit(accumulate) -
     assert bytes_of(again) == bytes_of(reference)
 
 
-@pytest.mark.parametrize("loader", ["shuffled", "no length", "generator", "own state"])
+@pytest.mark.parametrize(
+    "loader", thinned(["shuffled", "generator", "no length", "own state"], "shuffled", "generator")
+)
 def test_the_bad_batch_is_found_again_in_any_loader(loader) -> None:
     class Own:
         """Tells its place itself."""
@@ -264,16 +264,16 @@ def test_a_checkpoint_of_the_same_step_gets_the_note() -> None:
     assert saved_state(saver.last_model_path)["not_finite"]["step"] == 3
 
 
-@pytest.mark.parametrize("wrong", [{"step": -1}, {"batches": [1]}, {"optimizer": [3]}, {"more": 1}])
-def test_a_note_that_was_changed_is_refused(wrong) -> None:
+def test_a_note_that_was_changed_is_refused() -> None:
     trainer = fit(Mean(), numbered(1), default_root_dir="run")
     trainer.save_checkpoint("kept")
     note = {"step": 1, "epoch": 0, "batches": [1, 2], "optimizer": []}
     edit(Path("kept"), put("not_finite", value=note))
     assert fit(Mean(), numbered(1), ckpt_path="kept", max_epochs=2, **BARE).global_step == 2
-    edit(Path("kept"), put("not_finite", value=note | wrong))
-    with pytest.raises(CheckpointError, match="not_finite"):
-        fit(Mean(), numbered(1), ckpt_path="kept", max_epochs=2, **BARE)
+    for wrong in ({"step": -1}, {"batches": [1]}, {"optimizer": [3]}, {"more": 1}):
+        edit(Path("kept"), put("not_finite", value=note | wrong))
+        with pytest.raises(CheckpointError, match="not_finite"):
+            fit(Mean(), numbered(1), ckpt_path="kept", max_epochs=2, **BARE)
 
 
 def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
