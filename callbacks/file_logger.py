@@ -138,7 +138,8 @@ class FileLogger(Logger, ABC):
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Drop the rows that training will make again."""
-        self._drop(trainer, checkpoint["global_step"])
+        # One that stands before a bad step knows rows of steps behind it, which were undone.
+        self._drop(trainer, checkpoint["global_step"], undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Drop the rows of a training that left no checkpoint, and begins anew.
@@ -164,7 +165,7 @@ class FileLogger(Logger, ABC):
                 "Trainer(default_root_dir=...), or Trainer(logger=False)."
             )
 
-    def _drop(self, trainer: "Trainer", step: int) -> None:
+    def _drop(self, trainer: "Trainer", step: int, *, undone: bool = False) -> None:
         """Drop rows from a step on, and those that a checkpoint does not know."""
         path, kept, self._keep = trainer.run_dir / self.filename, self._keep, None
         if not trainer.is_global_zero or not path.exists():
@@ -175,7 +176,7 @@ class FileLogger(Logger, ABC):
             rows = self._read(path)
             if kept is not None:
                 rows = rows[: kept["rows"]]
-            else:  # then all that tells is the step
+            if kept is None or undone:  # then all that tells is the step
                 rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
             self._restore(kept or {})
             self._rewrite(path, rows)

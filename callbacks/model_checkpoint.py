@@ -188,10 +188,13 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
-        kept = isinstance(exception, Exception) and not isinstance(exception, (NonFiniteError, CheckpointError))
-        # The other processes may be elsewhere: a checkpoint is written by all of them together.
-        alone = trainer.strategy.num_processes == 1
-        if not (self.save_on_exception and self._fitting and kept and alone and self._lock is not None):
+        kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
+        # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
+        # them read off the device.
+        meets = trainer.strategy.num_processes == 1 or isinstance(exception, NonFiniteError)
+        if not (self.save_on_exception and self._fitting and kept and meets):
+            return
+        if self._lock is None and trainer.is_global_zero:  # training has not begun
             return
         if not trainer.saver.has_trained:
             return

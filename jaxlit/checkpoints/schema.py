@@ -103,6 +103,10 @@ STATE = {
     "processes": _is_count,
 }
 
+# What stands beside them in a checkpoint that was written where training ended before a step that was not finite: the
+# step, its batches in the epoch, from the first to behind the last, and the optimizer's arrays that it is in.
+NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
+
 
 def check_state(state: Mapping[str, Any], where: str) -> None:
     """Refuse a state that is not what `jaxlit.loop.snapshot.take` makes; other keys may stand beside its own.
@@ -122,6 +126,7 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
     _check({key: state[key] for key in STATE}, STATE, where)
+    _check(state.get("not_finite"), _Maybe(NOT_FINITE), f"{where}['not_finite']")
     position = state["position"]
     for key in ("global_step", "epoch"):
         if position[key] != state[key]:

@@ -4,7 +4,7 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import optax
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
+from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
@@ -122,6 +123,34 @@ class TrainStep:
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
         return self.layout.flatten(after), self._logs(table, after), *([seen] if self.traced else [])
 
+    def look(
+        self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
+    ) -> tuple[list[Any], jax.Array, jax.Array]:
+        """Take the gradient of one batch, and no step.
+
+        Args:
+            written: The places in the state of what the user's step writes, and of the counters.
+            replica: What this body sees.
+            leaves: The flat state.
+            batch: The batch.
+
+        Returns:
+            What is at those places behind the batch, the batch's table, and for each parameter how many numbers of its
+            gradient are not finite. They are those of all replicas.
+        """
+        state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
+        if replica.splits:
+            table = self.table.reduce(table, replica.psum, str(replica.axis))
+        grads = jax.tree.leaves(self.reduce_grads(replica, grads, "mean"))
+        bad = replica.psum(jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads]))
+        leaves = self.layout.flatten(state.advance(steps=0))
+        return [leaves[i] for i in written], table, bad
+
+    def waits(self, state: TrainState) -> list[frozenset[int]]:
+        """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
+        whole, loss = holds_weights(self.tx, state.params), jax.ShapeDtypeStruct((), jnp.float32)
+        return waits(self._optimize, state.params, state.opt_state, state.params, loss, whole=whole)
+
     @property
     def table(self) -> Table:
         """The training metrics."""
@@ -185,34 +214,37 @@ class TrainStep:
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         behind `nnx.value_and_grad`.
         """
+        loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
+        if self.nan_policy == "raise" and old.loss_scale is None:
+            return self._apply_masked(old, new, grads, loss, sums)
 
         def update() -> tuple[Any, ...]:
-            params, opt_state, updates = self._optimize(old, new, grads, loss)
+            opt_state, (params, updates) = self._optimize(grads, old.opt_state, new.params, loss)
             params, extras = self._update_extras(old, params, grads)
             # Kept for traced functions only: otherwise they would be one more copy of the parameters.
             return params, opt_state, extras, new.frozen, new.model_state, updates if self.traced else None
 
-        loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
         checks = self.nan_policy != "ignore"
         if not checks and old.loss_scale is None:
             params, opt_state, extras, _, _, updates = update()
             new = replace(new, params=params, opt_state=opt_state, extras=extras, sums=sums)
             return new.advance(steps=1), updates
-        # Leaf by leaf: the norm of finite gradients may overflow.
-        finite_grads = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+        finite_grads = jnp.stack(all_finite(grads)).all()
         overflow = jnp.zeros((), bool)
         if (scale := old.loss_scale) is not None:
             # What is not finite without any scaling is no overflow of it.
             overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
-            new = replace(new, loss_scale=self.pure.precision.next_scale(scale, overflow))
         bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
         sticky = self.nan_policy == "raise"
-        ok = ~bad & ~overflow & (old.bad_step < 0 if sticky else True)
+        stopped = bad | (old.bad_step >= 0) if sticky else jnp.zeros((), bool)
+        ok = ~bad & ~overflow & ~stopped
+        if scale is not None:
+            scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
 
         def keep() -> tuple[Any, ...]:
             frozen, model_state = jax.tree.map(
-                _keep_counters, (old.frozen, old.model_state), (new.frozen, new.model_state)
+                partial(_keep_counters, stopped), (old.frozen, old.model_state), (new.frozen, new.model_state)
             )
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
             return old.params, old.opt_state, old.extras, frozen, model_state, nothing
@@ -222,16 +254,41 @@ class TrainStep:
         # The first bad step under "raise", the newest under "skip".
         mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
-        new = replace(new, sums=jnp.where(ok | overflow, sums, old.sums))
+        new = replace(new, sums=jnp.where(ok | overflow & ~stopped, sums, old.sums), loss_scale=scale)
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
 
-    def _optimize(self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any, Any]:
-        """Return the parameters and the optimizer's state after its step, and what it added to the parameters."""
-        tx, clipped = optax.with_extra_args_support(self.tx), grads
+    def _apply_masked(
+        self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array, sums: jax.Array
+    ) -> tuple[TrainState, Any]:
+        """Return what `_apply` does under "raise": a bad step and all later ones leave everything but counters alone.
+
+        There is no conditional: it would keep all gradients alive, and let the host wait for a GPU in every step. See
+        `guarded` for the one thing that a bad step may change.
+        """
+        finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
+        ok = early & jnp.stack(finite).all()
+        known, whole = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
+        given = grads, old.opt_state, new.params, loss
+        opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
+        params, extras = self._update_extras(old, params, grads)
+        params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
+        held, written = ((x.params, x.frozen, x.model_state) for x in (old, new))
+        # What the step does not write is left alone: there is nothing to choose.
+        written = _unless(held, written, self.pure.trace_of("training").changed)
+        _, frozen, model_state = keep_unless(ok, held, written)
+        if self.traced:
+            updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
+        new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
+        bad_step = jnp.where(ok | (old.bad_step >= 0), old.bad_step, old.step)
+        return replace(new, sums=sums).advance(steps=1, bad_step=bad_step), updates
+
+    def _optimize(self, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, tuple[Any, Any]]:
+        """Return the optimizer's state after its step, the parameters, and what was added to them."""
+        tx, clipped, old = optax.with_extra_args_support(self.tx), grads, opt_state
         if self.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.clip.update(grads, self.clip.init(new.params))
+            clipped, _ = self.clip.update(grads, self.clip.init(params))
         try:
-            updates, opt_state = tx.update(clipped, old.opt_state, new.params, value=loss, grad=clipped)
+            updates, opt_state = tx.update(clipped, opt_state, params, value=loss, grad=clipped)
         except TypeError as error:
             if "argument" not in str(error):
                 error.add_note(f"It was raised by the optimizer of {self.pure.name}.configure_optimizers.")
@@ -241,7 +298,7 @@ class TrainStep:
                 f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
                 "say, needs a loop of your own."
             ) from error
-        return optax.apply_updates(new.params, updates), jax.tree.map(_like, old.opt_state, opt_state), updates
+        return jax.tree.map(_like, old, opt_state), (optax.apply_updates(params, updates), updates)
 
     def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
         """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
@@ -270,8 +327,8 @@ def _unless(old: Any, new: Any, changed: tuple[bool, ...]) -> Any:
     return treedef.unflatten([b if written else a for a, b, written in triples])
 
 
-def _keep_counters(old: jax.Array, new: jax.Array) -> jax.Array:
-    return old if jnp.issubdtype(new.dtype, jnp.floating) else new
+def _keep_counters(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+    return old if jnp.issubdtype(new.dtype, jnp.floating) else jnp.where(stopped, old, new)
 
 
 def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

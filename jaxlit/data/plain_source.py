@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxlit.data.source import Source
 
+_FEW = 1000  # batches that are drawn again to come to the next one
+
 
 class PlainSource(Source):
     """Draws from any iterable of batches.
@@ -49,6 +51,12 @@ class PlainSource(Source):
     def may_start(self, at: Any) -> bool:
         """Tell whether `at` is a count of batches; a state is the loader's own affair, and so is what it compares."""
         return self._keeps_state or (type(at) is int and at >= 0)
+
+    def may_go_back(self, at: Any) -> bool:
+        """Tell whether the loader keeps its own state, or is drawn again from its beginning in a moment."""
+        if hasattr(self.loader, "__next__"):
+            return False
+        return self._keeps_state or isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
 
     def between_epochs(self, at: Any) -> Any:
         """Return where the iteration stands once an epoch is over: a loader may count its epochs in its own state."""

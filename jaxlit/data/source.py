@@ -124,6 +124,25 @@ class Source(ABC):
         self._peeked = (epoch, _chained(first, draws))
         return [batch for batch, _ in first]
 
+    def again(self, epoch: int, at: Any, count: int) -> list[Any]:
+        """Draw batches of an epoch once more; none where the loader cannot be set back, or only by drawing many.
+
+        Args:
+            epoch: The epoch.
+            at: What came with the batch before them, None for the beginning.
+            count: How many.
+        """
+        if self._kept is not None:
+            return [own(batch) for batch, _ in self._kept[at or 0 :][:count]]
+        if not self.may_go_back(at):
+            return []
+        with contextlib.closing(_own(self.draws(self._number(epoch), at), count)) as draws:
+            return list(draws)
+
+    def may_go_back(self, at: Any) -> bool:
+        """Tell whether the iteration can be set back to a place, without much work."""
+        return True
+
     def close(self) -> None:
         """Let go of iterations that were begun, and so of their threads and processes."""
         for draws in (self._peeked[1] if self._peeked else None, self._stream):
@@ -159,6 +178,11 @@ class Source(ABC):
             raise DataError(f"{self.argument}: the iteration's place {at!r:.60} is none of this kind of loader.")
         self._start, self._peeked, self._stream = (int(state["epoch"]), at), None, None
         self.gave |= at is not None
+
+    @property
+    def begins_at(self) -> Any:
+        """Where the epoch that is opened next begins, as a state that was loaded says; None for the beginning."""
+        return None if self._start is None else self._start[1]
 
     def between_epochs(self, at: Any) -> Any:
         """Return where the iteration stands once an epoch is over, given where it stood at its end."""
@@ -230,6 +254,14 @@ def located(error: BaseException, argument: str, epoch: int, batch: int) -> Base
     if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone
         error.add_note("A worker is killed most often for want of memory: use fewer workers, or smaller buffers.")
     return error
+
+
+def _own(draws: Iterator[tuple[Any, Any]], count: int) -> Generator[Any, None, None]:
+    try:
+        yield from (own(batch) for batch, _ in itertools.islice(draws, count))
+    finally:
+        if isinstance(draws, Generator):  # it may hold threads and processes
+            draws.close()
 
 
 def _behind(draws: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:

@@ -33,8 +33,10 @@ from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_trainable, init_state
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
+from jaxlit.engine.look import Look
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
+from jaxlit.engine.window_start import WindowStart
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay, state_shardings
 
@@ -162,6 +164,15 @@ class Engine:
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
+        places, changed = (
+            jax.tree.leaves((at.params, at.frozen, at.model_state)),
+            self.pure.trace_of("training").changed,
+        )
+        written = [i for i, is_written in zip(places, changed, strict=True) if is_written]
+        # Under "raise" a bad window is undone whole: what its batches have written has to be there.
+        undoes = at.window is not None and written and self.nan_policy == "raise"
+        self.window_start = WindowStart(state, written) if undoes else None
+        self.look = Look(step, train, state, written, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
@@ -220,6 +231,13 @@ class Engine:
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
         return self.training_table.read(np.asarray(self.state.leaves[self.state.at.sums]))  # type: ignore[call-overload]
+
+    def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
+        """Forget a bad step and those behind it, none of which has changed the parameters: the next one is `step`."""
+        self.state.count_from(step, epoch, batch_idx)
+        self.clear_window()
+        if self.window_start is not None:
+            self.window_start.restore()
 
     def bad_step(self) -> int:
         """Return the last step with a non-finite loss or gradient, or -1; waits for the device."""

@@ -37,6 +37,7 @@ class FlatState:
         example: The first batch of the training, if one is known.
 
     Attributes:
+        strategy: See above.
         leaves: The newest arrays; random keys as their raw data.
         layout: How the list becomes a `TrainState`.
         laid: A `TrainState` of shardings.
@@ -58,7 +59,7 @@ class FlatState:
         donate: bool,
         example: Any = None,
     ) -> None:
-        self._model, self._strategy = pure, strategy
+        self._model, self.strategy = pure, strategy
         abstract = jax.eval_shape(init, *variables)
         self.layout = Layout(abstract)
         self.laid = self._state_sharding(abstract, example)
@@ -117,7 +118,7 @@ class FlatState:
     def is_finite(self) -> bool:
         """Tell whether every floating number of the state is finite; waits for the device."""
         if self._all_finite is None:
-            self._all_finite = self._strategy.on_state(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
+            self._all_finite = self.strategy.on_state(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
         return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
 
     # One array --------------------------------------------------------------------------------------
@@ -227,27 +228,27 @@ class FlatState:
     @property
     def has_own(self) -> bool:
         """Whether each replica has a window and sums of its own."""
-        return self._strategy.window_replicas is not None
+        return self.strategy.window_replicas is not None
 
     @property
     def own(self) -> NamedSharding:
         """The sharding of what each replica has its own of."""
-        strategy = self._strategy
+        strategy = self.strategy
         return sharding.rows(strategy.mesh, strategy.batch_axes) if self.has_own else strategy.home
 
     def stacked(self, table: np.ndarray) -> np.ndarray:
         """Return one copy of a table of metrics for each replica that has its own."""
-        n = self._strategy.window_replicas
+        n = self.strategy.window_replicas
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
     def _state_sharding(self, abstract: TrainState, example: Any) -> TrainState:
         """Ask the strategy, except for jaxlit's own bookkeeping, which no rule on shapes should meet."""
         # Without the callbacks' arrays: a strategy need not know of them, they lie as the parameters do.
-        shardings: Any = self._strategy.state_sharding(replace(abstract, extras={}), self._model, example)
-        extras = like_params(abstract.extras, abstract.params, shardings.params, self._strategy.replicated)
+        shardings: Any = self.strategy.state_sharding(replace(abstract, extras={}), self._model, example)
+        extras = like_params(abstract.extras, abstract.params, shardings.params, self.strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)
-        home = self._strategy.home
+        home = self.strategy.home
         scale = None if abstract.loss_scale is None else home
         return replace(shardings, counters=home, sums=home, window=window, loss_scale=scale, extras=extras)
 

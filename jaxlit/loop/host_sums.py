@@ -37,6 +37,12 @@ class Total:
         if len(self._waiting) >= 64:
             self._fold()
 
+    def copy(self) -> "Total":
+        """Return one that adds up apart from now on."""
+        found = Total(self.metric, self.hook)
+        found._waiting, found._total, found._weight = list(self._waiting), self._total, self._weight
+        return found
+
     def __float__(self) -> float:
         self._fold()
         assert self._total is not None
@@ -174,6 +180,14 @@ class HostLog:
         """Return the epoch's values by their names in rows, and begin the next epoch."""
         totals, self._epoch = self._epoch, {}
         return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
+
+    def epoch_so_far(self) -> dict[str, Total] | None:
+        """Return what hooks have logged of the epoch, for `go_back`; None if they log nothing."""
+        return {name: total.copy() for name, total in self._epoch.items()} if self._epoch else None
+
+    def go_back(self, epoch: dict[str, Total] | None) -> None:
+        """Forget what was logged since the epoch's values were these, and the window at hand."""
+        self.window, self._epoch = {}, epoch or {}
 
     def take_evaluation(self, loader: int | None) -> list[Total]:
         """Return what was logged for the batches of a loader, None for all else, and forget it."""

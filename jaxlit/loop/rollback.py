@@ -46,6 +46,7 @@ def roll_back(run: Run, what: str) -> None:
         engine.clear_sums()
     run.hooks.log.take_window()
     run.pending, run.seen_bad_step = None, -1
+    run.starts.clear()
     run.tracing.seen.clear()
     run.tracing.seek(was.global_step)
     if run.hooks.live is not None:

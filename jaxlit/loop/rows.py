@@ -46,6 +46,8 @@ def log_pending(run: Run) -> None:
     # The last column is the guard's: the row is on the host, so looking costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
+    else:
+        run.found_finite(step + 1)
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:
@@ -72,15 +74,19 @@ def check_finite(run: Run) -> None:
     """Look at the guard's mark; waits for the device.
 
     Raises:
-        NonFiniteError: Under nan_policy="raise", if a step was not finite. The parameters are those before it. Under
-            "rollback" only if there is nothing to go back to.
+        NonFiniteError: Under nan_policy="raise", if a step was not finite, at each look until training has ended. The
+            parameters are those before it. Under "rollback" only if there is nothing to go back to.
     """
     policy = run.settings.nan_policy
-    if policy == "ignore" or (bad := run.engine.bad_step()) == run.seen_bad_step:
+    if policy == "ignore":
         return
-    run.seen_bad_step = bad  # told of once, whatever the policy
+    if (bad := run.engine.bad_step()) < 0:
+        run.found_finite(run.position.global_step)
+    if bad == run.seen_bad_step:
+        return
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
     if policy == "skip":
+        run.seen_bad_step = bad  # told of once
         _logger.warning("%s The update was skipped.", what)
         return
     if policy == "rollback":

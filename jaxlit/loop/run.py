@@ -61,6 +61,11 @@ class Run:
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
+    # Where each step begins that nobody has found finite yet: its number, its first batch, the loader's place, the
+    # newest metrics, and what hooks have logged of the epoch.
+    starts: list[tuple[int, int, Any, Any, Any]] = field(default_factory=list)
+    not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
+    resumed_before: dict[str, Any] | None = None  # that of the checkpoint which training goes on from
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
@@ -159,6 +164,10 @@ class Run:
             self._told_signal = True
             place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
             say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
+
+    def found_finite(self, step: int) -> None:
+        """Forget where the optimizer steps before `step` began: they were finite."""
+        self.starts[:] = [start for start in self.starts if start[0] >= step]
 
     def check_time(self) -> None:
         """Ask for a stop once `max_time` is over."""

@@ -72,6 +72,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
+    if run.not_finite is not None:
+        state["not_finite"] = run.not_finite
     ours = {*state}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
@@ -162,7 +164,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
-    run.resumed = True
+    run.resumed, run.resumed_before = True, state.get("not_finite")
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))

@@ -86,6 +86,11 @@ class Tracing:
         self.seek(at + 1)
         return logs, loss, outputs
 
+    def forget(self, step: int) -> None:
+        """Drop what was seen of a step and of those behind it: they are undone."""
+        self.seen = [x for x in self.seen if x[1] < step]
+        self.seek(step)
+
     def deliver(self, until: int | None = None) -> None:
         """Hand over what was seen, up to a step or all of it; waits for the device."""
         # Taken off the list before a hook runs: a checkpoint that the hook writes must not hand them over again.

@@ -13,6 +13,7 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
+from jaxlit.loop.bad_step import go_back, note_start
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
 from jaxlit.loop.rows import check_finite, log_pending, log_row, row_of_epoch, row_of_step
@@ -35,9 +36,11 @@ def fit(run: Run) -> None:
         while not run.done:
             train_epoch(run)
         run.tell_signal()  # one that came when the epoch had ended
-    except Exception:
+    except Exception as error:
         with contextlib.suppress(Exception):  # the last row, if the device still has it
             log_pending(run)
+        with contextlib.suppress(Exception):  # the device may be what failed
+            go_back(run, error)
         raise
     run.hooks("on_train_end")
 
@@ -95,6 +98,8 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     engine, position, tracing = run.engine, run.position, run.tracing
     if not run.ready:
         begin_steps(run)
+    if not position.filled and engine.nan_policy == "raise":
+        note_start(run)
     stepping = last or position.filled + 1 >= run.accumulate
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch)

@@ -116,6 +116,22 @@ def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> li
     return [id(x) in needed for x in jaxpr.invars]
 
 
+def sources(jaxpr: Any) -> list[frozenset[int]]:
+    """Return for each output of a program the places of the inputs that it may depend on."""
+    nothing: frozenset[int] = frozenset()
+    found = {id(x): frozenset([i]) for i, x in enumerate(jaxpr.invars)}  # a constant depends on none
+    for eqn in jaxpr.eqns:
+        given = [found.get(id(x), nothing) for x in eqn.invars]
+        inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+        inner = inner[:1] if eqn.primitive.name in CALLS else []
+        if inner and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars):
+            made = [nothing.union(*(given[i] for i in places)) for places in sources(inner[0])]
+        else:  # whatever else takes it may use it
+            made = [nothing.union(*given)] * len(eqn.outvars)
+        found |= {id(x): places for x, places in zip(eqn.outvars, made, strict=True)}
+    return [found.get(id(x), nothing) for x in jaxpr.outvars]
+
+
 def same_program(a: Any, b: Any) -> bool:
     """Tell whether two traces of one function are the same, their constants included."""
     texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]

@@ -50,6 +50,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
         for stage, pairs in (("training", [run.train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
                 snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
+        run.position.data = run.train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
 def check_loaders(run: Run, watchdog: Watchdog) -> None:

@@ -2,10 +2,13 @@
 
 import logging
 
+import jax
+
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.run import Run
+from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
@@ -18,6 +21,23 @@ def restore_callbacks(run: Run, checkpoint: Checkpoint) -> None:
         _logger.warning(
             "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
         )
+
+
+def tell_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
+    """Say that a checkpoint was written before a step that was not finite, and what comes of it now."""
+    if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
+        return
+    first, end = bad["batches"]
+    batches = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
+    then = {
+        "raise": "run again now, it ends training again if it gives the same; nan_policy='skip' would leave it out",
+        "skip": "run again now, it is left out by nan_policy='skip' if it gives the same",
+        "rollback": "run again now, it is left out by nan_policy='rollback' if it gives the same",
+        "ignore": "nan_policy='ignore' trains on it now",
+    }
+    took = len(bad["optimizer"])
+    inside = f" {took} arrays of the optimizer's state have taken it (state.json names them)." * (took > 0)
+    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then[nan_policy]}.{inside}")
 
 
 def check_window(checkpoint: Checkpoint, accumulate: int | None) -> None:

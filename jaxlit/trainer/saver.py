@@ -194,7 +194,9 @@ class Saver:
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None
-        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
+        # With the note of a bad step that came behind it a checkpoint is another one.
+        noted = run.not_finite is not None
+        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside, noted)
 
     def _training(self) -> Run:
         if (run := self._fitted()) is None:

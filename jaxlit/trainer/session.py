@@ -44,7 +44,7 @@ from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.explained import explained
 from jaxlit.trainer.opening import check_loaders, open_fit
 from jaxlit.trainer.rescue import rescue
-from jaxlit.trainer.resuming import restore_callbacks
+from jaxlit.trainer.resuming import restore_callbacks, tell_of_bad_step
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -127,6 +127,8 @@ class Session:
         found = self._claim(stage, ckpt_path)
         module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
+        if found is not None:
+            tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, strict, reset_optimizer)
         writes = any(isinstance(c, (FileLogger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):

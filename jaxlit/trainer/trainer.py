@@ -75,7 +75,7 @@ class Trainer:
         resume: "auto" to go on from the newest checkpoint in `default_root_dir`, if there is one: then the same command
             starts a training and continues it. Or a checkpoint, or a run's folder, to go on from.
         seed: The seed of a lazy module's `rngs`.
-        nan_policy: What a non-finite loss or gradient does: "raise" (the parameters stay those before it),
+        nan_policy: What a non-finite loss or gradient does: "raise" (training ends before it, which is saved),
             "skip" (no update for that step), "rollback" (back to the newest checkpoint, without the batches since)
             or "ignore" (nothing is checked).
         prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the

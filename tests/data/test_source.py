@@ -111,6 +111,26 @@ def take(source, epoch, count=None, *, limit=None, prefetch=0):
     return used, state
 
 
+@pytest.mark.parametrize("keep", [None, 4])
+def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
+    loaders = [
+        batches(),
+        Again(),
+        jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
+    ]
+    for loader in loaders:
+        source = source_of(loader, "train", keep=keep)
+        drawn = list(source.epoch(0))
+        for k in range(len(drawn)):
+            again = source.again(0, drawn[k - 1][1] if k else None, 2)
+            assert rows_of(again) == rows_of(batch for batch, _ in drawn[k : k + 2])
+
+
+def test_a_generator_is_not_drawn_again_and_a_thousand_batches_are_not_to_come_to_one() -> None:
+    assert source_of(iter(batches()), "train").again(0, None, 1) == []
+    assert source_of(Again(), "train").again(0, 1000, 1) == []
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_equal_loader_goes_on_behind_the_last_batch_that_was_used(kind):
     whole = make_source(kind)

@@ -172,8 +172,22 @@ def meet():
     say("failed", error_of(lambda: make_trainer(strategy="ddp", **BARE).fit(Scale(), datamodule=failing)))
     Path("taken").write_text("a file in the folder's place")
     say("taken", error_of(lambda: train_window("ddp", jl.callbacks.ModelCheckpoint("taken"))))
+    say("bad", end_before_a_bad_step())
     same = [rows(8), rows(8)]
     make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
+
+
+def end_before_a_bad_step():
+    """Return what both say of a NaN in the second batch, and what they have written together."""
+    data, folder = rows(48), Path("together").absolute()
+    data["x"][20] = np.nan
+    given = {"strategy": "ddp", "max_epochs": 1, "accumulate_grad_batches": 1, "default_root_dir": folder}
+    words = error_of(
+        lambda: make_trainer(**BARE | {"enable_checkpointing": True} | given).fit(Scale(), jl.ArrayLoader(data, 16))
+    )
+    agree("it is written", None)
+    state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
+    return [words, state["not_finite"]]
 
 
 def work():
@@ -312,6 +326,9 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
         failed = "OSError: the disk is full" if index == 0 else "process 0: OSError('the disk is full')"
         assert said["failed"].endswith(failed)
         assert "No checkpoint can be written" in said["taken"]
+        words, note = said["bad"]
+        assert "at optimizer step 1 " in words and "run again" not in words
+        assert (note["step"], note["batches"]) == (1, [1, 2])
 
 
 @pytest.mark.full

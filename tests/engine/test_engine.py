@@ -37,15 +37,30 @@ def reads() -> Iterator[list[str]]:
             setattr(cls, name, old)
 
 
-@pytest.mark.parametrize("strategy", thinned(("fsdp", "pmap"), "fsdp"))
-def test_no_array_is_read_between_log_points(strategy) -> None:
+@pytest.mark.parametrize(("strategy", "accumulate"), thinned((("fsdp", 1), ("fsdp", 2), ("pmap", 1)), ("fsdp", 2)))
+def test_no_array_is_read_between_log_points(strategy, accumulate) -> None:
     at: list[int] = []
     with reads() as seen:
         count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))
-        fit(Net(rngs=nnx.Rngs(0)), random(30), None, count, strategy=strategy, log_every_n_steps=10)
+        given = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 10 // accumulate}
+        fit(Net(rngs=nnx.Rngs(0)), random(30), None, count, strategy=strategy, **given)
     new = [batch for batch in range(1, 30) if at[batch] != at[batch - 1]]
     # A row is due after batches 9, 19 and 29 and read one step late: before the end of 11 and 21 is noted.
     assert new == [11, 21]
+
+
+@pytest.mark.parametrize("accumulate", thinned([1, 2], 2))
+def test_the_guard_reads_where_a_row_is_read_and_nowhere_else(accumulate) -> None:
+    batches = {}
+    for policy in ("ignore", "raise"):
+        at: list[int] = []
+        with reads() as seen:
+            count = hooks(on_train_batch_end=lambda *_, at=at, seen=seen: at.append(len(seen)))
+            given: Any = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 4, "nan_policy": policy}
+            fit(Net(rngs=nnx.Rngs(0)), random(30), None, count, strategy="ddp", **given)
+        batches[policy] = np.flatnonzero(np.diff(at)).tolist()
+    # The row's array is on the host when the guard's column of it is looked at.
+    assert batches["raise"] == batches["ignore"]
 
 
 @pytest.mark.parametrize(

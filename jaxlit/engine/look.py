@@ -1,0 +1,69 @@
+"""A second look at batches: their losses and gradients, taken once more."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.core.step import TrainStep
+from jaxlit.engine.compiled_program import CompiledProgram
+from jaxlit.engine.flat_state import FlatState
+from jaxlit.strategies.program import SHARED, Program
+
+
+class Look:
+    """Takes the gradients of batches, one behind the other, from the state as it is, and changes nothing.
+
+    Args:
+        step: The training step.
+        train: Its program.
+        state: The training state.
+        written: The places in it of what the user's step writes.
+        compile: Compiles a program, at the first look only.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        train: Program,
+        state: FlatState,
+        written: Sequence[int],
+        compile: Callable[[Program], CompiledProgram],
+    ) -> None:
+        counters: Any = state.at.counters
+        self._state, self._step, self._written = state, step, [counters, *written]
+        outputs = ([state.lying[i] for i in self._written], SHARED, SHARED)
+        look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
+        self._compile = partial(compile, replace(look, parts=None, donate=()))
+
+    def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
+        """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""
+        state, program, found = self._state, self._compile(), []
+        names, leaves = self._names, list(state.leaves)
+        for batch in batches:
+            made, table, bad = program.run(leaves, batch)
+            for i, x in zip(self._written, made, strict=True):
+                leaves[i] = x
+            loss = self._step.table.read(np.asarray(table))[0]
+            found.append((loss, [name for name, count in zip(names, np.asarray(bad), strict=True) if count]))
+        return found
+
+    def took(self, bad: Collection[str] | None) -> list[str]:
+        """Return the arrays of the optimizer's state that a bad step whose loss was finite has changed.
+
+        Args:
+            bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
+        """
+        state, count = self._state, len(self._names)
+        if state.at.loss_scale is not None:  # such a step is left out whole
+            return []
+        places, sets = jax.tree.leaves(state.at.opt_state), self._step.waits(state.abstract())
+        known = {i for i, name in enumerate(self._names) if bad is not None and name in bad}
+        return [state.specs[i][0] for i, on in zip(places, sets, strict=True) if len(on) < count and not on & known]
+
+    @property
+    def _names(self) -> list[str]:
+        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.at.params)]

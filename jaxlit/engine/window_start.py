@@ -1,0 +1,38 @@
+"""What steps have written to a module, as it was where an accumulation window began."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxlit.engine.flat_state import FlatState
+
+
+class WindowStart:
+    """Keeps what the steps of a window write beside it: statistics, counts and random keys, in copies on the devices.
+
+    A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.
+
+    Args:
+        state: The training state.
+        places: The places in it of what steps write.
+    """
+
+    def __init__(self, state: FlatState, places: Sequence[int]) -> None:
+        self._state, self._places, self._kept = state, list(places), list[jax.Array]()
+        self._choose = state.strategy.on_state(_choose)
+
+    def keep(self) -> None:
+        """Keep what there is; behind a bad step, which only the device knows of, what was kept before it stays."""
+        leaves = self._state.leaves
+        now = [leaves[i] for i in self._places]
+        self._kept = self._choose([leaves[self._state.at.counters]], self._kept or now, now)  # type: ignore[call-overload]
+
+    def restore(self) -> None:
+        """Put back what was kept."""
+        self._state.restore(dict(zip(self._places, self._kept, strict=False)))
+
+
+def _choose(counters: list[jax.Array], kept: list[jax.Array], now: list[jax.Array]) -> list[jax.Array]:
+    good = counters[0][3] < 0
+    return [jnp.where(good, b, a) for a, b in zip(kept, now, strict=True)]

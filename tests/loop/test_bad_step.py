@@ -1,0 +1,309 @@
+"""A step that is not finite loses nothing: the last good state is saved in its place, and a resume gets past it."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import Stream, numbered, random
+from kit.by_hand import assert_same, mean, state_of
+from kit.checkpoints import bytes_of, edit, names, put
+from kit.checkpoints import state_of as saved_state
+from kit.journal import at_batch, hooks
+from kit.modules import Linear, Mean, Net
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import CheckpointError, NonFiniteError
+from jaxlit.testing.pairwise import pairwise
+
+BAD, COUNT, RATE = 4, 9, 0.1  # the bad batch, and all of them
+KINDS = {"nan": np.nan, "inf": np.inf, "overflow": 3e38}  # the last one is ten times as large in the step
+
+
+@jax.custom_vjp
+def spoil(x: jax.Array, more: jax.Array) -> jax.Array:
+    """Return `x`, to whose gradient `more` is added."""
+    return x
+
+
+spoil.defvjp(lambda x, more: (x, more), lambda more, g: (g + more, jnp.zeros_like(more)))
+
+
+class Trapped(Linear):
+    """Adds what a batch says to its loss, or to the gradient of its bias alone; it also keeps a mean and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.count = nnx.BatchStat(jnp.zeros(())), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        self.seen[...] = 0.5 * self.seen[...] + 0.5 * jnp.mean(batch["x"])
+        self.count[...] += 1
+        in_loss, in_gradient = 10 * jnp.mean(batch["trap"], 0)
+        bias = spoil(self.bias[...], in_gradient)
+        return jnp.mean((batch["x"] @ self.kernel[...] + bias - batch["y"]) ** 2) + in_loss
+
+
+def trapped(kind: str, where: str) -> list[dict[str, np.ndarray]]:
+    """Return batches of which the fourth behind the first is a trap."""
+    batches = [batch | {"trap": np.zeros((8, 2), np.float32)} for batch in random(COUNT)]
+    batches[BAD]["trap"][0, ("loss", "gradient").index(where)] = KINDS[kind]
+    return batches
+
+
+def by_hand(windows: list[Any], bad: int, where: str) -> dict[str, np.ndarray]:
+    """Return `Trapped`'s parameters after steps with momentum, of which the bad one moves no parameter.
+
+    Its kernel's own momentum takes the bad step if only the gradient of the bias is bad.
+    """
+    start = Linear()
+    params = [np.asarray(start.kernel[...], np.float64), np.zeros(1)]
+    momentum = [np.zeros_like(x) for x in params]
+    for k, window in enumerate(windows):
+        x, y = (np.concatenate([batch[name] for batch in window]) for name in "xy")
+        error = x @ params[0] + params[1] - y
+        grads = [2 * x.T @ error / len(x), 2 * error.mean(0)]
+        for i, g in enumerate(grads):
+            if k != bad or (where == "gradient" and i == 0):
+                momentum[i] = 0.9 * momentum[i] + g
+            if k != bad:
+                params[i] = params[i] - RATE * momentum[i]
+    return {"['kernel']": params[0], "['bias']": params[1]}
+
+
+FACTORS = {
+    "kind": list(KINDS),
+    "where": ["loss", "gradient"],
+    "accumulate": [1, 3],
+    "strategy": [*STRATEGIES, "zero2", "hsdp"],
+    "policy": ["raise", "rollback"],
+}
+FEW = [
+    ("nan", "loss", 1, "single", "raise"),
+    ("inf", "gradient", 1, "fsdp", "raise"),
+    ("overflow", "gradient", 3, "shard_map", "rollback"),
+]
+PAIRS = [tuple(case.values()) for case in pairwise(FACTORS)]
+CASES = list(dict.fromkeys([*FEW, *PAIRS, *itertools.product(*FACTORS.values())]))
+
+
+@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(CASES, *FEW, full=PAIRS))
+def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accumulate, strategy, policy) -> None:
+    batches, bad = trapped(kind, where), BAD // accumulate
+    windows = [batches[i : i + accumulate] for i in range(0, COUNT, accumulate)]
+    given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, "default_root_dir": "run"}
+    trainer, model = make_trainer(nan_policy=policy, **given), Trapped()
+    with pytest.raises(NonFiniteError) as raised:
+        trainer.fit(model, batches)
+    numbers = {"nan": "nan", "inf": "inf", "overflow": "inf"}[kind] if where == "loss" else r"\d.*"
+    gradient = {"loss": "none", "gradient": "bias"}[where]
+    inside = "nothing" if kind == "overflow" else r"batch\['trap'\], row 0 of 8"
+    told = rf"Batch 4, run again on these parameters, gave the same: loss {numbers}, gradients that are not finite: "
+    told += rf"{gradient}\. Not finite in the batch: {inside}\.$"
+    assert re.search(rf"at optimizer step {bad} \(epoch 0\).*\n{told}", str(raised.value)), raised.value
+    assert trainer.global_step == int(trainer.state.step) == bad
+    assert_same(model, by_hand(windows[:bad], -1, where))
+    assert (
+        int(model.count[...]) == bad * accumulate
+    )  # also what the good batches of a bad window have counted is undone
+    assert names() == [f"step_{bad:08d}"]
+    note = saved_state(f"run/checkpoints/step_{bad:08d}")["not_finite"]
+    took = ["opt_state[0].trace.kernel"] if where == "gradient" else []
+    assert note == {"step": bad, "epoch": 0, "batches": [bad * accumulate, (bad + 1) * accumulate], "optimizer": took}
+    resumed = fit(Trapped(), batches, nan_policy="skip", resume="auto", **given)
+    assert resumed.global_step == len(windows) and int(resumed.module.count[...]) == COUNT
+    assert_same(resumed.module, by_hand(windows, bad, where))
+
+
+@pytest.mark.parametrize("accumulate", thinned([1, 2], 1))
+def test_what_was_saved_is_the_state_of_before_the_step_bit_by_bit(accumulate) -> None:
+    """Statistics, counts and random keys with it: it is what training on the good batches alone leaves."""
+    batches, good = random(7), 5 if accumulate == 1 else 4
+    batches[5]["x"][2] = np.nan
+    given: Any = {"accumulate_grad_batches": accumulate}
+    trainer = make_trainer(default_root_dir="run", **given)
+    with pytest.raises(NonFiniteError):
+        trainer.fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches)
+    # Stopped inside the epoch, whose sums go on.
+    given |= {"max_steps": trainer.global_step, "enable_checkpointing": False}
+    reference = fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches[:good], **given, max_epochs=None)
+    assert bytes_of(trainer) == bytes_of(reference)
+    path = f"run/checkpoints/step_{trainer.global_step:08d}"
+    again = fit(Net(rate=0.5, rngs=nnx.Rngs(1)), batches, ckpt_path=path, **given)
+    assert bytes_of(again) == bytes_of(reference)
+
+
+@pytest.mark.parametrize(
+    "loader", thinned(["shuffled", "generator", "no length", "own state"], "shuffled", "generator")
+)
+def test_the_bad_batch_is_found_again_in_any_loader(loader) -> None:
+    class Own:
+        """Tells its place itself."""
+
+        at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+        def __iter__(self) -> Any:
+            while self.at < COUNT:
+                self.at += 1
+                yield batches[self.at - 1]
+            self.at = 0
+
+    batches = trapped("nan", "gradient")
+    arrays = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    made = {
+        "shuffled": lambda: jl.ArrayLoader(arrays, 8, shuffle=True),
+        "no length": lambda: Stream(batches),
+        "generator": lambda: (batch for batch in batches),
+        "own state": Own,
+    }[loader]
+    order = list(made())
+    (bad,) = [i for i, batch in enumerate(order) if np.isnan(batch["trap"]).any()]
+    with pytest.raises(NonFiniteError) as raised:
+        fit(Trapped(), made(), default_root_dir="run")
+    told = f"Batch {bad}, run again on these parameters, gave the same"
+    assert ("the loader cannot be set back" if loader == "generator" else told) in str(raised.value)
+    trainer = fit(Trapped(), made(), default_root_dir="run", resume="auto", nan_policy="skip")
+    assert trainer.global_step == COUNT
+    assert_same(trainer.module, by_hand([[batch] for batch in order], bad, "gradient"))
+
+
+def test_a_batch_that_is_another_one_the_second_time_is_told() -> None:
+    class Loader:
+        drawn = 0
+
+        def __iter__(self) -> Any:
+            self.drawn += 1
+            batches = trapped("nan", "loss")
+            return iter(batches if self.drawn == 1 else batches[:BAD] + batches[BAD + 1 :])
+
+    with pytest.raises(NonFiniteError, match=r"Batch 4, run again on these parameters, gave finite numbers \(loss \d"):
+        fit(Trapped(), Loader())
+
+
+def test_a_step_that_nobody_has_looked_at_is_found_where_another_error_ends_training() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="^mine$"):
+        fit(Mean(), spoilt(8, 3), None, at_batch(6, fail), default_root_dir="run")
+    assert names() == ["step_00000003"]
+    note = saved_state("run/checkpoints/step_00000003")["not_finite"]
+    assert note == {"step": 3, "epoch": 0, "batches": [3, 4], "optimizer": []}
+
+
+def spoilt(count: int, bad: int) -> list[Any]:
+    batches = numbered(count)
+    batches[bad]["x"][:] = np.nan
+    return batches
+
+
+def test_a_caught_error_leaves_nothing_to_save_but_the_last_good_state() -> None:
+    def save(trainer: Any, *_: Any) -> None:
+        for k in range(2):
+            with pytest.raises(NonFiniteError, match="at optimizer step 3 "):
+                trainer.save_checkpoint(f"inside/{k}")
+
+    trainer, model = make_trainer(at_batch(4, save), default_root_dir="run"), Mean()
+    with pytest.raises(NonFiniteError):
+        trainer.fit(model, spoilt(8, 3))
+    assert not Path("inside").exists()
+    trainer.save_checkpoint("kept")
+    good = mean([[1], [2], [3]])
+    assert float(Mean.load_from_checkpoint("kept").w[...][0]) == good == float(model.w[...][0])
+    resumed = fit(Mean(), spoilt(8, 3), ckpt_path="kept", nan_policy="skip")
+    assert float(resumed.module.w[...][0]) == mean([[k] for k in (1, 2, 3, 5, 6, 7, 8)])
+
+
+def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_time(capsys) -> None:
+    given: Any = {"default_root_dir": "run", "resume": "auto"}
+    for again in (False, True):
+        with pytest.raises(NonFiniteError) as raised:
+            fit(Mean(), spoilt(8, 3), **given)
+        assert ("It is the second time: training was resumed right before this step." in str(raised.value)) == again
+        assert "Batch 3, run again on these parameters, gave the same" in str(raised.value)
+        told = "resume: step 3 (epoch 0, batch 3) was not finite: run again now, it ends training again"
+        assert (told in capsys.readouterr().out) == again
+    fit(Mean(), spoilt(8, 3), nan_policy="skip", **given)
+    assert "batch 3) was not finite: run again now, it is left out by nan_policy='skip'" in capsys.readouterr().out
+    fit(Mean(), spoilt(8, 3), nan_policy="skip", max_epochs=2, **given)
+    assert "was not finite" not in capsys.readouterr().out
+
+
+def test_rows_and_means_of_hooks_are_those_of_a_training_that_skips_the_step_from_the_start() -> None:
+    def table(folder: str) -> list[str]:
+        return Path(folder, "metrics.csv").read_text().splitlines()
+
+    log = hooks(on_train_batch_end=lambda t, m, o, b, i: m.log("batch", float(i), on_step=False, on_epoch=True))
+    given: Any = {"log_every_n_steps": 2, "resume": "auto"}
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir="parts", **given)
+    assert len(table("parts")) == 4  # the row of the sixth step has told of the fifth
+    for folder in ("parts", "whole"):
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir=folder, nan_policy="skip", **given)
+    assert table("parts") == table("whole")
+
+
+def test_a_checkpoint_of_the_same_step_gets_the_note() -> None:
+    saver = ModelCheckpoint(every_n_train_steps=3)
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(8, 3), None, saver, default_root_dir="run")
+    assert names() == ["step_00000003"] == [Path(saver.last_model_path).name]
+    assert saved_state(saver.last_model_path)["not_finite"]["step"] == 3
+
+
+def test_a_note_that_was_changed_is_refused() -> None:
+    trainer = fit(Mean(), numbered(1), default_root_dir="run")
+    trainer.save_checkpoint("kept")
+    note = {"step": 1, "epoch": 0, "batches": [1, 2], "optimizer": []}
+    edit(Path("kept"), put("not_finite", value=note))
+    assert fit(Mean(), numbered(1), ckpt_path="kept", max_epochs=2, **BARE).global_step == 2
+    for wrong in ({"step": -1}, {"batches": [1]}, {"optimizer": [3]}, {"more": 1}):
+        edit(Path("kept"), put("not_finite", value=note | wrong))
+        with pytest.raises(CheckpointError, match="not_finite"):
+            fit(Mean(), numbered(1), ckpt_path="kept", max_epochs=2, **BARE)
+
+
+def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
+    ended: list[int] = []
+    count = hooks(on_train_batch_end=lambda *args: ended.append(args[-1]))
+    batches = [*spoilt(2, 1), *numbered(1) * 8190]
+    with pytest.raises(NonFiniteError, match="at optimizer step 1 .*\nBatch 1, run again"):
+        fit(Mean(), batches, None, count, log_every_n_steps=0, **BARE)
+    assert len(ended) == 4096  # then the device is asked
+
+
+def test_a_window_that_a_checkpoint_began_leaves_that_checkpoint() -> None:
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's first batch
+    fit(Mean(), numbered(6), None, save, accumulate_grad_batches=2)
+    trainer = make_trainer(default_root_dir="run", accumulate_grad_batches=2)
+    with pytest.raises(NonFiniteError, match="at optimizer step 1 "):
+        trainer.fit(Mean(), spoilt(6, 3), ckpt_path="kept")
+    assert names() == [] and saved_state("kept")["global_step"] == 1
+    with pytest.raises(NonFiniteError):
+        trainer.save_checkpoint("no")
+
+
+def test_half_a_window_is_undone_with_its_statistics() -> None:
+    batches = random(12)  # windows behind the bad one run before anybody looks
+    batches[4]["x"][:] = np.nan
+    model = Net(rngs=nnx.Rngs(0))
+    with pytest.raises(NonFiniteError, match=r"Batch 4, run again"):
+        fit(model, batches, accumulate_grad_batches=3)
+    assert int(model.count[...]) == 3
+    reference = Net(rngs=nnx.Rngs(0))
+    fit(reference, batches[:3], accumulate_grad_batches=3)
+    for name, x in state_of(reference).items():
+        np.testing.assert_array_equal(state_of(model)[name], x, err_msg=name)
