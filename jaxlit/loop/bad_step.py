@@ -33,6 +33,8 @@ def go_back(run: Run, error: Exception) -> None:
         error: The error. If it is that of the step, it is told what a second look at the step's batches finds.
     """
     engine, position = run.engine, run.position
+    if engine.strategy.num_processes > 1 and not isinstance(error, NonFiniteError):
+        return  # the others may be elsewhere: reading the mark would wait for a step that they never take
     if engine.nan_policy != "raise" or not engine.state.is_whole or (bad := engine.bad_step()) < 0:
         return
     order = [start[0] for start in run.starts]
