@@ -14,7 +14,7 @@ from kit.by_hand import state_of
 from kit.checkpoints import state_of as saved_state
 from kit.inside import engine_of, lowered
 from kit.modules import Linear, module
-from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import BARE, FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import NonFiniteError
@@ -62,7 +62,7 @@ MANY = [(name, "single") for name in OPTIMIZERS] + [("adamw", strategy) for stra
 FEW = [("adamw", "single"), ("schedule-free", "single"), ("clipped", "fsdp")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), thinned(dict.fromkeys([*MANY, *FEW]), *FEW))
+@pytest.mark.parametrize(("name", "strategy"), thinned(dict.fromkeys([*MANY, *FEW]), *FEW, full=MANY[::2]))
 def test_an_optimizers_array_takes_a_step_only_if_all_gradients_that_reach_it_are_finite(name, strategy) -> None:
     tx, expected = OPTIMIZERS[name]
     made, trainer = (
@@ -131,7 +131,7 @@ def test_the_guard_copies_nothing_and_needs_no_memory_for_all_gradients(width) -
 
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
-    thinned([(s, a) for s in STRATEGIES for a in (1, 2)], ("single", 1), ("fsdp", 2)),
+    thinned([(s, a) for s in STRATEGIES for a in (1, 2)], ("single", 1), ("fsdp", 2), full=[(s, 1) for s in FOUR]),
 )
 def test_the_step_under_raise_has_no_conditional(strategy, accumulate) -> None:
     given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, **BARE}

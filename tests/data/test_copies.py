@@ -88,7 +88,9 @@ CASES = [("single", "one array", 0), ("single", "shared memory", "auto"), ("sing
 CASES += [("fsdp", "shared memory", 0), *[(strategy, "one array", 2) for strategy in STRATEGIES[1:]]]
 
 
-@pytest.mark.parametrize(("strategy", "memory", "prefetch"), thinned(CASES, *CASES[1:3], ("shard_map", "one array", 2)))
+@pytest.mark.parametrize(
+    ("strategy", "memory", "prefetch"), thinned(CASES, *CASES[1:3], ("shard_map", "one array", 2), full=CASES[::2])
+)
 def test_memory_that_a_loader_fills_again_is_trained_on_as_it_was(strategy, memory, prefetch, monkeypatch):
     # Every draw takes seconds, for which "auto" starts a thread.
     monkeypatch.setattr("jaxlit.data.feeder.time", SimpleNamespace(perf_counter=itertools.count().__next__))

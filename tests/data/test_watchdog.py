@@ -124,6 +124,7 @@ def test_a_hook_that_hangs_ends_the_process_with_76_its_stack_and_a_checkpoint_o
     assert train().global_step == 4 and float(made.w[...][0]) == mean([[1], [2], [3], [4]])
 
 
+@pytest.mark.full
 def test_what_moves_is_let_be_however_long_all_of_it_takes(clock):
     slow = hooks(
         on_train_batch_start=lambda *_: clock.passes(0.9), on_validation_batch_end=lambda *_: clock.passes(0.9)

@@ -12,7 +12,7 @@ from kit.compiles import compiles
 from kit.inside import engine_of, evaluated
 from kit.journal import Rows, hooks
 from kit.modules import Linear
-from kit.trainers import FOUR, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
+from kit.trainers import STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 
@@ -81,7 +81,7 @@ def value(trainer: jl.Trainer, module: Any, batches: Any = DATA, **arguments: An
     return trainer.validate(module, batches, **arguments)[0]["val"]
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "shard_map", full=FOUR))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["shard_map"]))
 def test_nothing_is_compiled_twice_and_no_weight_is_copied_after_fit_and_without_one(strategy) -> None:
     buffers, module = Buffers(), make_line()
     trainer = make_trainer(buffers, strategy=splitting(strategy), num_sanity_val_steps=0)

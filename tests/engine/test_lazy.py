@@ -35,7 +35,7 @@ def assert_bit_equal(found: dict[str, np.ndarray], model: Any) -> None:
 PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
 
 
-@pytest.mark.parametrize(("strategy", "devices"), thinned(PLACES, ("fsdp", 2), ("shard_map", "auto")))
+@pytest.mark.parametrize(("strategy", "devices"), thinned(PLACES, ("fsdp", 2), ("shard_map", "auto"), full=PLACES[::3]))
 def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy, devices) -> None:
     found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
@@ -51,6 +51,7 @@ def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_wher
     assert (jax.random.key_data(rngs()) == jax.random.key_data(other())).all()
 
 
+@pytest.mark.full
 def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -> None:
     class Positional(Net):
         def __init__(self, width: int, rngs: nnx.Rngs) -> None:
@@ -94,6 +95,7 @@ def held() -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 
+@pytest.mark.full
 def test_no_device_ever_holds_more_than_its_share_built_or_restored(monkeypatch, tmp_path) -> None:
     width, depth, before, found = 128, 4, held(), []
     share = (depth * width * width + 3 * width) * 4 * 2 / 8  # of the matrices and their momentum, split over 8

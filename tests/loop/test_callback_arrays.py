@@ -127,7 +127,10 @@ MORE_WINDOWS = [("single", 1, None), ("ddp", 3, CLIP), ("fsdp", 1, None), ("zero
 MORE_WINDOWS += [("shard_map", 3, CLIP), ("pmap", 3, None), ("simulate:8", 3, CLIP)]
 
 
-@pytest.mark.parametrize(("strategy", "accumulate", "clip"), thinned(WINDOWS + MORE_WINDOWS, *WINDOWS[1:3]))
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "clip"),
+    thinned(WINDOWS + MORE_WINDOWS, *WINDOWS[1:3], full=[*WINDOWS, *MORE_WINDOWS[::3]]),
+)
 def test_arrays_and_parameters_are_those_of_a_loop_by_hand(strategy, accumulate, clip) -> None:
     batches, keepers = batches_of(6), (EMA(), Norms())
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
@@ -179,7 +182,9 @@ def test_arrays_like_the_parameters_are_split_as_they_are_and_a_run_without_any_
     ]
 
 
-@pytest.mark.parametrize(("policy", "accumulate"), [("skip", 1), ("skip", 2), ("raise", 2), ("rollback", 1)])
+@pytest.mark.parametrize(
+    ("policy", "accumulate"), thinned([("skip", 1), ("skip", 2), ("raise", 2), ("rollback", 1)], ("raise", 2))
+)
 def test_a_step_that_is_not_finite_leaves_the_arrays(policy, accumulate) -> None:
     keeper, batches = EMA(), batches_of(6, bad=3)
     saver = jl.callbacks.ModelCheckpoint(every_n_train_steps=2)

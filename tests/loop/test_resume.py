@@ -13,7 +13,6 @@ import jaxlit as jl
 WINDOW = ("on_train_batch_end", 32)  # behind a window's first batch, and a row that is not read yet
 OFTEN = {
     "single": [
-        ("on_validation_batch_end", 18),  # the first batch of the second loader
         ("on_safe_point", 22),  # between two epochs
     ],
     "fsdp": [WINDOW],
@@ -22,6 +21,7 @@ OFTEN = {
 MORE = {
     "single": [
         WINDOW,
+        ("on_validation_batch_end", 18),  # the first batch of the second loader
         ("on_fit_start", 0),
         ("on_train_start", 0),
         ("on_train_batch_start", 25),
@@ -99,7 +99,7 @@ def test_saving_does_not_change_training(trained: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "place"),
-    thinned(PLACES, *CASES["often"]),
+    thinned(PLACES, *CASES["often"], full=CASES["full"][::2]),
     ids=lambda x: x if isinstance(x, str) else f"{x[0]}-{x[1]}",
 )
 def test_resume_from_a_checkpoint_of_any_hook_is_exact(

@@ -124,6 +124,7 @@ def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 
 
+@pytest.mark.full
 def test_data_module_goes_on_with_its_state_and_its_reloaded_loaders(tmp_path: Path) -> None:
     def run(name: str, seed: int, stop: Sequence[jl.Callback], **arguments: Any) -> jl.Trainer:
         data = Plain()
@@ -262,6 +263,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict
 ENDS = ("its own", "on_train_end", "on_fit_end", "after fit")
 
 
+@pytest.mark.full
 def test_finished_training_resumed_does_nothing(finished: Any, tmp_path: Path) -> None:
     trainer, checkpoints = finished
     for name in ENDS:

@@ -406,7 +406,7 @@ DEBUGGED = [*((name, True, False) for name in STRATEGIES), *EAGER]
 
 @pytest.mark.parametrize(
     ("strategy", "debug", "eager"),
-    thinned(DEBUGGED, ("pmap", True, False), EAGER[0], full=[("ddp", True, False), EAGER[1]]),
+    thinned(DEBUGGED, ("pmap", True, False), full=EAGER[:1]),
 )
 def test_debug_and_disable_jit_give_the_numbers_of_a_normal_run(strategy: str, debug: bool, eager: bool) -> None:
     rows: list[Any] = []

@@ -183,7 +183,9 @@ def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.nd
     return params, clipped
 
 
-@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "zero2", "hsdp"], "hsdp", "shard_map"))
+@pytest.mark.parametrize(
+    "strategy", thinned([*STRATEGIES, "zero2", "hsdp"], "hsdp", "shard_map", full=["single", "zero2", "pmap"])
+)
 def test_windows_are_clipped_steps_on_all_their_rows_and_validation_leaves_them_alone(strategy: str) -> None:
     data, rows = sized(*WINDOWED, features=8), Rows()
     windows = [data[:3], data[3:6], data[6:]]
@@ -250,7 +252,9 @@ def mixed_batch() -> dict[str, np.ndarray]:
 PRECISE = [*((name, "bf16-mixed") for name in STRATEGIES), ("single", "16-mixed"), ("pmap", "16-mixed")]
 
 
-@pytest.mark.parametrize(("strategy", "precision"), thinned(PRECISE, ("fsdp", "bf16-mixed"), ("pmap", "16-mixed")))
+@pytest.mark.parametrize(
+    ("strategy", "precision"), thinned(PRECISE, ("fsdp", "bf16-mixed"), ("pmap", "16-mixed"), full=[*PRECISE][::3])
+)
 def test_a_mixed_step_computes_low_and_everything_that_is_kept_is_float32(strategy: str, precision: str) -> None:
     rows, outputs, module = Rows(), [], Noting()
     Noting.seen = []

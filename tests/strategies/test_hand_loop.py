@@ -87,7 +87,7 @@ def reference() -> Training:
     return by_hand(Net(rngs=nnx.Rngs(0)), batches, optax.adamw(1e-2, eps=1e-3))
 
 
-@pytest.fixture(scope="module", params=thinned(GLOBAL, "single", "sharded"))
+@pytest.fixture(scope="module", params=thinned(GLOBAL, "sharded"))
 def training(request: pytest.FixtureRequest) -> Training:
     strategy = jl.strategies.FSDP(min_size=0) if request.param == "sharded" else request.param
     devices = "auto" if request.param == "single" else 8

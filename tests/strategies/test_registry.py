@@ -40,6 +40,7 @@ def columns() -> Iterator[type[jl.Strategy]]:
     del registered_strategies["columns"]
 
 
+@pytest.mark.full
 def test_a_users_strategy_trains_like_a_single_device(columns: Any) -> None:
     build = lambda: Net(rngs=nnx.Rngs(0))  # noqa: E731
     jl.testing.assert_same_training(build, random(), strategies=["columns"], devices=(8,))
@@ -64,6 +65,7 @@ def test_auto_is_single_on_one_device_and_ddp_on_more(devices: Any, expected: st
 
 
 @pytest.mark.parametrize("kind", thinned(["DDP", "FSDP", "ShardMapDDP", "PMap"], "FSDP"))
+@pytest.mark.full
 def test_a_strategy_object_of_two_trainers_runs_on_the_devices_of_each(kind: str) -> None:
     strategy, batches = getattr(jl.strategies, kind)(), random()
     trainers = {count: make_trainer(strategy=strategy, devices=count) for count in (8, 2)}

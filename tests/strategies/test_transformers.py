@@ -63,6 +63,7 @@ def parameter_bytes(trainer: jl.Trainer) -> int:
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, 33)).astype(np.int32)
 
 
+@pytest.mark.full
 def test_scanned_layers_are_gathered_one_at_a_time_once_forward_and_once_backward() -> None:
     plain, sent, trainer = cost_of("fsdp", Scanned(rngs=nnx.Rngs(0)), TOKENS)
     assert set(sent) == {"all-gather", "all-reduce"}  # no activation is moved

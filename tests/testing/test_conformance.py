@@ -27,7 +27,9 @@ def check(strategy: str, devices: int, *values: Any, **arguments: Any) -> dict[s
     return jl.testing.assert_same_training(lambda: Wide(rngs=nnx.Rngs(0)), sized(16, 16, 16), **arguments)
 
 
-@pytest.mark.parametrize(("strategy", "devices", "accumulate", "clip", "precision"), thinned(CASES, OFTEN))
+@pytest.mark.parametrize(
+    ("strategy", "devices", "accumulate", "clip", "precision"), thinned(CASES, OFTEN, full=[*CASES][::2])
+)
 def test_a_strategy_trains_like_a_single_device(
     strategy: str, devices: int, accumulate: int, clip: float | None, precision: str
 ) -> None:

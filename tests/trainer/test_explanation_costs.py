@@ -13,7 +13,7 @@ from kit import trainers
 from kit.compiles import compiles
 from kit.inside import leaves_of
 from kit.journal import hooks
-from kit.trainers import BARE, SEVERAL, STRATEGIES, make_trainer, splitting, thinned
+from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.programs.cost import ProgramCost
@@ -77,7 +77,13 @@ def on_fullest(arrays: Any) -> int:
     return max(held.values())
 
 
-CASES = thinned([(s, n) for s in STRATEGIES for n in (1, 2)], ("fsdp", 2), ("shard_map", 2), ("pmap", 1))
+CASES = thinned(
+    [(s, n) for s in STRATEGIES for n in (1, 2)],
+    ("fsdp", 2),
+    ("shard_map", 2),
+    ("pmap", 1),
+    full=[(s, 2) for s in FOUR],
+)
 
 
 @pytest.mark.parametrize("strategy, accumulate", CASES)
