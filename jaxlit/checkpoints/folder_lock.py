@@ -31,7 +31,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, *, of_run: bool = False) -> None:
-        self._name = os.path.realpath(folder)
+        # Checkpoints may lie in the run's folder itself: each has a lock of its own.
+        self._name = os.path.join(os.path.realpath(folder), ".run-lock" if of_run else ".lock")
         self._file: TextIO | None = None
         # Before the file is opened: closing it again would let go of the lock.
         if self._name in _held:
@@ -40,12 +41,12 @@ class FolderLock:
                 who, remedy = "Two fits", "Wait for the one that goes on, or pass another Trainer(default_root_dir=...)"
             raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
         try:
-            os.makedirs(self._name, exist_ok=True)
+            os.makedirs(os.path.dirname(self._name), exist_ok=True)
             if not of_run:
                 probe = folder / f"{PROBE}{secrets.token_hex(4)}"
                 probe.write_bytes(b"\0" * 4096)
                 probe.unlink()
-            self._file = (folder / ".lock").open("a+")
+            self._file = Path(self._name).open("a+")  # noqa: SIM115
         except OSError as error:
             if of_run:
                 return

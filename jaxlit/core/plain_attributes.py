@@ -83,8 +83,9 @@ def _is_book(path: tuple[Any, ...]) -> bool:
     return any(str(part).startswith("_pytree__") for part in path)
 
 
-def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] | None] | None) -> Any:
-    if id(value) in seen or len(seen) > _DEEPEST:
+def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] | None] | None, depth: int = 0) -> Any:
+    # Each once, wherever it is met first: objects that refer to each other have paths without number.
+    if id(value) in seen or depth > _DEEPEST:
         return value
     is_object = False
     if isinstance(value, dict):
@@ -95,5 +96,5 @@ def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] 
         items, is_object = [x for pair in fields.items() for x in pair], True
     else:
         return value
-    seen = seen | {id(value)}
-    return Held(value, [_held(x, seen, fields_of) for x in items], is_object)
+    seen.add(id(value))
+    return Held(value, [_held(x, seen, fields_of, depth + 1) for x in items], is_object)

@@ -43,8 +43,8 @@ def go_back(run: Run, error: Exception) -> None:
     at = order.index(bad)
     step, first, data, latest, logged = run.starts[at]
     end = run.starts[at + 1][1] if at + 1 < len(order) else position.batch_idx
-    engine.go_back(step, position.epoch, first)
     position.stand_before(step, first, data)
+    engine.go_back(step, position.epoch, first)
     run.results.latest = run.results.latest if latest is None else latest
     run.hooks.log.go_back(logged)
     run.starts.clear()

@@ -83,13 +83,13 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 
 def _leave_out_secrets(state: dict[str, Any], ours: set[str]) -> list[str]:
-    """Take secrets out of what users have put into a training's state, and return where they stood."""
+    """Take secrets out of what users have put into a training's state, and return where they stood.
+
+    Where a loader stands is kept as it is: a `page_token` that is left out would begin the data anew.
+    """
     redact = Redaction(is_state=True)
     state["callbacks"] = {key: redact(value, key) for key, value in state["callbacks"].items()}  # the key is a class
     state["datamodule"] = redact(state["datamodule"], "datamodule")
-    for loader in filter(None, state["loaders"].values()):
-        for one in loader["states"]:
-            one["at"] = redact(one["at"], "loader") if isinstance(one["at"], dict) else one["at"]
     state |= redact({key: value for key, value in state.items() if key not in ours})
     return redact.left_out
 

@@ -198,6 +198,7 @@ def end_epoch(run: Run) -> None:
         run.engine.clear_window()
         log.take_window()
         position.drop_window()
+        run.starts.clear()  # no step began where the window did
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)

@@ -11,7 +11,7 @@ PLACEHOLDER = "<redacted>"
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of API_KEY, apiKey or api-key
 # In a name they leave no doubt, wherever they stand.
 _SURE = re.compile(r"passw|passphrase|passcode|pgpass|secret(?!ar)|credential|(api|access|auth|private)_?(key|token)$")
-_SURE_WORDS = {"pwd", "bearer", "jwt", "authorization"}
+_SURE_WORDS = {"pwd", "pw", "bearer", "jwt", "authorization", "creds", "cookie", "cookies"}
 _PASSWORD = re.compile(r"passw|passcode|pwd", re.IGNORECASE)
 # The last word is what a name is about: pad_token and label_key are none, and token_dropout is no token.
 _KEYS = {
@@ -29,8 +29,25 @@ _KEYS = {
     "gcp",
 }
 _KEYS |= {"hf", "license", "master", "openai", "private", "secret", "service", "signing", "ssh", "storage", "wandb"}
-_TOKENS_OF_TEXT = {"additional", "bos", "cls", "end", "eos", "first", "image", "last", "mask", "new", "next", "pad"}
-_TOKENS_OF_TEXT |= {"prefix", "sep", "special", "start", "stop", "unk"}
+# Whose token is one; of others, a pad_token or class_token say, the value decides.
+_TOKENS = {
+    "access",
+    "api",
+    "auth",
+    "aws",
+    "bot",
+    "csrf",
+    "dev",
+    "github",
+    "gitlab",
+    "hf",
+    "hub",
+    "id",
+    "my",
+    "npm",
+    "oauth",
+}
+_TOKENS |= {"bearer", "openai", "personal", "prod", "refresh", "secret", "service", "session", "slack", "user", "wandb"}
 _ABOUT = {"column", "dir", "directory", "endpoint", "env", "field", "file", "folder", "length", "name", "path", "sock"}
 _ABOUT |= {"type", "uri", "url", "var", "variable"}
 _BEHIND = {"header", "id", "str", "string", "value"}  # aws_access_key_id
@@ -48,7 +65,7 @@ _FORMATS = re.compile(
 )
 _HEX_KEY = re.compile(r"(?<![0-9A-Za-z])(?=[0-9]*[a-f])[0-9a-f]{40}(?![0-9A-Za-z])")
 _IN_URL = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")  # scheme://user:password@host
-_IN_QUERY = re.compile(r"([?&;])([\w.-]+)=([^&#\s\"'<>]+)")
+_IN_QUERY = re.compile(r"([?&;])([\w.-]+)=([^&;#\s\"'<>]+)")
 _RUN = re.compile(r"[A-Za-z0-9]{16,}")
 
 
@@ -65,9 +82,9 @@ def suspicion(name: str) -> str:
     others, last = set(words[:-1]), words[-1]
     if last == "key":
         return "sure" if others & _KEYS else "likely"
-    if last == "auth" or (last == "token" and not others & _TOKENS_OF_TEXT):
+    if last == "auth" or (last == "token" and (not others or others & _TOKENS)):
         return "sure"
-    return "likely" if last in ("hf", "tokens", "sig", "signature") else ""
+    return "likely" if last in ("hf", "token", "tokens", "sig", "signature") else ""
 
 
 def is_secret(name: str, value: str) -> bool:

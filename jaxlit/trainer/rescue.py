@@ -1,10 +1,12 @@
 """What can be saved of a training that hangs."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints import files
+from jaxlit.loop.bad_step import go_back
 from jaxlit.loop.run import Run
 
 
@@ -18,6 +20,8 @@ def rescue(trainer: Any, run: Run) -> str:
     Returns:
         What came of it, in words.
     """
+    with contextlib.suppress(Exception):  # else what is saved would be behind a step that was not finite
+        go_back(run, TimeoutError("nothing moves"))
     before, told = run.progress, []
     for callback in run.hooks.callbacks:
         if not isinstance(callback, ModelCheckpoint):

@@ -104,3 +104,8 @@ def test_checkpoints_may_come_into_an_empty_folder_and_through_a_link():
         words = "holds .* of another run"
         refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), words)
     assert names("scratch of three") == ["step_00000002"]
+
+
+def test_checkpoints_may_lie_in_the_runs_folder_itself(tmp_path) -> None:
+    trainer = fit(Mean(), numbered(1), None, jl.callbacks.ModelCheckpoint(dirpath=tmp_path), default_root_dir=tmp_path)
+    assert trainer.global_step == 1 and "step_00000001" in names(tmp_path)

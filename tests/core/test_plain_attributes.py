@@ -140,3 +140,15 @@ def test_plain_attributes_that_a_step_only_reads_are_left_alone(caplog: pytest.L
 
     assert fit(module(step, init=init), numbered(2)).global_step == 2
     assert warnings_of(caplog) == []
+
+
+def test_objects_that_refer_to_each_other_are_looked_at_once() -> None:
+    class Cell:
+        def __init__(self) -> None:
+            self.near: list[Any] = []
+
+    cells = [Cell() for _ in range(64)]
+    for cell in cells:
+        cell.near += cells
+    model = module(init=lambda self: (Mean.__init__(self), setattr(self, "cell", cells[0]))[0])
+    assert fit(model, numbered(1)).global_step == 1

@@ -55,7 +55,11 @@ def state_of(path: str | Path) -> dict[str, Any]:
 
 def names(folder: str | Path = "run/checkpoints") -> list[str]:
     """Return what is in a folder, but for its lock and the probe of a start that crashed."""
-    return sorted(p.name for p in Path(folder).iterdir() if p.name != ".lock" and not p.name.startswith(".probe-"))
+    return sorted(
+        p.name
+        for p in Path(folder).iterdir()
+        if p.name not in (".lock", ".run-lock") and not p.name.startswith(".probe-")
+    )
 
 
 # Forging: a manifest as documented, made here, so that only one thing about a checkpoint is wrong.

@@ -308,3 +308,21 @@ def test_half_a_window_is_undone_with_its_statistics() -> None:
     fit(reference, batches[:3], accumulate_grad_batches=3)
     for name, x in state_of(reference).items():
         np.testing.assert_array_equal(state_of(model)[name], x, err_msg=name)
+
+
+def test_a_window_that_was_skipped_is_no_place_to_go_back_to() -> None:
+    skips = hooks("Skips", on_train_batch_start=lambda t, m, batch, k: -1 if (t.current_epoch, k) == (0, 4) else None)
+    batches = numbered(6)
+
+    class Once:
+        epochs = 0
+
+        def __iter__(self) -> Any:
+            Once.epochs += 1
+            yield from spoilt(6, 0) if Once.epochs == 2 else batches
+
+    given: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2, "default_root_dir": "run"}
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), Once(), None, skips, **given)
+    position = saved_state("run/checkpoints/step_00000001")["position"]
+    assert (position["global_step"], position["epoch"], position["batch_idx"]) == (1, 1, 0)

@@ -278,7 +278,7 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     look = lambda: {  # noqa: E731
         path: path.read_bytes()
         for path in trainer.run_dir.rglob("*")
-        if path.is_file() and path.name not in ("again", ".lock")
+        if path.is_file() and path.name not in ("again", ".lock", ".run-lock")
     }
     before = look()
     again = make_trainer(
