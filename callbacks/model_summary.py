@@ -1,7 +1,9 @@
 """What is trained, and where it lies."""
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,11 +62,13 @@ class ModelSummary(Callback):
             return
         state = trainer.state
         if self.max_depth:
-            say(_table(summarize(state, module, max_depth=self.max_depth)))
-        say(totals(state))
+            say(_table(summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)))
+        say("\n".join([totals(state), *trainer.strategy.describe().split("\n")[1:]]))
 
 
-def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -> list[Row]:
+def summarize(
+    state: "TrainState", module: nnx.Module, *, max_depth: int = -1, notes: Mapping[str, str] = MappingProxyType({})
+) -> list[Row]:
     """Return a row for each parameter, in the order of their paths.
 
     Args:
@@ -72,6 +76,7 @@ def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -
         module: The module that it belongs to, for the names of its classes.
         max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
             into one row; -1 for none.
+        notes: What is said of a parameter before how it is split, by its path.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
     devices = devices_of(jax.tree.leaves(_held(state)))
@@ -88,6 +93,7 @@ def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -
         alone = leaves[0][0] == path
         arrays = [array for _, array, _ in leaves]
         lies = placement(arrays, devices)
+        told = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
         found.append(
             Row(
                 path=leaf_name(path),
@@ -95,7 +101,7 @@ def summarize(state: "TrainState", module: nnx.Module, *, max_depth: int = -1) -
                 shape=arrays[0].shape if alone else None,
                 params=sum(x.size for x in arrays),
                 trained=sum(x.size for _, x, trained in leaves if trained),
-                sharding=lies.partition,
+                sharding=", ".join([*told, lies.partition]),
                 bytes=lies.bytes,
                 bytes_per_device=lies.bytes_per_device,
             )

@@ -80,7 +80,7 @@ class ProgressBar(Callback):
             f"jaxlit {__version__}",
             f"jax {jax.__version__}",
             f"{used}{'' if used == len(devices) else f' of {len(devices)}'} x {devices[0].device_kind}",
-            trainer.strategy.describe(),
+            trainer.strategy.describe().split("\n")[0],
             f"run {short_path(trainer.run_dir)}" if writes else "",
         ]
         self._print(join(parts))

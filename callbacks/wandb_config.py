@@ -75,7 +75,7 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     count, kind = strategy.mesh.size, jax.devices()[0].device_kind
     ours = {
         "trainer": trainer.config,
-        "strategy": strategy.describe(),
+        "strategy": strategy.describe().split("\n")[0],
         "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
         "devices": {"kind": kind, "count": count, "processes": jax.process_count()},
         "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},

@@ -11,6 +11,7 @@ from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.compiled import compile_step
 from jaxlit.engine.lazy import lazy
 from jaxlit.field_names import ADVICE, no_such_name
+from jaxlit.pipeline.marks import pipeline_yield
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
@@ -31,6 +32,7 @@ __all__ = [
     "errors",
     "lazy",
     "pipeline",
+    "pipeline_yield",
     "register_strategy",
     "sharding",
     "strategies",

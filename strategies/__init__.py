@@ -18,6 +18,7 @@ from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.explicit import ExplicitFSDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.pipeline import Pipeline
 from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.program import Program
 from jaxlit.strategies.registry import register_strategy
@@ -40,6 +41,7 @@ __all__ = [
     "Interleaved1F1B",
     "PMap",
     "PerReplica",
+    "Pipeline",
     "Program",
     "Rules",
     "Schedule",

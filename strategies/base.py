@@ -4,8 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -19,15 +19,7 @@ from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
-from jaxlit.strategies.program import Out, Program, lay, named, state_shardings
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Whole:
-    """A batch of which every replica, or in several processes every process, has all rows: they do not divide."""
-
-    batch: Any
+from jaxlit.strategies.program import Out, Program, Whole, lay, named, state_shardings
 
 
 class Strategy(ABC):
@@ -53,6 +45,9 @@ class Strategy(ABC):
     """Why "auto" chose this strategy; empty if it was named."""
 
     mesh: jax.sharding.Mesh
+
+    notes: Mapping[str, str] = MappingProxyType({})
+    """What the model's summary says of a parameter before how it is split, by its path."""
 
     several_processes = True
     """Whether it can train over the devices of several processes."""
@@ -217,6 +212,10 @@ class Strategy(ABC):
         """
         return body
 
+    def part_of(self, batch: Any) -> Any:
+        """Return a batch, or shapes, of as many rows as one pass of a training step sees of it; here of all."""
+        return batch
+
     def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Trace the user's training step; what is traced again later is not traced twice.
 
@@ -237,7 +236,8 @@ class Strategy(ABC):
 
         # Of the types that the placed state will have, which a trace is kept for.
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
-        self.trace(keep, (placed.params, placed.frozen, placed.model_state, placed.counters), example)
+        states = placed.params, placed.frozen, placed.model_state, placed.counters
+        self.trace(keep, states, self.part_of(example))
         return found[0]
 
     @property
@@ -389,7 +389,11 @@ class Strategy(ABC):
         """Return the state as global arrays on the mesh, one copy of each."""
         return state
 
+    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return the arrays of a module as it is left by a fit; here as they lie."""
+        return arrays
+
     def describe(self) -> str:
-        """Return one line for people: the name, the mesh, and why it was chosen."""
+        """Return the name, the mesh, and why it was chosen; a strategy that has more to tell adds lines."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")

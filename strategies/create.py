@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key
+from jaxlit.programs.jaxpr import reaches
 from jaxlit.strategies.program import named
 
 
@@ -31,10 +34,27 @@ def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool 
     for places in groups.values():
         # XLA drops what only the others need.
         some = lambda *xs, places=tuple(places): [jax.tree.leaves(init(*xs))[i] for i in places]  # noqa: E731
-        arrays = _on_one_set(some, [wanted[i] for i in places], inputs, donate=donate and len(groups) == 1)
+        alone = len(groups) == 1
+        some, given = (some, inputs) if alone else _of_what_is_used(some, inputs)
+        arrays = _on_one_set(some, [wanted[i] for i in places], given, donate=donate and alone)
         for i, array in zip(places, arrays, strict=True):
             made[i] = array
     return treedef.unflatten(made)
+
+
+def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
+    """Return a function of those inputs alone that its results depend on: the others are not sent anywhere."""
+    leaves, treedef = jax.tree.flatten(inputs)
+    closed = jax.make_jaxpr(lambda *x: init(*treedef.unflatten(x)))(*leaves)
+    used = reaches(closed.jaxpr, range(len(closed.jaxpr.outvars)))
+    kept = [i for i, is_used in enumerate(used) if is_used]
+
+    def some(*given: Any) -> Any:
+        run = jaxpr_as_fun(closed)
+        found = dict(zip(kept, given, strict=True))
+        return run(*(found[i] if i in found else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)))
+
+    return some, tuple(leaves[i] for i in kept)
 
 
 def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:

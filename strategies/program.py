@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxlit.core.passes import Passes
+
 
 @dataclass(frozen=True)
 class Program:
@@ -24,6 +26,8 @@ class Program:
             parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
             and runs the optimizer on global arrays.
         grads: How the gradients lie between the two, a tree of shardings like the parameters; None for as XLA decides.
+        passes: Of a training program what a strategy needs that takes the gradient itself, in passes over parts of the
+            batch.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Program:
     donate: tuple[int, ...] = ()
     parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     grads: Any = None
+    passes: Passes | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,14 @@ class Lying:
 
     sharding: NamedSharding
     own: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Whole:
+    """A batch of which every replica, or in several processes every process, has all rows: they do not divide."""
+
+    batch: Any
 
 
 class Out:

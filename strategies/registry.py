@@ -11,6 +11,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.pipeline import Pipeline
 from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
@@ -28,6 +29,7 @@ _registry: dict[str, Callable[..., Strategy]] = {
     "shard_map": ShardMapDDP,
     "pmap": PMap,
     "simulate": Simulated,
+    "pipeline": Pipeline,
 }
 
 

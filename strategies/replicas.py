@@ -19,8 +19,8 @@ from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.programs.alone import trace_alone
 from jaxlit.programs.cost import trace
-from jaxlit.strategies.base import Strategy, Whole
-from jaxlit.strategies.program import EACH, ROWS, Lying, Program
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.program import EACH, ROWS, Lying, Program, Whole
 
 
 @dataclass(frozen=True)

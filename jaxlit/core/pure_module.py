@@ -136,6 +136,7 @@ class PureModule:
         module: Any = nnx.merge(self.graphdef, *given, copy=True)
         share_side_tables(module, self.origin)
         set_modes(module, training)
+        replica.prepare(module)
         if replica.splits and replica.sync_batchnorm:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)

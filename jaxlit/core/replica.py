@@ -25,6 +25,8 @@ class Replica:
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
         loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
         constrain_batch: Shards a global batch inside the step.
+        prepare: Is given the module in each trace of a step, before it runs.
+        passes: How many passes like this one a step takes, where one sees a part of the batch.
     """
 
     # The one thing about strategies that a step's body knows: the same body serves all of them. Where it sees the
@@ -35,6 +37,8 @@ class Replica:
     sync_batchnorm: bool = True
     loss_reduction: str = "mean"
     constrain_batch: Callable[[Any], Any] = same
+    prepare: Callable[[Any], Any] = same
+    passes: float = 1
 
     @property
     def splits(self) -> bool:
@@ -48,10 +52,12 @@ class Replica:
         return 1 / self.count if self.axis is not None and self.whole else 1.0
 
     @property
-    def loss_factor(self) -> int:
+    def loss_factor(self) -> float:
         """What a replica's loss is multiplied by, so that the mean over replicas is that of the whole batch."""
         # Gradients are averaged over replicas: n times a sum over a replica's rows has the whole sum as its mean.
-        return self.count if self.splits and self.loss_reduction == "sum" else 1
+        if self.loss_reduction != "sum":
+            return 1
+        return self.count if self.splits else self.passes
 
     @property
     def index(self) -> jax.Array:

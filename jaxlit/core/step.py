@@ -62,7 +62,7 @@ class TrainStep:
         state, loss, outputs = self._accumulate(replica, state, batch)
         assert state.window is not None
         table, state = state.window.metrics, state.advance(steps=0)
-        return self.layout.flatten(state), self._logs(table, state), loss, outputs
+        return self.layout.flatten(state), self.logs(table, state), loss, outputs
 
     def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Take an optimizer step with one batch, or with the window that it completes: `gradients`, then `apply`.
@@ -102,7 +102,7 @@ class TrainStep:
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
             grads, rows = self.reduce_grads(replica, new.window.grads, "sum"), replica.psum(rows)
             grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
-            new = replace(new, window=self._empty_window(new.window))
+            new = replace(new, window=self.empty_window(new.window))
         return self.layout.flatten(new), grads, table, loss, outputs
 
     def apply(self, old: list[Any], new: list[Any], grads: Any, table: jax.Array) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ class TrainStep:
         params = after.params  # as the batch left them
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
-        return self.layout.flatten(after), self._logs(table, after), *([seen] if self.traced else [])
+        return self.layout.flatten(after), self.logs(table, after), *([seen] if self.traced else [])
 
     def look(
         self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
@@ -160,29 +160,44 @@ class TrainStep:
         self, replica: Replica, state: TrainState, batch: Any, share: float
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
-        traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
         batch = replica.constrain_batch(batch)
+        held = state.params, state.frozen, state.model_state
+        params, frozen, rest = hand_out(replica, held, self.pure.trace_of("training").sharing)
+        objective = self.objective(replica, state, frozen, rest, batch)
+        (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
+            grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
+        state, entry, outputs = self.made(replica, state, loss, aux, share)
+        return state, grads, entry, loss, outputs
+
+    def objective(
+        self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any
+    ) -> Callable[[Any], tuple[jax.Array, Any]]:
+        """Return a function of the parameters to what is differentiated, and to (the loss, what else was made)."""
         body = self.wrap(self.pure.body("training", replica))
-        params, *rest = hand_out(replica, held, traced.sharing)
-        rest = (*rest, batch, state.step, state.epoch, state.batch_idx)
+        rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
         factor, scale = replica.loss_factor, state.loss_scale
 
-        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+        def objective(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
             loss = loss if factor == 1 else loss * factor
             # The scaled loss is differentiated, the plain one is logged.
             return loss if scale is None else loss * scale[0], (loss, aux)
 
-        (_, (loss, aux)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        if scale is not None:  # before anything looks at the gradients: clipping and the guard see the true ones
-            grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
+        return objective
+
+    def made(
+        self, replica: Replica, state: TrainState, loss: jax.Array, aux: Any, share: float
+    ) -> tuple[TrainState, jax.Array, Any]:
+        """Return the state after a batch, its table, and its outputs."""
+        traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
         new, (_, *values), weights, outputs = aux
         new = gather(replica, _unless(held, new, traced.changed), traced.sharing)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
         outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
         entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, traced.sharing), share)
-        return state, grads, entry, loss, outputs
+        return state, entry, outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
         """Return the state with the batch in its window, this body's loss, and the outputs."""
@@ -193,15 +208,19 @@ class TrainStep:
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        return replace(self.kept_finite(old, new), window=window), loss, outputs
+
+    def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
+        """Return the state behind a batch that completes no step, with what it has written as far as that is finite."""
         written = (new.params, new.frozen, new.model_state)
         if self.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
             sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
             written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
-        params, frozen, model_state = written
-        return replace(new, params=params, frozen=frozen, model_state=model_state, window=window), loss, outputs
+        return replace(new, **dict(zip(("params", "frozen", "model_state"), written, strict=True)))
 
-    def _empty_window(self, window: Window) -> Window:
+    def empty_window(self, window: Window) -> Window:
+        """Return a window of no batch."""
         return Window(
             jax.tree.map(jnp.zeros_like, window.grads),
             jnp.zeros_like(window.rows),
@@ -312,7 +331,8 @@ class TrainStep:
             params = jax.tree.map(_like, params, changed)
         return params, extras
 
-    def _logs(self, table: jax.Array, state: TrainState) -> jax.Array:
+    def logs(self, table: jax.Array, state: TrainState) -> jax.Array:
+        """Return a table as it leaves a step."""
         if self.nan_policy == "ignore":
             return table
         # One small array out of the step: the flag is one more column of it.
@@ -340,47 +360,3 @@ def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Arra
 def _like(old: jax.Array, new: jax.Array) -> jax.Array:
     # An optimizer that widens its state would compile the step a second time.
     return new if is_key(old) else jnp.asarray(new, old.dtype)
-
-
-@dataclass(frozen=True)
-class EvalStep:
-    """Builds the validation, test or predict step of a module.
-
-    Args:
-        pure: The module taken apart.
-        stage: "validation", "test" or "predict".
-        loader: The `dataloader_idx` of a step that takes one, else None.
-        layout: How (counters, params, frozen, model_state) is laid out flat.
-        wrap: What the strategy makes of the user's step.
-    """
-
-    pure: PureModule
-    stage: str
-    loader: int | None
-    layout: Layout
-    wrap: Callable[..., Any] = same
-
-    def run(
-        self, replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
-    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
-        """Add one batch to the metrics; the state is only read.
-
-        Args:
-            replica: What this body sees.
-            leaves: The flat state.
-            sums: The metrics so far, (4, num_metrics) float32 of this replica, and () int32 batches seen.
-            batch: The batch.
-
-        Returns:
-            The new `sums`, the batch's own table if a metric shows its steps, and what the step returned.
-        """
-        counters, params, frozen, model_state = self.layout.unflatten(leaves)
-        step, epoch = counters[0], counters[1]
-        batch = replica.constrain_batch(batch)
-        table, batch_idx = sums
-        body = self.wrap(self.pure.body(self.stage, replica, self.loader))
-        _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
-        metrics, traced = self.pure.table(self.stage, self.loader), self.pure.trace_of(self.stage, self.loader)
-        entry = metrics.entry(*on_replica(replica, metrics, values, weights, traced.sharing), replica.share)
-        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
-        return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

@@ -13,7 +13,7 @@ from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import agree, join_rows
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import DataError
-from jaxlit.strategies.base import Whole
+from jaxlit.strategies.program import Whole
 
 
 class Agreement:

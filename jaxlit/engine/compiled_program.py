@@ -5,9 +5,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxlit.mesh_context import is_out, out
 from jaxlit.programs.cost import ProgramCost, program_cost
+from jaxlit.strategies.program import Program, state_shardings
 
 
 class CompiledProgram:
@@ -55,3 +58,14 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
         placed = x.sharding if x.committed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.aval.weak_type)  # type: ignore[attr-defined]
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """Do by hand what jit does beside compiling: take numpy arrays, and put results where they should lie."""
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
+        pairs = zip(run(*args), state_shardings(program), strict=True)
+        return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
+
+    return call

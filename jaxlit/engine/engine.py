@@ -16,11 +16,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxlit.core.device_sums import Table
+from jaxlit.core.eval_step import EvalStep
 from jaxlit.core.extras import ArrayKeeper, check_extras
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
 from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reads import Reads, reading
@@ -28,8 +30,8 @@ from jaxlit.core.replica import Replica, abstract_batch
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
-from jaxlit.core.step import EvalStep, TrainStep
-from jaxlit.engine.compiled_program import CompiledProgram
+from jaxlit.core.step import TrainStep
+from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import check_trainable, init_state
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
@@ -38,7 +40,7 @@ from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
 from jaxlit.engine.window_start import WindowStart
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay, state_shardings
+from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay
 
 _logger = logging.getLogger("jaxlit")
 
@@ -136,7 +138,7 @@ class Engine:
             reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
             lay_window=partial(lay, to=None if state.has_own else state.laid_grads),
         )
-        table = self.pure.table("training")
+        table, written = self.pure.table("training"), self._written()
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
             _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's begin anew.")
@@ -155,25 +157,28 @@ class Engine:
             donate=(0,),
             parts=(step.gradients, step.apply),
             grads=state.laid_grads,
+            passes=Passes(step, written),
         )
         self._programs["train_step"] = self._compile(train)
         if at.window is not None:
             if not fits:
                 state.put(at.window.metrics, state.stacked(table.empty()))
-            micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None)
+            passes = Passes(step, written, "micro")
+            micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
-        places, changed = (
-            jax.tree.leaves((at.params, at.frozen, at.model_state)),
-            self.pure.trace_of("training").changed,
-        )
-        written = [i for i, is_written in zip(places, changed, strict=True) if is_written]
         # Under "raise" a bad window is undone whole: what its batches have written has to be there.
         undoes = at.window is not None and written and self.nan_policy == "raise"
         self.window_start = WindowStart(state, written) if undoes else None
         self.look = Look(step, train, state, written, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
+
+    def _written(self) -> tuple[int, ...]:
+        """Return the places in the state of what the user's training step writes."""
+        at, changed = self.state.at, self.pure.trace_of("training").changed
+        places = jax.tree.leaves((at.params, at.frozen, at.model_state))
+        return tuple(i for i, is_written in zip(places, changed, strict=True) if is_written)
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
@@ -193,7 +198,9 @@ class Engine:
         state = self.state
         if traced not in self._programs:
             step, train = replace(self._step, traced=traced), self._train_program
-            train = replace(train, name="train_step_traced", fn=step.update, parts=(step.gradients, step.apply))
+            assert train.passes is not None
+            parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
+            train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
             self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
         state.leaves, logs, loss, outputs, seen = self._programs[traced].run(state.leaves, batch)
         return logs, loss, outputs, seen
@@ -371,7 +378,7 @@ class Engine:
     def _compile(self, program: Program) -> CompiledProgram:
         # Where jit is disabled a program is not compiled, but must still take and place what it would.
         run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
-        run = _run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
+        run = run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
         return CompiledProgram(program.name, run)
 
 
@@ -379,17 +386,6 @@ def _outputs(pure: PureModule, stage: str, loader: int | None = None) -> Any:
     traced = pure.trace_of(stage, loader)
     treedef = jax.tree.structure(traced.outputs)
     return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
-
-
-def _run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Do by hand what jit does beside compiling: take numpy arrays, and put results where they should lie."""
-
-    def call(*args: Any) -> tuple[Any, ...]:
-        args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
-        pairs = zip(run(*args), state_shardings(program), strict=True)
-        return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
-
-    return call
 
 
 @lru_cache(maxsize=64)

@@ -44,11 +44,14 @@ class Live:
         self.stale = False  # first, so that set_value does not come back here
         self._given = self.engine.state.module_arrays()
         try:
-            for (_, variable), array in zip(self._variables, self._given, strict=True):
-                variable.set_value(array)
+            self._leave(self._given)
         except BaseException:  # nnx refuses to write inside a trace
             self.stale = True
             raise
+
+    def _leave(self, arrays: list[Any]) -> None:
+        for (_, variable), array in zip(self._variables, arrays, strict=True):
+            variable.set_value(array)
 
     def refuse_attribute(self, name: str) -> None:
         """Refuse to set an attribute of the module in a batch hook; other hooks are looked at when they end.
@@ -120,6 +123,8 @@ class Live:
             if self.engine.state.is_whole:
                 self.stale = True
                 self.touch()
+                if not self._came_with:
+                    self._leave(self.engine.strategy.gather(self._given))
                 self.touched = False  # what is written from now on belongs to the module alone
             for (_, variable), mine, first, last in zip(
                 self._variables, self._came_with, self._first, self._given, strict=False

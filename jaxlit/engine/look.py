@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit.core.passes import Passes
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.flat_state import FlatState
@@ -37,7 +38,9 @@ class Look:
         self._state, self._step, self._written = state, step, [counters, *written]
         outputs = ([state.lying[i] for i in self._written], SHARED, SHARED)
         look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
-        self._compile = partial(compile, replace(look, parts=None, donate=()))
+        self._compile = partial(
+            compile, replace(look, parts=None, donate=(), passes=Passes(step, tuple(written), "look"))
+        )
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""

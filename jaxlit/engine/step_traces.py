@@ -35,6 +35,7 @@ def trace_step(
         batch: The first batch.
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
+    batch = strategy.part_of(batch) if stage == "training" else batch
     programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
 
     def keep(replica: Replica, *args: Any) -> None:

@@ -67,7 +67,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
         "module": {"class": type(run.module).__name__, "hparams": (hide := Redaction())(_kept(hparams_of(run.module)))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
-        "strategy": strategy.describe(),
+        "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,

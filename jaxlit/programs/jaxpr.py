@@ -18,6 +18,12 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return [x for x in found if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
 
 
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Run one equation; returns its results."""
+    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
 def origin(jaxpr: Any, var: Any, rounded: tuple[Any, ...] = ()) -> int | None:
     """Return which input of a program a value is: its place, or None for a value that is computed.
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding
 
-from jaxlit.programs.jaxpr import inner_jaxprs, scan_counts
+from jaxlit.programs.jaxpr import bind, inner_jaxprs, scan_counts
 
 # What a backward pass makes anew: weights that were gathered, and what only lays them out otherwise.
 _MADE_ANEW = ("sharding_constraint", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
@@ -165,11 +165,11 @@ class _Rewritten:
             with eqn.ctx.manager:
                 if (moved := _moved(eqn, held)) is not None:
                     known[eqn.outvars[0]] = moved
-                    results = _bind(eqn, list(map(value_of, eqn.invars)))
+                    results = bind(eqn, list(map(value_of, eqn.invars)))
                 elif _concerns(eqn, held):
                     results = self.enter(eqn, list(map(value_of, eqn.invars)), held, gathered)
                 else:
-                    results = _bind(eqn, list(map(used, eqn.invars)))
+                    results = bind(eqn, list(map(used, eqn.invars)))
             values.update(zip(eqn.outvars, results, strict=True))
         return list(map(used, jaxpr.outvars))
 
@@ -241,8 +241,3 @@ def _gather(x: Any, split: NamedSharding, whole: NamedSharding) -> Any:
 
     gather.defvjp(forward, backward)
     return gather(x)
-
-
-def _bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]

@@ -120,7 +120,7 @@ def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.lies()) is None:
         return ()
     depth = next((x.max_depth for x in run.hooks.callbacks if isinstance(x, ModelSummary)), -1)
-    rows = summarize(state, run.module, max_depth=depth) if depth else []
+    rows = summarize(state, run.module, max_depth=depth, notes=run.engine.strategy.notes) if depth else []
     found = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)

@@ -8,7 +8,7 @@ from kit.threads import as_processes
 import jaxlit as jl
 from jaxlit.data.agreement import Agreement
 from jaxlit.errors import DataError, ProcessError
-from jaxlit.strategies.base import Whole
+from jaxlit.strategies.program import Whole
 
 ROWS = sized(48)[0]
 

@@ -1,0 +1,287 @@
+"""Cuts a program into what each stage of a pipeline computes: by what values depend on, not by their order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jaxlit.errors import ArgumentError
+from jaxlit.pipeline.segments import Segments, segments_of
+from jaxlit.programs.inline import run_equations, value_of
+
+_TINY = 16  # elements of a result of weights alone that is sent, where otherwise the weights would be
+
+
+class Kind(Enum):
+    """What an input of a program is to the cut."""
+
+    WEIGHT = "weight"  # lives on one stage; a stage that uses another's is sent a copy
+    STATE = "state"  # the same, and what is computed of it and the batch alone is computed wherever it is used
+    BATCH = "batch"  # from the host, at every stage that uses it
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a program.
+
+    Attributes:
+        kind: What it is.
+        stage: Where it lives, None if the cut decides.
+        update: The place among the outputs of the value that takes its place, None if it stays as it is.
+    """
+
+    kind: Kind
+    stage: int | None = None
+    update: int | None = None
+
+
+@dataclass
+class Piece:
+    """What one stage computes.
+
+    Attributes:
+        stage: The stage.
+        eqns: The equations.
+        inputs: The places of the program's inputs that it reads.
+        ins: What comes from stages before it.
+        outs: What goes to stages behind it.
+        results: The places of the program's outputs that it makes.
+    """
+
+    stage: int
+    eqns: list[Any] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    ins: list[Any] = field(default_factory=list)
+    outs: list[Any] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Cut:
+    """A program in pieces.
+
+    Attributes:
+        closed: The program.
+        pieces: That of each stage.
+        home_of: The stage where each input lives, None for those of the batch and those that nothing uses.
+        made_at: The stage that makes each output.
+    """
+
+    closed: ClosedJaxpr
+    pieces: list[Piece]
+    home_of: list[int | None]
+    made_at: list[int]
+
+    def runner(self, piece: Piece) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
+        """Return a function of a piece's (inputs, ins) to its (outs, results)."""
+        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+        names = [jaxpr.invars[i] for i in piece.inputs]
+
+        def run(inputs: Sequence[Any], ins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            values = dict(zip(jaxpr.constvars, consts, strict=True))
+            values.update(zip([*names, *piece.ins], [*inputs, *ins], strict=True))
+            run_equations(piece.eqns, values)
+            results = [value_of(jaxpr.outvars[i], values) for i in piece.results]
+            return [values[x] for x in piece.outs], results
+
+        return run
+
+    def users(self, var: Any) -> list[int]:
+        """Return the stages that are sent a value."""
+        return [piece.stage for piece in self.pieces if var in piece.ins]
+
+
+def cut(
+    closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any = None, owner: str = "Pipeline"
+) -> Cut:
+    """Cut a program into stages.
+
+    What depends on the batch and on weights, or comes behind a mark, is computed once: where the latest of its
+    operands is. What depends on weights alone is computed where it is used, as late as possible; results of a few
+    numbers, of a norm say, where the weights live. All else is computed anew on each stage that uses it.
+
+    Args:
+        closed: The program, its calls written out.
+        inputs: What each of its inputs is.
+        num_stages: Stages.
+        balance: How marks become stages, see `segments_of`; None where no mark counts, as inputs say where they live.
+        owner: Who wants it cut, for errors.
+
+    Raises:
+        ArgumentError: There are too few marks, one is where no program can be cut, or state is updated on one stage
+            and read on another.
+    """
+    found = None if balance is None else segments_of(closed.jaxpr, num_stages, balance, owner)
+    # Where a weight lives is known once it is known who uses it; only then is what is computed of weights alone placed.
+    first = _Cutting(closed, inputs, num_stages, found, [x.stage for x in inputs], pins=False, owner=owner)
+    first.cut()
+    second = _Cutting(closed, inputs, num_stages, found, first.homes(), pins=True, owner=owner)
+    return second.cut()
+
+
+class _Cutting:
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Input],
+        num_stages: int,
+        segments: Segments | None,
+        homes: Sequence[int | None],
+        *,
+        pins: bool,
+        owner: str,
+    ) -> None:
+        self.closed, self.jaxpr, self.inputs, self.owner = closed, closed.jaxpr, inputs, owner
+        self.last, self.segments, self.known, self.pins = num_stages - 1, segments, homes, pins
+        self.stage: dict[Any, int] = {}  # of what is computed once
+        self.weights: dict[Any, frozenset[int]] = {}  # the inputs of what depends on weights alone
+        self.batch: set[Any] = set()  # what depends on the batch
+        self.pieces = [Piece(stage) for stage in range(num_stages)]
+
+    def cut(self) -> Cut:
+        """Return the pieces."""
+        self._place()
+        wanted = self._wanted()
+        for piece in reversed(self.pieces):
+            self._collect(piece, wanted)
+        homes = self.homes()
+        made_at = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
+        for piece in self.pieces:
+            piece.results = [i for i, stage in enumerate(made_at) if stage == piece.stage or i in self._updates(piece)]
+        return Cut(self.closed, self.pieces, homes, made_at)
+
+    # Where equations go -----------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        for i, (var, given) in enumerate(zip(self.jaxpr.invars, self.inputs, strict=True)):
+            if given.kind is Kind.WEIGHT:
+                self.weights[var] = frozenset([i])
+            elif given.kind is Kind.BATCH:
+                self.batch.add(var)
+                if given.stage is not None:
+                    self.stage[var] = given.stage
+        for eqn in self.jaxpr.eqns:
+            self._place_equation(eqn)
+
+    def _place_equation(self, eqn: Any) -> None:
+        given = [x for x in eqn.invars if not isinstance(x, Literal)]
+        placed = [self.stage[x] for x in given if x in self.stage]
+        roots = [self.weights[x] for x in given if x in self.weights]
+        of_batch = any(x in self.batch for x in given)
+        mark = None if self.segments is None else self.segments.stage_behind(eqn)
+        if placed or mark is not None or (roots and of_batch):
+            at = max([*placed, 0 if mark is None else mark])
+        elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
+            at = max((self.known[i] or 0 for i in frozenset().union(*roots)), default=0)
+        else:
+            at = None
+        for var in eqn.outvars:
+            if at is not None:
+                self.stage[var] = at
+            elif roots:
+                self.weights[var] = frozenset().union(*roots)
+            if of_batch:
+                self.batch.add(var)
+
+    # What each stage computes -----------------------------------------------------------------------
+
+    def _wanted(self) -> list[set[Any]]:
+        """Return for each stage the outputs that it makes whoever uses their inputs."""
+        wanted: list[set[Any]] = [set() for _ in self.pieces]
+        homes = {x.update: self.known[i] for i, x in enumerate(self.inputs) if x.update is not None}
+        for i, var in enumerate(self.jaxpr.outvars):
+            if isinstance(var, Literal):
+                continue
+            if (at := self.stage.get(var)) is None:
+                at = homes[i] if i in homes else self._late(var)
+            if at is not None:
+                wanted[at].add(var)
+        return wanted
+
+    def _late(self, var: Any) -> int:
+        """Return where an output is made that could be made anywhere."""
+        roots = self.weights.get(var, frozenset())
+        known = [self.known[i] for i in roots]
+        return max((x for x in known if x is not None), default=self.last)
+
+    def _collect(self, piece: Piece, wanted: list[set[Any]]) -> None:
+        """Fill a piece with what it must compute, and tell the stages before it what it must be sent."""
+        places = {var: i for i, var in enumerate(self.jaxpr.invars)}
+        while True:
+            needed, eqns, ins = set(wanted[piece.stage]), [], dict[Any, None]()
+            for eqn in reversed(self.jaxpr.eqns):
+                if not any(x in needed for x in eqn.outvars):
+                    continue
+                at = next((self.stage[x] for x in eqn.outvars if x in self.stage), None)
+                if at not in (None, piece.stage):
+                    ins |= dict.fromkeys(x for x in eqn.outvars if x in needed)
+                    continue
+                eqns.append(eqn)
+                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
+            used = sorted(places[x] for x in needed if x in places)
+            sent = [i for i in used if self.stage.get(self.jaxpr.invars[i], piece.stage) != piece.stage]
+            ins |= {self.jaxpr.invars[i]: None for i in sent}
+            piece.inputs = [i for i in used if i not in sent]
+            # A stage that uses a state follows its updates: they are computed of what it has.
+            more = {x for i in self._updates(piece) if self.stage.get(x := self.jaxpr.outvars[i]) is None}
+            more = {x for x in more if not isinstance(x, Literal)}
+            if more <= wanted[piece.stage]:
+                break
+            wanted[piece.stage] |= more
+        piece.eqns, piece.ins = eqns[::-1], list(ins)
+        for var in piece.ins:
+            before = self.pieces[self.stage[var]]
+            wanted[before.stage].add(var)
+            if var not in before.outs:
+                before.outs.append(var)
+
+    def _updates(self, piece: Piece) -> list[int]:
+        """Return the places of the outputs that take the place of inputs of a piece."""
+        found = []
+        for i in piece.inputs:
+            if (update := self.inputs[i].update) is None:
+                continue
+            if (at := self.stage.get(self.jaxpr.outvars[update], piece.stage)) != piece.stage:
+                raise StateOnTwoStages(i, piece.stage, at)
+            found.append(update)
+        return found
+
+    # Where things live ------------------------------------------------------------------------------
+
+    def homes(self) -> list[int | None]:
+        """Return the stage where each input lives: the first that uses it, unless it is known."""
+        return [self._home(i, given) for i, given in enumerate(self.inputs)]
+
+    def _home(self, place: int, given: Input) -> int | None:
+        if given.stage is not None or given.kind is Kind.BATCH:
+            return given.stage
+        users = [piece.stage for piece in self.pieces if place in piece.inputs]
+        if (known := self.known[place]) in users:
+            return known
+        if users or given.update is None:
+            return next(iter(users), None)
+        return self.stage.get(self.jaxpr.outvars[given.update], self.last)  # it is written only
+
+    def _made_at(self, output: int, homes: Sequence[int | None]) -> int:
+        var = self.jaxpr.outvars[output]
+        if isinstance(var, Literal):
+            return self.last
+        if (at := self.stage.get(var)) is not None:
+            return at
+        place = next((i for i, x in enumerate(self.inputs) if x.update == output), None)
+        home = None if place is None else homes[place]
+        return self._late(var) if home is None else home
+
+
+class StateOnTwoStages(ArgumentError):
+    """A state is updated on one stage and read on another.
+
+    Attributes:
+        place: Its place among the inputs.
+    """
+
+    def __init__(self, place: int, read: int, updated: int) -> None:
+        super().__init__(f"input {place} is read on stage {read} and updated on stage {updated}")
+        self.place, self.read, self.updated = place, read, updated

@@ -1,0 +1,305 @@
+"""Runs a batch through a pipeline: forward and backward passes of its microbatches, in the order of a schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.passes import Passes
+from jaxlit.pipeline.cut import Cut
+from jaxlit.pipeline.places import Places
+from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.stages import Kept, Stage
+from jaxlit.pipeline.tasks import FusedTask, Kind, Task, parts
+
+
+@dataclass
+class Microbatch:
+    """A part of a batch on its way.
+
+    Attributes:
+        leaves: The arrays of the batch that it has, on the host.
+        rows: How many rows.
+        shape: What its programs are known by.
+    """
+
+    leaves: list[Any]
+    rows: int
+    shape: Any
+
+
+@dataclass
+class Made:
+    """What the passes over a batch have made.
+
+    Attributes:
+        written: The newest arrays of what the step writes, by the place among them.
+        grads: The sum of each parameter's gradients, by its place in the state; None for one that has none.
+        tables: Each microbatch's table.
+        outputs: The outputs of each microbatch.
+        peak_live: The most (stage, microbatch) pairs that each rank held at once between forward and backward.
+        peak_bytes: The most bytes that each rank held for them.
+    """
+
+    written: list[Any] = field(default_factory=list)
+    grads: list[Any] = field(default_factory=list)
+    tables: list[Any] = field(default_factory=list)
+    outputs: list[list[Any]] = field(default_factory=list)
+    peak_live: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+
+class StageSet:
+    """The programs of all stages, for microbatches of one shape.
+
+    Args:
+        cut: The step, cut.
+        stages: The programs of each stage.
+        num_leaves: How many of the cut's inputs are of the state; the others are of the batch.
+        num_written: How many of its outputs, behind the first, are state.
+    """
+
+    def __init__(self, cut: Cut, stages: Sequence[Stage], num_leaves: int, num_written: int) -> None:
+        self.cut, self.stages, self.num_leaves, self.num_written = cut, stages, num_leaves, num_written
+        self.producer = {x: (p.stage, k) for p in cut.pieces for k, x in enumerate(p.outs)}
+        self.users = {x: [(u, cut.pieces[u].ins.index(x)) for u in cut.users(x)] for x in self.producer}
+
+
+class Executor:
+    """Runs the passes of one batch.
+
+    Args:
+        places: The ranks.
+        schedule: Who does what when.
+        passes: What a pass is made of.
+        place_batch: Puts a list of host arrays onto a rank.
+        zeros: Returns arrays that gradients are added to, given a rank and the places of parameters.
+        homes: The rank that each array of the state lives on.
+        measure: Count what is held between forward and backward.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        schedule: Schedule,
+        passes: Passes,
+        place_batch: Callable[[int, list[Any]], list[Any]],
+        zeros: Callable[[int, Sequence[int]], list[jax.Array]],
+        homes: Sequence[int],
+        *,
+        measure: bool = False,
+    ) -> None:
+        self.places, self.schedule, self.passes, self.homes, self.measure = places, schedule, passes, homes, measure
+        self._place_batch, self._zeros = place_batch, zeros
+
+    def __call__(
+        self,
+        order: Sequence[Task | FusedTask],
+        leaves: Sequence[Any],
+        parts_of_batch: Sequence[Microbatch],
+        sets: Sequence[StageSet],
+    ) -> Made:
+        """Run a batch.
+
+        Args:
+            order: The tasks, none before what it waits for.
+            leaves: The state.
+            parts_of_batch: The microbatches.
+            sets: The programs for each of them.
+        """
+        return _Batch(self, leaves, parts_of_batch, sets).run(order)
+
+    def rank(self, stage: int) -> int:
+        """Return the rank of a stage."""
+        return self.schedule.rank_of(stage)
+
+
+class _Batch:
+    def __init__(
+        self, of: Executor, leaves: Sequence[Any], microbatches: Sequence[Microbatch], sets: Sequence[StageSet]
+    ) -> None:
+        self.of, self.microbatches, self.sets = of, microbatches, sets
+        self.count = len(sets[0].stages)
+        self.state = self._spread(leaves)
+        scale = of.passes.scale
+        self.scale = [None if scale is None else self.state[s][scale] for s in range(self.count)]
+        self.totals = [of._zeros(of.rank(s), sets[0].stages[s].params) for s in range(self.count)]
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.inbox: dict[tuple[int, int], list[Any]] = {}  # what a stage was sent for a microbatch
+        self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
+        self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.found: dict[tuple[int, int], Any] = {}  # outputs by microbatch and place
+        self.live, self.peaks, self.bytes = ([0] * len(of.places.meshes) for _ in range(3))
+        self.held = [0] * len(of.places.meshes)
+
+    def run(self, order: Sequence[Task | FusedTask]) -> Made:
+        run = {
+            Kind.FWD: self.forward,
+            Kind.BWD: self.backward,
+            Kind.BWD_INPUT: self.backward_input,
+            Kind.BWD_WEIGHT: self.backward_weight,
+        }
+        for program in order:
+            tasks = parts(program)
+            if self._fuses(tasks):
+                self.fused(tasks[0])
+                continue
+            for task in tasks:
+                run[task.kind](task)
+        cut, n = self.sets[0].cut, self.sets[0].num_written
+        updates = {i: at for i, at in enumerate(cut.made_at)}
+        written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.of.passes.written)]
+        tables = [self.found[mb, 1 + n] for mb in range(len(self.microbatches))]
+        rest = range(2 + n, len(cut.made_at))
+        outputs = [[self.found[mb, i] for mb in range(len(self.microbatches))] for i in rest]
+        return Made(written, self._grads(), tables, outputs, self.peaks, self.bytes)
+
+    # Tasks ------------------------------------------------------------------------------------------
+
+    def forward(self, task: Task) -> None:
+        stage, inputs, ins = self._given(task)
+        outs, results, residuals = stage.forward(inputs, ins)
+        self._results(task, results)
+        kept = self.kept[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
+        self._holds(task, 1, kept)
+        self._push(task, outs)
+
+    def fused(self, task: Task) -> None:
+        stage, inputs, ins = self._given(task)
+        totals, scale = self.totals[task.stage], self.scale[task.stage]
+        results, sent, self.totals[task.stage] = stage.fused(inputs, ins, totals, self._rows(task), scale)
+        self._results(task, results)
+        self._holds(task, 1, None)
+        self._holds(task, -1, None)
+        self._push_back(task, sent)
+
+    def backward(self, task: Task) -> None:
+        stage, kept, cotangents = self._returned(task)
+        given, totals, scale = (kept.inputs, kept.ins), self.totals[task.stage], self.scale[task.stage]
+        sent, self.totals[task.stage] = stage.backward(
+            given, kept.residuals, cotangents, totals, self._rows(task), scale
+        )
+        self._holds(task, -1, kept)
+        self._push_back(task, sent)
+
+    def backward_input(self, task: Task) -> None:
+        stage, kept, cotangents = self._returned(task)
+        given = (kept.inputs, kept.ins), kept.residuals, cotangents
+        sent, crossing = stage.backward_input(*given)
+        self.halves[task.stage, task.mb] = (given, crossing)
+        self.kept[task.stage, task.mb] = kept
+        self._push_back(task, sent)
+
+    def backward_weight(self, task: Task) -> None:
+        stage, (given, crossing) = self._stage(task), self.halves.pop((task.stage, task.mb))
+        totals, scale = self.totals[task.stage], self.scale[task.stage]
+        self.totals[task.stage] = stage.backward_weight(given, crossing, totals, self._rows(task), scale)
+        self._holds(task, -1, self.kept.pop((task.stage, task.mb)))
+
+    def _fuses(self, tasks: Sequence[Task]) -> bool:
+        """Tell whether tasks are one program: a forward pass whose backward can follow at once."""
+        if [x.kind for x in tasks] != [Kind.FWD, Kind.BWD] or tasks[0].stage != tasks[1].stage:
+            return False
+        stage = self._stage(tasks[0])
+        return tasks[0].mb == tasks[1].mb and stage.ends and not stage.piece.outs
+
+    # What tasks take and give -----------------------------------------------------------------------
+
+    def _stage(self, task: Task) -> Stage:
+        return self.sets[task.mb].stages[task.stage]
+
+    def _rows(self, task: Task) -> np.float32:
+        return np.float32(self.microbatches[task.mb].rows)
+
+    def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
+        stage, microbatch = self._stage(task), self.microbatches[task.mb]
+        first, state = self.sets[task.mb].num_leaves, self.state[task.stage]
+        wanted = [i - first for i in stage.piece.inputs if i >= first]
+        placed = self.of._place_batch(self.of.rank(task.stage), [microbatch.leaves[i] for i in wanted])
+        batch = dict(zip(wanted, placed, strict=True))
+        inputs = [state[i] if i < first else batch[i - first] for i in stage.piece.inputs]
+        return stage, inputs, self.inbox.pop((task.stage, task.mb), [])
+
+    def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
+        stage, key = self._stage(task), (task.stage, task.mb)
+        parts = self.cotangents.pop(key, {k: [] for k in stage.outs})
+        return stage, self.kept.pop(key), [parts[k] for k in stage.outs]
+
+    def _results(self, task: Task, results: Sequence[Any]) -> None:
+        """Keep what a pass has made: state for the next microbatch of this stage, the rest for the end."""
+        cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.of.passes.written
+        for i, x in zip(self._stage(task).piece.results, results, strict=True):
+            if 1 <= i <= n:
+                self.state[task.stage][places[i - 1]] = x
+            elif cut.made_at[i] == task.stage:
+                self.found[task.mb, i] = x
+
+    def _push(self, task: Task, outs: Sequence[Any]) -> None:
+        """Send what a pass has made to the stages that use it."""
+        which, to = self.sets[task.mb], []
+        for var, x in zip(self._stage(task).piece.outs, outs, strict=True):
+            to += [(stage, k, x) for stage, k in which.users[var]]
+        sent = self.of.places.send([x for _, _, x in to], [self.of.rank(stage) for stage, _, _ in to])
+        for (stage, k, _), x in zip(to, sent, strict=True):
+            box = self.inbox.setdefault((stage, task.mb), [None] * len(which.stages[stage].piece.ins))
+            box[k] = x
+
+    def _push_back(self, task: Task, sent: Sequence[Any]) -> None:
+        """Send gradients to the stages that made what they are of."""
+        which, stage = self.sets[task.mb], self._stage(task)
+        to = [which.producer[stage.piece.ins[k]] for k in stage.ins]
+        arrays = self.of.places.send(sent, [self.of.rank(s) for s, _ in to])
+        for (s, k), x in zip(to, arrays, strict=True):
+            box = self.cotangents.setdefault((s, task.mb), {j: [] for j in which.stages[s].outs})
+            box[k].append(x)
+
+    def _holds(self, task: Task, change: int, kept: Kept | None) -> None:
+        if not self.of.measure:
+            return
+        rank = self.of.rank(task.stage)
+        self.live[rank] += change
+        self.held[rank] += change * (0 if kept is None else kept.nbytes)
+        self.peaks[rank] = max(self.peaks[rank], self.live[rank])
+        self.bytes[rank] = max(self.bytes[rank], self.held[rank])
+
+    # The beginning and the end ----------------------------------------------------------------------
+
+    def _spread(self, leaves: Sequence[Any]) -> list[dict[int, Any]]:
+        """Return for each stage the arrays of the state that it uses, copies of what lives elsewhere."""
+        of, scale = self.of, self.of.passes.scale
+        found: list[dict[int, Any]] = []
+        to: list[tuple[int, int]] = []
+        for s in range(self.count):
+            used = {i for x in self.sets for i in x.stages[s].piece.inputs if i < x.num_leaves}
+            used |= set() if scale is None else {scale}
+            found.append({i: leaves[i] for i in used})
+            to += [(s, i) for i in used]
+        sent = of.places.send([leaves[i] for _, i in to], [of.rank(s) for s, _ in to])
+        for (s, i), x in zip(to, sent, strict=True):
+            found[s][i] = x
+        return found
+
+    def _grads(self) -> list[Any]:
+        """Return the sum of each parameter's gradients where it lives, all stages' that use it."""
+        by_param: dict[int, list[tuple[int, Any]]] = {i: [] for i in self.of.passes.params}
+        for s, totals in enumerate(self.totals):
+            for i, total in zip(self.sets[0].stages[s].params, totals, strict=True):
+                by_param[i].append((s, total))
+        found: list[Any] = []
+        for i, totals in by_param.items():
+            rank = self.of.homes[i]
+            if not totals:
+                found += self.of._zeros(rank, [i])
+                continue
+            arrays = self.of.places.send([x for _, x in totals], [rank] * len(totals))
+            found.append(arrays[0] if len(arrays) == 1 else _sum(arrays))
+        return found
+
+
+@jax.jit
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return reduce(jnp.add, arrays)

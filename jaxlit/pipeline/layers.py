@@ -1,0 +1,83 @@
+"""Marks that are put into a model for the user: behind the layers that a list holds."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.pipeline.marks import pipeline_yield
+
+
+class Layers:
+    """The layers of a model behind which a stage may end.
+
+    Args:
+        layers: The path of a list of modules, "blocks" or "encoder.blocks"; or paths of single ones; or None.
+        owner: Who was given them, for errors.
+    """
+
+    def __init__(self, layers: str | Sequence[str] | None, *, owner: str) -> None:
+        several = isinstance(layers, Sequence) and all(isinstance(x, str) for x in layers)
+        known = layers is None or isinstance(layers, str) or several
+        if not known:
+            raise ArgumentTypeError(
+                f"{owner}(layers=...) takes the path of a list of modules, 'blocks' say, or paths of single ones, got "
+                f"{layers!r}."
+            )
+        self.layers, self.owner = layers, owner
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layers) and self.layers == other.layers
+
+    def __hash__(self) -> int:
+        return hash(self.layers if isinstance(self.layers, str | None) else tuple(self.layers))
+
+    def mark(self, module: Any) -> Any:
+        """Let the layers of a module mark what they return, and return the module.
+
+        Args:
+            module: A copy of the user's module, made for one trace.
+        """
+        for layer in self._found(module):
+            # By its class, as Python looks up __call__ there; its paths and its state stay what they are.
+            object.__setattr__(layer, "__class__", _marking(type(layer)))
+        return module
+
+    def _found(self, module: Any) -> list[Any]:
+        if self.layers is None:
+            return []
+        if not isinstance(self.layers, str):
+            return [self._at(module, path) for path in self.layers]
+        found = self._at(module, self.layers)
+        try:
+            layers = [*found]
+        except TypeError:
+            layers = []
+        if len(layers) < 2 or not all(callable(x) for x in layers):
+            raise ArgumentError(
+                f"{self.owner}(layers={self.layers!r}) names a {type(found).__name__}, and takes a list of modules "
+                "that are called one behind the other."
+            )
+        return layers[:-1]
+
+    def _at(self, module: Any, path: str) -> Any:
+        found = module
+        for part in path.split("."):
+            try:
+                found = found[int(part)] if part.isdecimal() else getattr(found, part)
+            except (AttributeError, IndexError, KeyError, TypeError):
+                raise ArgumentError(
+                    f"{self.owner}(layers={self.layers!r}): {type(module).__name__} has no {path}. Name an attribute "
+                    "that holds the layers."
+                ) from None
+        return found
+
+
+@lru_cache(maxsize=256)
+def _marking(cls: type) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return pipeline_yield(cls.__call__(self, *args, **kwargs))  # type: ignore[operator]
+
+    return type(
+        cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )

@@ -1,0 +1,135 @@
+"""From marks in a program to the stages of a pipeline."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxlit.errors import ArgumentError
+from jaxlit.pipeline.marks import mark_of
+from jaxlit.programs.flops import count_flops
+from jaxlit.programs.jaxpr import inner_jaxprs
+
+
+class Segments:
+    """The stretches of a program between its marks, and the stage of each.
+
+    Args:
+        marks: By the identity of each marking equation the segment behind it, from 1.
+        stages: The stage of each segment.
+    """
+
+    def __init__(self, marks: dict[int, int], stages: Sequence[int]) -> None:
+        self._marks, self.stages = marks, list(stages)
+
+    def stage_behind(self, eqn: Any) -> int | None:
+        """Return the stage of what is computed from a mark; None for an equation that is none."""
+        segment = self._marks.get(id(eqn))
+        return None if segment is None else self.stages[segment]
+
+
+def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segments:
+    """Return the segments of a program, put together to stages.
+
+    Args:
+        jaxpr: The program, its calls written out.
+        num_stages: Stages.
+        balance: "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
+            segments each stage has.
+        owner: Who wants it, for errors.
+
+    Raises:
+        ArgumentError: There are too few marks, or one is inside a loop.
+    """
+    marks, count = _number(jaxpr, owner)
+    if count + 1 < num_stages:
+        raise ArgumentError(
+            f"{owner} cuts a model into {num_stages} stages, and its training_step has {count} marks, so {count + 1} "
+            "parts. Call jl.pipeline_yield(x) between layers, name the list of layers (layers='blocks'), or take "
+            "fewer stages."
+        )
+    parts = count + 1
+    if balance == "flops":
+        sizes = _by_cost(_costs(jaxpr, marks, parts), num_stages)
+    elif balance == "count":
+        # A mark behind each layer, also the last one: what follows that belongs to its stage.
+        sizes = _evenly(parts - (count % num_stages == 0), num_stages)
+    else:
+        sizes = list(balance)
+        if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
+            raise ArgumentError(
+                f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
+                f"whose sum is {parts}, as training_step has {count} marks."
+            )
+    stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    return Segments(marks, [*stages, num_stages - 1][:parts])
+
+
+def _number(jaxpr: Any, owner: str) -> tuple[dict[int, int], int]:
+    """Return the segment behind each mark, and how many marks there are."""
+    found, segment_of, count, last = dict[int, int](), dict[Any, int](), 0, None
+    for eqn in jaxpr.eqns:
+        if (name := mark_of(eqn)) is None:
+            if inside := _marked_inside(eqn):
+                raise ArgumentError(
+                    f"{owner}: jl.pipeline_yield is called inside {inside}, where a program cannot be cut. Call it "
+                    "between layers that Python runs one by one, or leave scans over layers out."
+                )
+            before = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
+        else:
+            before = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
+            # The arrays of one call have its name, and so have those of a layer that jax traces once for several.
+            if name != last or before >= count:
+                count += 1
+            found[id(eqn)] = before = max(before, count)
+            last = name
+        segment_of |= dict.fromkeys(eqn.outvars, before)
+    return found, count
+
+
+def _marked_inside(eqn: Any) -> str | None:
+    for inner in inner_jaxprs(eqn):
+        for one in getattr(inner, "jaxpr", inner).eqns:
+            if mark_of(one) is not None or _marked_inside(one):
+                return f"a {eqn.primitive.name}"
+    return None
+
+
+def holds_mark(eqn: Any) -> bool:
+    """Tell whether a mark is in the program that an equation runs."""
+    return _marked_inside(eqn) is not None
+
+
+def _evenly(parts: int, stages: int) -> list[int]:
+    return [parts // stages + (stage >= stages - parts % stages) for stage in range(stages)]
+
+
+def _costs(jaxpr: Any, marks: dict[int, int], parts: int) -> list[int]:
+    """Return the operations of each segment."""
+    costs, segment_of = [0] * parts, dict[Any, int]()
+    for eqn in jaxpr.eqns:
+        segment = marks.get(id(eqn))
+        if segment is None:
+            segment = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
+        segment_of |= dict.fromkeys(eqn.outvars, segment)
+        costs[segment] += count_flops(jaxpr.replace(eqns=[eqn])).count
+    return costs
+
+
+def _by_cost(costs: list[int], stages: int) -> list[int]:
+    """Return how many segments each stage has so that the most expensive stage is as cheap as possible."""
+    total = [0, *itertools.accumulate(costs)]
+    # best[k][i]: the cheapest most expensive of k stages that have the first i segments, and where the last begins
+    best: list[list[tuple[float, int]]] = [[(0 if i == 0 else float("inf"), 0) for i in range(len(total))]]
+    for k in range(1, stages + 1):
+        row = [(float("inf"), 0)] * len(total)
+        for end in range(k, len(total)):
+            row[end] = min((max(best[-1][begin][0], total[end] - total[begin]), begin) for begin in range(k - 1, end))
+        best.append(row)
+    sizes, end = [], len(costs)
+    for k in range(stages, 0, -1):
+        begin = best[k][end][1]
+        sizes.append(end - begin)
+        end = begin
+    return sizes[::-1]

@@ -1,0 +1,190 @@
+"""The compiled programs of one stage: forward, backward, and backward in two parts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxlit.core.passes import Passes
+from jaxlit.pipeline.cut import Cut, Piece
+from jaxlit.programs.inline import inline, run_equations, value_of
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What gradients go along.
+
+    Attributes:
+        values: The variables of a program that depend on a parameter and that its first output depends on.
+        params: The parameters of which that is true, by their places.
+    """
+
+    values: frozenset[Any]
+    params: frozenset[int]
+
+
+def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
+    """Return what the gradient of a program's first output goes along, by the places of the parameters."""
+    is_real = lambda x: not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)  # noqa: E731
+    below = {jaxpr.invars[i] for i in params}
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(x, Literal) and x in below for x in eqn.invars):
+            below |= {x for x in eqn.outvars if is_real(x)}
+    above = {x for x in jaxpr.outvars[:1] if is_real(x)}
+    for eqn in reversed(jaxpr.eqns):
+        if any(x in above for x in eqn.outvars) and eqn.primitive.name != "stop_gradient":
+            above |= {x for x in eqn.invars if is_real(x)}
+    return Flow(frozenset(below & above), frozenset(i for i in params if jaxpr.invars[i] in above))
+
+
+@dataclass
+class Kept:
+    """What a forward pass keeps for its backward pass.
+
+    Attributes:
+        inputs: Those of the stage's inputs that it needs again, else None.
+        ins: The same of what came from other stages.
+        residuals: What it has computed.
+    """
+
+    inputs: list[Any]
+    ins: list[Any]
+    residuals: list[jax.Array]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what is kept beside the state."""
+        return sum(x.size * x.dtype.itemsize for x in (*self.ins, *self.residuals) if x is not None)
+
+
+class Stage:
+    """The programs of one stage, for microbatches of one shape, compiled when they are first called.
+
+    Args:
+        cut: The program.
+        piece: What of it this stage computes.
+        flow: What gradients go along.
+        passes: How gradients add up.
+        jit: Compiles a function.
+        remat: A policy of `jax.checkpoint_policies` to compute the stage again by in the backward pass, or None.
+    """
+
+    def __init__(
+        self, cut: Cut, piece: Piece, flow: Flow, passes: Passes, jit: Callable[..., Any], remat: Any = None
+    ) -> None:
+        self.piece, self._run, self._passes, self._remat = piece, cut.runner(piece), passes, remat
+        self.wrt = [k for k, i in enumerate(piece.inputs) if i in flow.params]
+        self.params = [piece.inputs[k] for k in self.wrt]
+        self.ins = [k for k, x in enumerate(piece.ins) if x in flow.values]
+        self.outs = [k for k, x in enumerate(piece.outs) if x in flow.values]
+        self.ends = 0 in piece.results  # the objective, whose gradient begins here
+        self._treedef: Any = None
+        self._where: list[tuple[str, int] | None] = []
+        name = f"{{}}_{piece.stage}"
+        self.forward = jit(self._forward, name.format("fwd"))
+        self.backward = jit(self._backward, name.format("bwd"), donate_argnums=(3,))
+        self.fused = jit(self._fused, name.format("fwd_bwd"), donate_argnums=(2,))
+        self.backward_input = jit(self._backward_input, name.format("bwd_input"))
+        self.backward_weight = jit(self._backward_weight, name.format("bwd_weight"), donate_argnums=(2,))
+
+    def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
+        """Return what a backward pass will need of a forward pass."""
+        used = set(self._where)
+        inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
+        return Kept(inputs, [x if ("ins", i) in used else None for i, x in enumerate(ins)], residuals)
+
+    def _pass(self, inputs: list[Any], ins: list[Any]) -> tuple[Any, Any, Any]:
+        """Return what is differentiated, its pullback, and the other results."""
+
+        def run(params: list[Any], given: list[Any]) -> tuple[list[Any], Any]:
+            all_inputs, all_ins = list(inputs), list(ins)
+            for k, x in zip(self.wrt, params, strict=True):
+                all_inputs[k] = x
+            for k, x in zip(self.ins, given, strict=True):
+                all_ins[k] = x
+            outs, results = self._run(all_inputs, all_ins)
+            along = [outs[k] for k in self.outs] + ([results[0]] if self.ends else [])
+            return along, ([None if k in self.outs else x for k, x in enumerate(outs)], results)
+
+        run = jax.checkpoint(run, policy=self._remat) if self._remat is not None else run
+        return jax.vjp(run, [inputs[k] for k in self.wrt], [ins[k] for k in self.ins], has_aux=True)  # type: ignore[return-value]
+
+    def _forward(self, inputs: list[Any], ins: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        along, pull, (outs, results) = self._pass(inputs, ins)
+        for k, x in zip(self.outs, along, strict=False):
+            outs[k] = x
+        leaves, self._treedef = jax.tree.flatten(pull)
+        # What the pass was given is not returned: jit would copy it, the weights once for each microbatch.
+        known = {id(x): (which, i) for which, xs in (("inputs", inputs), ("ins", ins)) for i, x in enumerate(xs)}
+        self._where = [known.get(id(x)) for x in leaves]
+        return outs, results, [x for x, at in zip(leaves, self._where, strict=True) if at is None]
+
+    def _pull(self, kept: Any, residuals: list[Any], cotangents: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+        """Return the gradients of the parameters, and of what came from other stages."""
+        left, (inputs, ins) = iter(residuals), kept
+        given = {"inputs": inputs, "ins": ins}
+        pull = jax.tree.unflatten(self._treedef, [next(left) if w is None else given[w[0]][w[1]] for w in self._where])
+        along = [sum(parts[1:], parts[0]) for parts in cotangents]
+        return pull(along + ([jnp.ones(())] if self.ends else []))
+
+    def _add(self, totals: list[Any], grads: Sequence[Any], rows: Any, scale: Any) -> list[Any]:
+        return [self._passes.add(t, g, rows, scale) for t, g in zip(totals, grads, strict=True)]
+
+    def _backward(
+        self, kept: Any, residuals: list[Any], cotangents: Any, totals: list[Any], rows: Any, scale: Any
+    ) -> tuple[list[Any], list[Any]]:
+        grads, sent = self._pull(kept, residuals, cotangents)
+        return sent, self._add(totals, grads, rows, scale)
+
+    def _fused(
+        self, inputs: list[Any], ins: list[Any], totals: list[Any], rows: Any, scale: Any
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        _, pull, (_, results) = self._pass(inputs, ins)
+        grads, sent = pull([jnp.ones(())])
+        return results, sent, self._add(totals, grads, rows, scale)
+
+    # In two parts: what the stage before waits for, and the rest ------------------------------------
+
+    def _backward_input(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[list[Any], list[Any]]:
+        closed, args = self._traced_pull(kept, residuals, cotangents)
+        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+        first, _, crossing = self._halves(closed.jaxpr)
+        run_equations(first, values)
+        return [value_of(x, values) for x in closed.jaxpr.outvars[len(self.wrt) :]], [values[x] for x in crossing]
+
+    def _backward_weight(
+        self, given: tuple[Any, Any, Any], crossing: list[Any], totals: list[Any], rows: Any, scale: Any
+    ) -> list[Any]:
+        closed, args = self._traced_pull(*given)
+        _, second, names = self._halves(closed.jaxpr)
+        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+        values.update(zip(names, crossing, strict=True))
+        run_equations(second, values)
+        return self._add(totals, [value_of(x, values) for x in closed.jaxpr.outvars[: len(self.wrt)]], rows, scale)
+
+    def _traced_pull(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[Any, list[Any]]:
+        args, treedef = jax.tree.flatten((kept, residuals, cotangents))
+        closed = jax.make_jaxpr(lambda *x: self._pull(*treedef.unflatten(x)))(*args)
+        return inline(closed, also=lambda _: True), args
+
+    def _halves(self, jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the equations of the first part, those of the second, and what the second needs of the first."""
+        needed = {x for x in jaxpr.outvars[len(self.wrt) :] if not isinstance(x, Literal)}
+        first, rest = list[Any](), list[Any]()
+        for eqn in reversed(jaxpr.eqns):
+            is_first = any(x in needed for x in eqn.outvars)
+            (first if is_first else rest).append(eqn)
+            if is_first:
+                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
+        made = {x for eqn in first for x in eqn.outvars}
+        wanted = {x for x in jaxpr.outvars[: len(self.wrt)] if not isinstance(x, Literal)}
+        second = list[Any]()
+        for eqn in rest:
+            if any(x in wanted for x in eqn.outvars):
+                second.append(eqn)
+                wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
+        crossing = [x for eqn in first for x in eqn.outvars if x in wanted and x in made]
+        return first[::-1], second[::-1], crossing

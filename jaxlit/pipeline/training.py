@@ -1,0 +1,256 @@
+"""A training step as passes of microbatches: which arrays live where, and the programs of each stage."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.passes import Passes
+from jaxlit.core.replica import num_rows
+from jaxlit.core.state import TrainState
+from jaxlit.errors import ArgumentError, StateError
+from jaxlit.leaf_names import leaf_name
+from jaxlit.pipeline.cut import Cut, Input, Kind, StateOnTwoStages, cut
+from jaxlit.pipeline.executor import Executor, Microbatch, StageSet
+from jaxlit.pipeline.placed import Placed
+from jaxlit.pipeline.report import StageFacts, facts_of, residuals_of
+from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.segments import holds_mark
+from jaxlit.pipeline.simulator import simulate
+from jaxlit.pipeline.stages import Stage, flow_of
+from jaxlit.pipeline.tasks import FusedTask, Task
+from jaxlit.pipeline.tasks import Kind as Pass
+from jaxlit.programs.inline import inline
+
+
+class Held(NamedTuple):
+    """What an optimizer step holds of the module, by its rank."""
+
+    params: Any
+    frozen: Any
+    model_state: Any
+
+
+class Found(NamedTuple):
+    """Where a module's arrays live.
+
+    Attributes:
+        ranks: The rank of each array.
+        facts: What is known of the stages; None without the user's step.
+        stages: The stage of each parameter by its name.
+    """
+
+    ranks: Held
+    facts: list[StageFacts] | None
+    stages: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Finds the rank that each array of a module lives on.
+
+    Args:
+        schedule: Which rank holds which stage.
+        balance: See `segments_of`.
+    """
+
+    schedule: Schedule
+    balance: Any
+
+    def of(self, state: TrainState, closed: Any) -> Found:
+        """Return where each array lives.
+
+        Args:
+            state: The state, abstract.
+            closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then dealt out
+                in their order, by their bytes.
+        """
+        held = state.params, state.frozen, state.model_state
+        leaves, treedef = jax.tree.flatten(held)
+        names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(held)]
+        num_weights, facts = len(jax.tree.leaves(held[:2])), None
+        if closed is None:
+            stages = _by_bytes(leaves, self.schedule.num_stages)
+        else:
+            found, stages = self._by_use(closed, num_weights, names)
+            facts = facts_of(found, names[:num_weights], stages[:num_weights], leaves)
+        ranks = Held(*jax.tree.unflatten(treedef, [self.schedule.rank_of(stage) for stage in stages]))
+        return Found(ranks, facts, dict(zip(names[:num_weights], stages, strict=False)))
+
+    def _by_use(self, closed: Any, num_weights: int, names: Sequence[str]) -> tuple[Cut, list[int]]:
+        closed = inline(closed, also=holds_mark)
+        jaxpr, count = closed.jaxpr, len(names)
+        inputs = []
+        for i, var in enumerate(jaxpr.invars):
+            if i >= count:
+                inputs.append(Input(Kind.BATCH))
+                continue
+            update = None if jaxpr.outvars[1 + i] is var else 1 + i
+            inputs.append(Input(Kind.WEIGHT if i < num_weights else Kind.STATE, update=update))
+        found = _cut(closed, inputs, self.schedule.num_stages, self.balance, names)
+        homes = found.home_of[:count]
+        # What nothing uses lives beside what stands before it.
+        last = next((x for x in homes if x is not None), 0)
+        return found, [last := last if stage is None else stage for stage in homes]
+
+
+def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
+    sizes = np.array([x.size * getattr(x.dtype, "itemsize", 4) for x in leaves], float)
+    middle = np.cumsum(sizes) - sizes / 2
+    return [min(int(x * stages / max(sizes.sum(), 1)), stages - 1) for x in middle]
+
+
+def _cut(closed: Any, inputs: Sequence[Input], num_stages: int, balance: Any, names: Sequence[str]) -> Cut:
+    try:
+        return cut(closed, inputs, num_stages, balance=balance)
+    except StateOnTwoStages as error:
+        raise StateError(
+            f"Pipeline: {names[error.place]} is updated on stage {error.updated} and read on stage {error.read}: each "
+            "microbatch would wait for the one before it to come through. Update it where it is read, or let one stage "
+            "hold both."
+        ) from None
+
+
+class Microbatched:
+    """A compiled training program: a function of (leaves, batch) to what its `Program` returns.
+
+    Args:
+        strategy: The pipeline, a `jaxlit.strategies.Pipeline`.
+        passes: What the program is made of.
+        lies: How each array of the state lies.
+        finish: What follows the last pass.
+        outputs: The outputs of the user's step: whether each has a row for each of the batch.
+    """
+
+    def __init__(self, strategy: Any, passes: Passes, lies: Sequence[Any], finish: Placed, outputs: Any) -> None:
+        self.strategy, self.passes, self.lies, self._finish = strategy, passes, lies, finish
+        self._outputs = outputs
+        self._ranks = [strategy.places.rank_of(jax.ShapeDtypeStruct((), "f", sharding=x.sharding)) for x in lies]
+        self._sets: dict[Any, StageSet] = {}
+        self._orders: dict[int, Sequence[Task | FusedTask]] = {}
+        self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
+        self._shapes: list[Any] = []
+        self.residuals: Callable[[], list[int]] | None = None  # the bytes that each stage keeps of a microbatch
+        self._combine = jax.jit(self._combined)
+        self.executor = Executor(
+            strategy.places, strategy.schedule, passes, self._place, self._zeros, self._ranks, measure=False
+        )
+
+    def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+        """Run the program."""
+        self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        microbatches = self._split(batch)
+        sets = [self._set(x, batch) for x in microbatches]
+        made = self.executor(self._order(len(microbatches)), leaves, microbatches, sets)
+        table = made.tables[0] if len(made.tables) == 1 else self._combine(made.tables)
+        rows = np.float32(sum(x.rows for x in microbatches))
+        outputs = self._joined(made.outputs, [x.rows for x in microbatches])
+        return self._finish(leaves, made.written, made.grads, rows, table, outputs)
+
+    # The batch --------------------------------------------------------------------------------------
+
+    def _split(self, batch: Any) -> list[Microbatch]:
+        leaves, rows = jax.tree.leaves(batch), num_rows(batch)
+        count = min(self.strategy.num_microbatches, rows)
+        ends = np.cumsum([0, *(rows // count + (i < rows % count) for i in range(count))])
+        found = []
+        for begin, end in itertools.pairwise(ends):
+            mine = [x[begin:end] if np.ndim(x) and x.shape[0] == rows else x for x in leaves]
+            factor = rows / (end - begin) if self.strategy.loss_reduction == "sum" else 1
+            shape = tuple((np.shape(x), np.dtype(x.dtype)) for x in mine), factor
+            found.append(Microbatch(mine, int(end - begin), shape))
+        return found
+
+    def _order(self, count: int) -> Sequence[Task | FusedTask]:
+        """Return the tasks of so many microbatches."""
+        if count not in self._orders:
+            schedule = self.strategy.schedule
+            try:
+                self._orders[count] = simulate(schedule, count).order
+            except ArgumentError:
+                if count >= self.strategy.num_microbatches:
+                    raise
+                # A tail of fewer rows than microbatches, of which the schedule knows no order.
+                stages = range(schedule.num_stages)
+                ahead = [Task(stage, mb, Pass.FWD) for mb in range(count) for stage in stages]
+                back = [Task(stage, mb, Pass.BWD) for mb in range(count) for stage in reversed(stages)]
+                self._orders[count] = [*ahead, *back]
+        return self._orders[count]
+
+    def _place(self, rank: int, arrays: list[Any]) -> list[Any]:
+        """Put arrays of a microbatch onto a rank, split as its strategy splits a batch."""
+        if not arrays:
+            return []
+        inner = self.strategy.inner[rank]
+        if inner.mesh.size == 1:
+            return jax.device_put(arrays, [inner.replicated] * len(arrays))
+        return inner.shard_batch(arrays)
+
+    def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
+        """Return a batch's outputs, given those of its microbatches."""
+        rows_of, treedef = jax.tree.flatten(self._outputs)
+        pairs = zip(outputs, rows_of, strict=False)
+        return treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
+
+    def _combined(self, tables: list[jax.Array]) -> jax.Array:
+        found = tables[0]
+        for table in tables[1:]:
+            found = self.passes.step.table.combine(found, table)
+        return found
+
+    # Programs ---------------------------------------------------------------------------------------
+
+    def _set(self, microbatch: Microbatch, batch: Any) -> StageSet:
+        if microbatch.shape not in self._sets:
+            self._sets[microbatch.shape] = self._build(microbatch, jax.tree.structure(batch))
+        return self._sets[microbatch.shape]
+
+    def _build(self, microbatch: Microbatch, treedef: Any) -> StageSet:
+        strategy, passes, count = self.strategy, self.passes, len(self._shapes)
+        replica = replace(strategy.replica, passes=microbatch.shape[1])
+        shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in microbatch.leaves]
+
+        def forward(*args: Any) -> Any:
+            return passes.forward(replica, list(args[:count]), treedef.unflatten(args[count:]))
+
+        closed = jax.make_jaxpr(strategy.in_mesh(forward))(*self._shapes, *shapes)
+        closed = inline(closed, also=holds_mark)
+        weights = {*jax.tree.leaves((passes.at.params, passes.at.frozen))}
+        updates = {place: 1 + k for k, place in enumerate(passes.written)}
+        inputs = [Input(Kind.WEIGHT if i in weights else Kind.STATE, update=updates.get(i)) for i in range(count)]
+        inputs += [Input(Kind.BATCH)] * len(shapes)
+        names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
+        found = _cut(closed, inputs, strategy.schedule.num_stages, strategy.balance, names)
+        flow = flow_of(closed.jaxpr, passes.params)
+        stages = []
+        for piece in found.pieces:
+            rank = strategy.schedule.rank_of(piece.stage)
+            jit = lambda fn, name, rank=rank, **options: strategy.jit_on(rank, fn, name, options)  # noqa: E731
+            stages.append(Stage(found, piece, flow, passes, jit, strategy.remat))
+        self.residuals = lambda: residuals_of(stages, [*self._shapes, *shapes])
+        return StageSet(found, stages, count, len(passes.written))
+
+    def _zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
+        """Return zeros for the gradients of parameters, on a rank."""
+        key = (rank, *params)
+        if key not in self._zeros_of:
+            lies = [self.strategy.places.on(self.lies[i].sharding, rank) for i in params]
+            shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
+            make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
+            self._zeros_of[key] = self.strategy.jit_on(rank, make, "zeros", {"out_shardings": lies})
+        return self._zeros_of[key]()
+
+
+def _join(parts: list[Any], rows: list[int], *, is_rows: bool) -> Any:
+    """Return rows one behind the other; of what has none the mean over rows, or the last of whole numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    if is_rows:
+        return jnp.concatenate(parts)
+    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):
+        return parts[-1]
+    return jnp.asarray(sum(x * (n / sum(rows)) for x, n in zip(parts, rows, strict=True)), parts[0].dtype)

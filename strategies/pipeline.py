@@ -1,0 +1,330 @@
+"""Pipeline parallelism: each group of devices holds some of the layers, and microbatches go from group to group."""
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit import checks as check
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica, num_rows, with_rows
+from jaxlit.core.state import TrainState
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.pipeline.layers import Layers
+from jaxlit.pipeline.marks import marking
+from jaxlit.pipeline.placed import Placed
+from jaxlit.pipeline.places import Places
+from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
+from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.simulator import simulate
+from jaxlit.pipeline.training import Homes, Microbatched
+from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.ddp import DDP
+from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.program import ROWS, Lying, Program, named
+
+_logger = logging.getLogger("jaxlit")
+
+
+class Pipeline(Strategy):
+    """Give each group of devices, a rank, some of the layers, and send microbatches through them in turn.
+
+    Where a stage ends is said by `jl.pipeline_yield(x)` in the model, or by `layers`. What is computed lies where its
+    operands are: tied weights, skips, masks and losses of single layers need nothing of the user. A batch is split into
+    microbatches, as many windows of `accumulate_grad_batches` would be: gradients are those of the mean over all
+    rows, dropout and batch statistics those of the microbatches one by one. Within a rank `inner` says how its devices
+    share the work.
+
+    Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377, 2104.04473), zero bubble
+    (Qi et al., arXiv 2401.10241), and pipelines of whole programs (JaxPP, arXiv 2412.14374).
+
+    Args:
+        stages: Ranks, the size of the mesh axis `stage`; None for as many as there are devices.
+        schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv", or a `Schedule`; the interleaved
+            one and "zbv" cut the model into twice as many stages as there are ranks.
+        microbatches: Into how many parts a batch is split; None for as many as there are ranks. A batch of fewer rows
+            has one for each.
+        layers: The attribute that holds the model's layers, "blocks" or "encoder.blocks": a stage may end behind each;
+            or the layers behind which stages end, ["blocks.1", "blocks.3"]. None if the model calls
+            `jl.pipeline_yield`.
+        inner: The strategy within a rank, "fsdp" or "ddp" say.
+        remat: Compute a stage's forward pass again in its backward pass, and keep what goes into it only; or the name
+            of one of `jax.checkpoint_policies`.
+        balance: How parts between marks become stages: "count" for as many each, "flops" for about as many
+            operations, or how many each stage has.
+        accum_dtype: The dtype in which gradients of microbatches add up.
+        loss_reduction: What the step's loss is over its rows, "mean" or "sum".
+        mesh: A mesh of your own with an axis `stage`, or the sizes of its axes.
+
+    Raises:
+        ArgumentError: A value is out of its set.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> strategy = jl.strategies.Pipeline(stages=4, schedule="interleaved_1f1b", microbatches=8)
+        >>> trainer = jl.Trainer(strategy=strategy, max_epochs=1, logger=False)
+    """
+
+    several_processes = False
+    mesh_axes: ClassVar[tuple[str, ...]] = ("stage",)
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int | None = None,
+        *,
+        layers: str | Sequence[str] | None = None,
+        inner: str | Strategy = "fsdp",
+        remat: bool | str = False,
+        balance: str | Sequence[int] = "count",
+        accum_dtype: Any = "float32",
+        loss_reduction: str = "mean",
+        mesh: Mesh | Mapping[str, int] | None = None,
+    ) -> None:
+        name = type(self).__name__
+        for key, value in (("stages", stages), ("microbatches", microbatches)):
+            known = value is None or check.is_int(value, low=1)
+            check.require(known, key, value, "takes an int of at least 1 or None", owner=name)
+        if not isinstance(schedule, Schedule):
+            check.one_of("schedule", schedule, [*SCHEDULES], owner=name)
+        check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=name)
+        if not (
+            isinstance(balance, Sequence)
+            and not isinstance(balance, str)
+            and all(check.is_int(x, low=1) for x in balance)
+        ):
+            check.one_of("balance", balance, ("count", "flops"), owner=name)
+        self.stages, self.microbatches, self.balance, self.remat = stages, microbatches, balance, _policy(remat, name)
+        self.accum_dtype, self.loss_reduction = jax.numpy.dtype(accum_dtype), loss_reduction
+        self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
+        self._facts: list[StageFacts] = []
+        self._step: Microbatched | None = None
+        self._check_inner()
+        self.use_mesh(mesh)
+
+    # The mesh ---------------------------------------------------------------------------------------
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Return the axis `stage` and those of the strategy within a rank.
+
+        Raises:
+            ArgumentError: The ranks do not divide the devices.
+        """
+        stages = device_count if self.stages is None else self.stages
+        if device_count % stages:
+            raise ArgumentError(
+                f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
+                "Give a divisor, or Trainer(devices=...)."
+            )
+        return {"stage": stages} | self._one_inner().mesh_shape(device_count // stages)
+
+    def setup(self, devices: Sequence[jax.Device]) -> None:
+        """Build the mesh, and that of each rank."""
+        super().setup(devices)
+        ranks, others = self.mesh.shape["stage"], [axis for axis in self.mesh.axis_names if axis != "stage"]
+        if self.stages not in (None, ranks):
+            raise ArgumentError(f"{type(self).__name__}(stages={self.stages}) with a mesh of {ranks} stages.")
+        grid = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index("stage"), 0)
+        grid, axes = (grid, others) if others else (grid[:, None], ["data"])
+        meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
+        self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
+        self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
+        given = self._schedule
+        self.schedule = given if isinstance(given, Schedule) else named_schedule(given, ranks, owner="Pipeline")
+        if self.schedule.num_ranks != ranks:
+            raise ArgumentError(
+                f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
+                f"mesh has {ranks} stages. Let them be the same."
+            )
+        simulate(self.schedule, self.num_microbatches)  # refuses what is no whole schedule before anything is compiled
+
+    def _one_inner(self, mesh: Mesh | None = None) -> Any:
+        """Return the strategy within a rank, on its mesh."""
+        found = copy.copy(self._check_inner())
+        if mesh is not None:
+            found.given_mesh = None
+            found.use_mesh(mesh)
+            found.setup(list(mesh.devices.flat))
+            found.step_program = self.step_program  # the same for all ranks, and traced by this one
+        return found
+
+    def _check_inner(self) -> Strategy:
+        """Return the strategy within a rank as it was given.
+
+        Raises:
+            ArgumentTypeError: It is none, or its step sees the rows of one device.
+        """
+        given = self._inner
+        if isinstance(given, str):
+            check.one_of("inner", given, [*_INNER], owner=type(self).__name__)
+            given = _INNER[given]()
+        if not isinstance(given, Strategy) or given.window_replicas is not None or isinstance(given, Pipeline):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, 'fsdp', 'ddp' "
+                f"or a Strategy, got {given!r}."
+            )
+        return given
+
+    @property
+    def home(self) -> NamedSharding:
+        """The last stage's rank, where the loss is."""
+        return NamedSharding(self.places.meshes[self._last_rank], P())
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The same: nothing lies on all ranks."""
+        return self.home
+
+    @property
+    def _last_rank(self) -> int:
+        return self.schedule.rank_of(self.schedule.num_stages - 1)
+
+    # The state --------------------------------------------------------------------------------------
+
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
+        """Return the shardings of the strategy within a rank, each array's on the rank that uses it first."""
+        closed = None if example is None else self.step_program(state, model, example)
+        ranks, facts, stages = Homes(self.schedule, self.balance).of(state, closed)
+        if facts is not None:
+            self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
+        rank_of = like_params(state, state.params, ranks.params, self._last_rank)  # type: ignore[arg-type]
+        parts = {"frozen": ranks.frozen, "model_state": ranks.model_state, "params": ranks.params}
+        rank_of = replace(rank_of, **parts)
+        by_rank = [jax.tree.leaves(x.state_sharding(state, model, example)) for x in self.inner]
+        leaves, treedef = jax.tree.flatten(rank_of)
+        return treedef.unflatten([by_rank[rank][i] for i, rank in enumerate(leaves)])
+
+    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return None: gradients lie as parameters do."""
+        return None
+
+    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of arrays of the state, run in parts where they are."""
+        return Placed(self.in_mesh(fn), self.places, self._last_rank, self.jit_on, "on_state", follows=True)
+
+    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return the arrays on the first device, or on the host where it has no room for them; one line says so."""
+        device, needed = self.mesh.devices.flat[0], sum(x.nbytes for x in arrays)
+        held = device.memory_stats() or {}
+        room = held.get("bytes_limit", needed) - held.get("bytes_in_use", 0)
+        if len({self.places.rank_of(x) for x in arrays}) == 1:
+            return arrays
+        to = device if needed <= room else jax.devices("cpu")[0]
+        where = str(to) if to is device else "the host: no device has room for all of it"
+        _logger.info("The trained module is gathered from %d ranks to %s.", len(self.places.meshes), where)
+        return jax.device_put(arrays, to)
+
+    # The batch --------------------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> Replica:
+        """What a pass sees: its microbatch, as a batch of the strategy within a rank."""
+        return Replica(
+            constrain_batch=self._abstract._constrain_batch,
+            prepare=self._layers.mark,
+            loss_reduction=self.loss_reduction,
+        )
+
+    @property
+    def _abstract(self) -> Any:
+        """The strategy within a rank, on no devices: what it says of a step is true of each rank."""
+        found = copy.copy(self.inner[0])
+        found.mesh = found.mesh.abstract_mesh
+        return found
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.schedule.num_ranks if self.microbatches is None else self.microbatches
+
+    def part_of(self, batch: Any) -> Any:
+        """Return the shapes of the first microbatch."""
+        return with_rows(batch, -(-num_rows(batch) // self.num_microbatches))
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Return the batch as it is: each rank is sent the microbatches of what it uses."""
+        return batch
+
+    def place_inputs(self, inputs: Any) -> Any:
+        """Return the inputs of `Trainer.apply` as they are."""
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), inputs)
+
+    # Programs ---------------------------------------------------------------------------------------
+
+    def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` traced with the axes within a rank in context, and with marks."""
+        inside = self.inner[0].in_mesh(fn)
+
+        def call(*args: Any) -> Any:
+            with marking():
+                return inside(*args)
+
+        return call
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """Return the program, of a training step as passes of its microbatches in the order of the schedule."""
+        jit, lies = self.jit_on, _shardings(program)
+        if program.passes is None:
+            fn, options = self.in_mesh(partial(program.fn, self._whole)), {"follows": True, "outputs": lies}
+            return Placed(fn, self.places, self._last_rank, jit, program.name, **options)
+        count = sum(map(len, program.inputs))
+        outputs = jax.tree.map(lambda x: x is ROWS, program.outputs[3]) if len(program.outputs) > 3 else None
+        donate = [*(range(count) if program.donate else ())]
+        finish = Placed(
+            self.in_mesh(program.passes.finish),
+            *(self.places, self._last_rank, jit, f"{program.name}_end"),
+            outputs=lies,
+            donate=donate,
+        )
+        found = Microbatched(self, program.passes, program.inputs[0], finish, outputs)
+        self._step = found if program.kind == "train" and program.donate else self._step
+        return found
+
+    @property
+    def _whole(self) -> Replica:
+        """What an evaluation sees: the whole batch."""
+        return Replica(constrain_batch=self._abstract._constrain_batch)
+
+    def jit_on(self, rank: int, fn: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
+        """Compile a function for the devices of a rank, under a name and with options of `jax.jit`."""
+        inner = self.inner[rank]
+        return inner.jit(named(name, inner.in_mesh(fn)), **options)
+
+    def describe(self) -> str:
+        """Return the mesh and the schedule, and once a fit has begun a table of the stages."""
+        first = f"{super().describe()}, {self.schedule!r} with {self.num_microbatches} microbatches"
+        if not self._facts:
+            return first
+        residuals = None if self._step is None else self._step.residuals
+        facts = self._facts if residuals is None else with_residuals(self._facts, residuals())
+        return f"{first}\n{stage_table(facts, self.schedule, self.num_microbatches)}"
+
+
+def _shardings(program: Program) -> list[NamedSharding]:
+    """Return those of the state that leaves a program first."""
+    first = program.outputs[0]
+    return [x.sharding for x in first if isinstance(x, Lying)]
+
+
+def _policy(remat: bool | str, owner: str) -> Any:
+    """Return a policy of `jax.checkpoint_policies`, None to keep everything."""
+    if remat is False:
+        return None
+    if remat is True or remat == "stage":
+        return jax.checkpoint_policies.nothing_saveable
+    known = [x for x in ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable") if x]
+    check.one_of("remat", remat, known, owner=owner)
+    return getattr(jax.checkpoint_policies, remat)
+
+
+_INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}
