@@ -1,7 +1,6 @@
 """Pipeline parallelism: each group of devices holds some of the layers, and microbatches go from group to group."""
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,13 +25,12 @@ from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.training import Homes, Microbatched
 from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.program import ROWS, Lying, Program, named
-
-_logger = logging.getLogger("jaxlit")
 
 
 class Pipeline(Strategy):
@@ -221,7 +219,7 @@ class Pipeline(Strategy):
             return arrays
         to = device if needed <= room else jax.devices("cpu")[0]
         where = str(to) if to is device else "the host: no device has room for all of it"
-        _logger.info("The trained module is gathered from %d ranks to %s.", len(self.places.meshes), where)
+        say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
         return jax.device_put(arrays, to)
 
     # The batch --------------------------------------------------------------------------------------
@@ -286,7 +284,7 @@ class Pipeline(Strategy):
             outputs=lies,
             donate=donate,
         )
-        found = Microbatched(self, program.passes, program.inputs[0], finish, outputs)
+        found = Microbatched(self, program.name, program.passes, program.inputs[0], finish, outputs)
         self._step = found if program.kind == "train" and program.donate else self._step
         return found
 

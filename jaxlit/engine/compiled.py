@@ -131,7 +131,8 @@ class CompiledStep:
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
         whole = self._engine.strategy.canonical(state.unflatten())
-        parts = jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state))
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state)))
+        parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
         share_hparams(module, self._engine.module)
         return module

@@ -41,5 +41,7 @@ class CompileLog:
     def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
         # Named train_step while it is traced, jit(train_step) later.
         name = str(details.get("fun_name")).removeprefix("jit(").removesuffix(")")
-        if name in _STEPS and event.rpartition("/")[2] in _EVENTS:
-            self.seconds[name] = self.seconds.get(name, 0.0) + duration_secs
+        # A strategy may compile a step in parts: train_step_fwd_0.
+        step = max((x for x in _STEPS if name == x or name.startswith(f"{x}_")), key=len, default=None)
+        if step is not None and event.rpartition("/")[2] in _EVENTS:
+            self.seconds[step] = self.seconds.get(step, 0.0) + duration_secs

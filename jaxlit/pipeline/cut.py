@@ -8,8 +8,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.errors import ArgumentError
+from jaxlit.pipeline.marks import mark_of
 from jaxlit.pipeline.segments import Segments, segments_of
 from jaxlit.programs.inline import run_equations, value_of
+from jaxlit.programs.jaxpr import bind
 
 _TINY = 16  # elements of a result of weights alone that is sent, where otherwise the weights would be
 
@@ -82,7 +84,7 @@ class Cut:
         def run(inputs: Sequence[Any], ins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values = dict(zip(jaxpr.constvars, consts, strict=True))
             values.update(zip([*names, *piece.ins], [*inputs, *ins], strict=True))
-            run_equations(piece.eqns, values)
+            run_equations(piece.eqns, values, _without_marks)
             results = [value_of(jaxpr.outvars[i], values) for i in piece.results]
             return [values[x] for x in piece.outs], results
 
@@ -91,6 +93,11 @@ class Cut:
     def users(self, var: Any) -> list[int]:
         """Return the stages that are sent a value."""
         return [piece.stage for piece in self.pieces if var in piece.ins]
+
+
+def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    # The value itself: what a gradient needs of it is then known to be what the stage was sent, and not kept twice.
+    return list(args) if mark_of(eqn) else bind(eqn, args)
 
 
 def cut(

@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.pipeline.marks import pipeline_yield
+from jaxlit.pipeline.marks import pipeline_yield, restart
 
 
 class Layers:
@@ -38,6 +38,7 @@ class Layers:
         Args:
             module: A copy of the user's module, made for one trace.
         """
+        restart()
         for layer in self._found(module):
             # By its class, as Python looks up __call__ there; its paths and its state stay what they are.
             object.__setattr__(layer, "__class__", _marking(type(layer)))

@@ -1,7 +1,6 @@
 """Where a pipeline's stages end in a model."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 T = TypeVar("T")
 
 _PREFIX = "jaxlit.pipeline_yield:"
-_calls: ContextVar[Iterator[int] | None] = ContextVar("pipeline_yield", default=None)
+_calls: ContextVar[list[int] | None] = ContextVar("pipeline_yield", default=None)  # how many there were in a trace
 
 
 def pipeline_yield(x: T) -> T:
@@ -31,18 +30,25 @@ def pipeline_yield(x: T) -> T:
     """
     if (calls := _calls.get()) is None:
         return x
-    name = f"{_PREFIX}{next(calls)}"
+    calls[0] += 1
+    name = f"{_PREFIX}{calls[0]}"
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name) if isinstance(leaf, jax.Array) else leaf, x)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
     """Let `pipeline_yield` leave marks in what is traced."""
-    token = _calls.set(itertools.count())
+    token = _calls.set([0])
     try:
         yield
     finally:
         _calls.reset(token)
+
+
+def restart() -> None:
+    """Number the marks from one again, where another trace begins: two traces of one step are the same."""
+    if (calls := _calls.get()) is not None:
+        calls[0] = 0
 
 
 def mark_of(eqn: Any) -> str | None:

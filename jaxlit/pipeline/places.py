@@ -24,8 +24,10 @@ class Places:
     def rank_of(self, x: Any) -> int | None:
         """Return the rank that an array or a `jax.ShapeDtypeStruct` lies on; None for what is on no device yet."""
         lies = getattr(x, "sharding", None)
-        if lies is None or (isinstance(x, jax.Array) and not x.committed):
-            return None
+        return None if lies is None or (isinstance(x, jax.Array) and not x.committed) else self.rank_at(lies)
+
+    def rank_at(self, lies: Any) -> int | None:
+        """Return the rank of a sharding."""
         if lies not in self._ranks:
             self._ranks[lies] = self._rank_of.get(next(iter(lies.device_set)))
         return self._ranks[lies]

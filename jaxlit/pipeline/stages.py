@@ -68,7 +68,7 @@ class Stage:
         piece: What of it this stage computes.
         flow: What gradients go along.
         passes: How gradients add up.
-        jit: Compiles a function.
+        jit: Compiles a function, given what it does and options of `jax.jit`.
         remat: A policy of `jax.checkpoint_policies` to compute the stage again by in the backward pass, or None.
     """
 
@@ -83,12 +83,11 @@ class Stage:
         self.ends = 0 in piece.results  # the objective, whose gradient begins here
         self._treedef: Any = None
         self._where: list[tuple[str, int] | None] = []
-        name = f"{{}}_{piece.stage}"
-        self.forward = jit(self._forward, name.format("fwd"))
-        self.backward = jit(self._backward, name.format("bwd"), donate_argnums=(3,))
-        self.fused = jit(self._fused, name.format("fwd_bwd"), donate_argnums=(2,))
-        self.backward_input = jit(self._backward_input, name.format("bwd_input"))
-        self.backward_weight = jit(self._backward_weight, name.format("bwd_weight"), donate_argnums=(2,))
+        self.forward = jit(self._forward, "fwd")
+        self.backward = jit(self._backward, "bwd", donate_argnums=(3,))
+        self.fused = jit(self._fused, "fwd_bwd", donate_argnums=(2,))
+        self.backward_input = jit(self._backward_input, "bwd_input")
+        self.backward_weight = jit(self._backward_weight, "bwd_weight", donate_argnums=(2,))
 
     def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
         """Return what a backward pass will need of a forward pass."""

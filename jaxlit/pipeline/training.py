@@ -120,16 +120,19 @@ class Microbatched:
 
     Args:
         strategy: The pipeline, a `jaxlit.strategies.Pipeline`.
+        name: What its programs are called.
         passes: What the program is made of.
         lies: How each array of the state lies.
         finish: What follows the last pass.
         outputs: The outputs of the user's step: whether each has a row for each of the batch.
     """
 
-    def __init__(self, strategy: Any, passes: Passes, lies: Sequence[Any], finish: Placed, outputs: Any) -> None:
-        self.strategy, self.passes, self.lies, self._finish = strategy, passes, lies, finish
+    def __init__(
+        self, strategy: Any, name: str, passes: Passes, lies: Sequence[Any], finish: Placed, outputs: Any
+    ) -> None:
+        self.strategy, self.name, self.passes, self.lies, self._finish = strategy, name, passes, lies, finish
         self._outputs = outputs
-        self._ranks = [strategy.places.rank_of(jax.ShapeDtypeStruct((), "f", sharding=x.sharding)) for x in lies]
+        self._ranks = [strategy.places.rank_at(x.sharding) for x in lies]
         self._sets: dict[Any, StageSet] = {}
         self._orders: dict[int, Sequence[Task | FusedTask]] = {}
         self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
@@ -228,11 +231,13 @@ class Microbatched:
         flow = flow_of(closed.jaxpr, passes.params)
         stages = []
         for piece in found.pieces:
-            rank = strategy.schedule.rank_of(piece.stage)
-            jit = lambda fn, name, rank=rank, **options: strategy.jit_on(rank, fn, name, options)  # noqa: E731
-            stages.append(Stage(found, piece, flow, passes, jit, strategy.remat))
+            stages.append(Stage(found, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
         self.residuals = lambda: residuals_of(stages, [*self._shapes, *shapes])
         return StageSet(found, stages, count, len(passes.written))
+
+    def _jit_of(self, stage: int) -> Callable[..., Any]:
+        rank = self.strategy.schedule.rank_of(stage)
+        return lambda fn, what, **options: self.strategy.jit_on(rank, fn, f"{self.name}_{what}_{stage}", options)
 
     def _zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
         """Return zeros for the gradients of parameters, on a rank."""

@@ -25,6 +25,8 @@ from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
 from jaxlit.loop.run import Run
+from jaxlit.pipeline.executor import Executor
+from jaxlit.pipeline.places import Places
 from jaxlit.strategies import registry
 from jaxlit.trainer import session
 
@@ -133,3 +135,27 @@ def feeder_of(prefetch: int) -> Feeder:
 def evaluated(trainer: jl.Trainer) -> Any:
     """Return the flat state that the evaluation which goes on takes its arrays from."""
     return trainer._session.active.state  # type: ignore[union-attr]
+
+
+def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, ...]) -> tuple[list[int], int]:
+    """Train in a pipeline; returns the most that each rank held at once, and how many arrays of a shape were sent."""
+    peaks, sent = list[int](), 0
+    call, send = Executor.__call__, Places.send
+
+    def measured(self: Executor, *args: Any) -> Any:
+        self.measure = True
+        made = call(self, *args)
+        peaks[:] = made.peak_live
+        return made
+
+    def counted(self: Places, arrays: Any, ranks: Any) -> Any:
+        nonlocal sent
+        pairs = zip(arrays, ranks, strict=True)
+        sent += sum(x.shape == shape and self.rank_of(x) != rank for x, rank in pairs)
+        return send(self, arrays, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "__call__", measured)
+        patch.setattr(Places, "send", counted)
+        trainer.fit(module, batches)
+    return peaks, sent

@@ -230,3 +230,7 @@ def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
     wanted = [x * 2, x + 1, np.asarray(jax.random.normal(key, (4,))), x.sum()]
     for found, value in zip(made, wanted, strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-6)
+    # Nothing is sent to devices whose arrays are not made of it: what is not there any more cannot be.
+    gone = jnp.ones(3)
+    gone.delete()
+    assert len(strategy.create_state(lambda key, x, _: init(key, x), shardings, key, x, gone)) == 4

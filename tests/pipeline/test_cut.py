@@ -1,0 +1,206 @@
+"""What each stage of a pipeline computes: by what values depend on."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.pipeline.cut import Cut, Input, Kind, StateOnTwoStages, cut
+from jaxlit.pipeline.marks import marking
+from jaxlit.pipeline.segments import holds_mark
+from jaxlit.programs.inline import inline
+
+KINDS = {"w": Kind.WEIGHT, "s": Kind.STATE, "b": Kind.BATCH}
+ROWS, WIDTH = 8, 6
+
+
+def args_of(kinds: str) -> list[Any]:
+    draw = np.random.default_rng(0).normal
+    shapes = {"w": (WIDTH, WIDTH), "s": (), "b": (ROWS, WIDTH)}
+    return [draw(size=shapes[kind]).astype(np.float32) for kind in kinds]
+
+
+def cut_of(
+    fn: Callable[..., Any], kinds: str, stages: int, *, updates: dict[int, int] | None = None, **more: Any
+) -> Cut:
+    """Cut a function, whose arguments are (w)eights, (s)tate and (b)atch, and check what its pieces compute."""
+    args = args_of(kinds)
+    with marking():
+        closed = inline(jax.make_jaxpr(fn)(*args), also=holds_mark)
+    inputs = [Input(KINDS[kind], update=(updates or {}).get(i)) for i, kind in enumerate(kinds)]
+    found = cut(closed, inputs, stages, **({"balance": "count"} | more))
+    for mine, theirs in zip(run(found, args), jax.tree.leaves(fn(*args)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)  # of sums of numbers up to a thousand
+    return found
+
+
+def run(found: Cut, args: Sequence[Any]) -> list[Any]:
+    """Run the pieces one behind the other, each with what it says that it needs."""
+    sent, results = dict[Any, Any](), dict[int, Any]()
+    for piece in found.pieces:
+        outs, made = found.runner(piece)([args[i] for i in piece.inputs], [sent[x] for x in piece.ins])
+        sent |= dict(zip(piece.outs, outs, strict=True))
+        results |= {i: x for i, x in zip(piece.results, made, strict=True) if found.made_at[i] == piece.stage}
+    return [results[i] for i in range(len(found.made_at))]
+
+
+def chain(*weights: Any, x: Any) -> Any:
+    for i, w in enumerate(weights):
+        x = jnp.tanh(x @ w)
+        x = jl.pipeline_yield(x) if i + 1 < len(weights) else x
+    return x
+
+
+def shapes_into(found: Cut, stage: int) -> list[tuple[int, ...]]:
+    return sorted(x.aval.shape for x in found.pieces[stage].ins)
+
+
+def test_a_chain_sends_one_activation_from_stage_to_stage_and_labels_to_the_last_only() -> None:
+    def loss(a: Any, b: Any, c: Any, d: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((chain(a, b, c, d, x=x) - y) ** 2)
+
+    found = cut_of(loss, "wwwwbb", 4)
+    assert [piece.inputs for piece in found.pieces] == [[0, 4], [1], [2], [3, 5]]
+    assert [shapes_into(found, stage) for stage in range(4)] == [[], *[[(ROWS, WIDTH)]] * 3]
+    assert found.home_of[:4] == [0, 1, 2, 3] and found.made_at == [3]
+
+
+def test_tied_weights_live_where_they_are_used_first_and_are_used_as_they_are() -> None:
+    found = cut_of(lambda a, b, x: jl.pipeline_yield(jnp.tanh(x @ a) @ b) @ a.T, "wwb", 2)
+    assert found.home_of[:2] == [0, 0] and found.pieces[1].inputs == [0]
+    assert shapes_into(found, 1) == [(ROWS, WIDTH)]  # neither the weights nor their transpose are sent
+
+
+def test_a_skip_goes_straight_to_the_stage_that_uses_it() -> None:
+    def loss(a: Any, b: Any, c: Any, x: Any) -> Any:
+        first = jnp.sin(x @ a)
+        return jl.pipeline_yield(jl.pipeline_yield(first) @ b) @ c + jnp.cos(first)
+
+    found = cut_of(loss, "wwwb", 3)
+    assert len(shapes_into(found, 1)) == 1 and len(shapes_into(found, 2)) == 2
+
+
+def test_what_depends_on_the_batch_alone_is_computed_wherever_it_is_used() -> None:
+    def loss(a: Any, b: Any, x: Any) -> Any:
+        mask = jnp.where(x > 0, 1.0, 0.0)
+        return jl.pipeline_yield((x @ a) * mask) @ b * mask
+
+    found = cut_of(loss, "wwb", 2)
+    assert found.pieces[1].inputs == [1, 2] and shapes_into(found, 1) == [(ROWS, WIDTH)]
+
+
+def test_losses_of_single_layers_and_norms_of_weights_stay_where_they_are_made() -> None:
+    def loss(a: Any, b: Any, c: Any, x: Any) -> Any:
+        h = jl.pipeline_yield(x @ a)
+        extra = jnp.mean(h**2)
+        h = jl.pipeline_yield(jnp.tanh(h @ b))
+        return jnp.mean(h @ c) + extra + sum(jnp.sum(w**2) for w in (a, b, c))
+
+    found = cut_of(loss, "wwwb", 3)
+    assert [piece.inputs for piece in found.pieces] == [[0, 3], [1], [2]]
+    assert all(shape == () for shape in shapes_into(found, 2)[:-1])  # numbers, and one activation
+
+
+def test_every_stage_that_draws_counts_for_itself() -> None:
+    def step(a: Any, b: Any, count: Any, x: Any) -> Any:
+        key = jax.random.key(jnp.int32(count * 7))
+        keep = lambda x, i: x * jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)  # noqa: E731
+        return keep(jl.pipeline_yield(keep(x @ a, 0)) @ b, 1), count + 1
+
+    found = cut_of(step, "wwsb", 2, updates={2: 1})
+    assert [2 in piece.inputs and 1 in piece.results for piece in found.pieces] == [True, True]
+    assert found.home_of[2] == 0 and shapes_into(found, 1) == [(ROWS, WIDTH)]
+
+
+def test_state_lives_where_it_is_updated_and_may_not_be_read_elsewhere() -> None:
+    def step(a: Any, b: Any, mean: Any, x: Any) -> Any:
+        h = jl.pipeline_yield(x @ a) @ b
+        return jnp.mean(h - mean), 0.9 * mean + 0.1 * jnp.mean(h)
+
+    assert cut_of(step, "wwsb", 2, updates={2: 1}).home_of[2] == 1
+
+    def read_before(a: Any, b: Any, mean: Any, x: Any) -> Any:
+        h = jl.pipeline_yield(x @ a + mean) @ b
+        return jnp.mean(h), 0.9 * mean + 0.1 * jnp.mean(h)
+
+    with pytest.raises(StateOnTwoStages) as caught:
+        cut_of(read_before, "wwsb", 2, updates={2: 1})
+    assert (caught.value.place, caught.value.read, caught.value.updated) == (2, 0, 1)
+
+
+def test_state_that_is_only_written_lives_where_it_is_written() -> None:
+    def step(a: Any, b: Any, seen: Any, last: Any, x: Any) -> Any:
+        h = jl.pipeline_yield(x @ a)
+        return jnp.mean(h @ b), jnp.sum(h), last + 1
+
+    assert cut_of(step, "wwssb", 2, updates={2: 1, 3: 2}).home_of[2:4] == [1, 1]
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_a_mark_inside_a_call_counts(wrap: Callable[..., Any]) -> None:
+    layer = wrap(lambda w, x: jl.pipeline_yield(jnp.tanh(x @ w)))
+    found = cut_of(lambda a, b, c, x: layer(b, layer(a, x)) @ c, "wwwb", 3)  # a layer that jax traces once
+    assert found.home_of[:3] == [0, 1, 2]
+
+
+def test_a_mark_inside_a_scan_is_refused() -> None:
+    def loss(a: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, _: (jl.pipeline_yield(h @ a), None), x, length=3)[0]
+
+    with pytest.raises(ArgumentError, match="called inside a scan"):
+        cut_of(loss, "wb", 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "balance", "homes"),
+    [
+        (8, 4, "count", [0, 0, 1, 1, 2, 2, 3, 3]),
+        (5, 2, "count", [0, 0, 1, 1, 1]),
+        (4, 2, [1, 3], [0, 1, 1, 1]),
+        (4, 4, "flops", [0, 1, 2, 3]),
+    ],
+)
+def test_more_marks_than_stages_are_put_together(layers: int, stages: int, balance: Any, homes: list[int]) -> None:
+    fn = lambda *args: chain(*args[:-1], x=args[-1])  # noqa: E731
+    assert cut_of(fn, "w" * layers + "b", stages, balance=balance).home_of[:layers] == homes
+
+
+def test_a_mark_behind_the_last_layer_leaves_what_follows_on_its_stage() -> None:
+    def marked(a: Any, b: Any, head: Any, x: Any) -> Any:
+        return jl.pipeline_yield(jl.pipeline_yield(x @ a) @ b) @ head
+
+    assert cut_of(marked, "wwwb", 2).home_of[:3] == [0, 1, 1]
+
+
+def test_stages_of_like_cost_are_not_of_as_many_layers() -> None:
+    def uneven(a: Any, b: Any, c: Any, x: Any) -> Any:
+        for _ in range(6):
+            x = x @ a
+        return jl.pipeline_yield(jl.pipeline_yield(x) @ b) @ c
+
+    assert cut_of(uneven, "wwwb", 2, balance="flops").home_of[:3] == [0, 1, 1]
+    assert cut_of(uneven, "wwwb", 2, balance=[2, 1]).home_of[:3] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "balance", "words"),
+    [
+        (4, "count", "into 4 stages, and its training_step has 2 marks, so 3 parts"),
+        (2, [1, 4], "2 numbers whose sum is 3"),
+        (2, [1, 1, 1], "2 numbers whose sum is 3"),
+    ],
+)
+def test_too_few_marks_are_refused_with_both_numbers(stages: int, balance: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        cut_of(lambda *args: chain(*args[:-1], x=args[-1]), "wwwb", stages, balance=balance)
+
+
+def test_a_mark_is_nothing_elsewhere() -> None:
+    x = {"a": jnp.ones(3), "b": 2}
+    assert jl.pipeline_yield(x) is x
+    assert "name" not in str(jax.make_jaxpr(jl.pipeline_yield)(1.0))

@@ -1,0 +1,100 @@
+"""Functions of arrays that lie on several ranks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit.errors import StateError
+from jaxlit.pipeline.placed import Placed
+from jaxlit.pipeline.places import Places
+
+SIZES = (3, 40, 2000)  # elements: fewer than a sharding minds, more, and more than are brought together
+
+
+@pytest.fixture(scope="module")
+def places() -> Places:
+    return Places([Mesh(np.array(jax.devices()[rank : rank + 1]), ("data",)) for rank in range(3)])
+
+
+def jit(rank: int, fn: Any, name: str, options: Any) -> Any:
+    return jax.jit(fn, **options)
+
+
+def on(places: Places, rank: int) -> NamedSharding:
+    return NamedSharding(places.meshes[rank], P())
+
+
+def arrays(places: Places, seed: int) -> list[jax.Array]:
+    draw = np.random.default_rng(seed).normal
+    made = [draw(size=size).astype(np.float32) for size in SIZES]
+    return jax.device_put(made, [on(places, rank) for rank in range(3)])
+
+
+def test_an_optimizer_that_clips_by_the_norm_of_all_runs_where_its_arrays_are(places: Places) -> None:
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    params, grads = arrays(places, 0), arrays(places, 1)
+    state = jax.tree.map(lambda x: jax.device_put(x, on(places, SIZES.index(x.size) if x.ndim else 2)), tx.init(params))
+
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    expected = update(*jax.device_get((params, state, grads)))
+    leaves = jax.tree.leaves((params, state))
+    lies = [x.sharding for x in leaves]
+    placed = Placed(update, places, 2, jit, "update", outputs=lies, donate=range(len(leaves)))
+    found = placed(params, state, grads)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert [x.sharding for x in jax.tree.leaves(found)] == lies
+    assert all(x.is_deleted() for x in leaves) and not any(x.is_deleted() for x in grads)
+    assert jax.tree.leaves(placed(*found, grads))  # and again
+
+
+def test_large_arrays_of_two_ranks_are_not_brought_together_unseen(places: Places) -> None:
+    first, second = (jax.device_put(np.ones(SIZES[2], np.float32), on(places, rank)) for rank in (0, 1))
+    with pytest.raises(StateError, match=r"update: the operation add combines .*f(loat)?32\[2000\] of rank 0.*rank 1"):
+        Placed(lambda a, b: a + b, places, 0, jit, "update")(first, second)
+    followed = Placed(lambda a, b: a + b, places, 0, jit, "on_state", follows=True)(first, second)
+    np.testing.assert_array_equal(followed, 2.0)
+
+
+def test_a_choice_between_states_of_several_ranks_is_made_on_each(places: Places) -> None:
+    old, new = arrays(places, 0), arrays(places, 1)
+
+    def choose(ok: Any, old: Any, new: Any) -> Any:
+        return jax.lax.cond(ok, lambda: new, lambda: old)
+
+    placed = Placed(choose, places, 0, jit, "choose")
+    for ok in (True, False):
+        found = placed(np.asarray(ok), old, new)
+        for mine, theirs in zip(found, new if ok else old, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            assert mine.sharding.device_set == theirs.sharding.device_set
+
+
+def test_each_result_has_a_buffer_of_its_own(places: Places) -> None:
+    (x, *_) = arrays(places, 0)
+    first, second = Placed(lambda x: (y := jnp.sin(x), y), places, 0, jit, "twice")(x)
+    first.delete()
+    np.testing.assert_allclose(second, np.sin(x), rtol=1e-6)
+
+
+def test_weights_stay_and_what_is_computed_goes_to_them(places: Places) -> None:
+    weights = [jax.device_put(np.full((4, 4), i + 1, np.float32), on(places, i)) for i in range(3)]
+    count = jax.device_put(np.int32(5), on(places, 2))
+
+    def model(weights: Any, count: Any, x: Any) -> Any:
+        for w in weights:
+            x = x @ w * count
+        return x, count + 1
+
+    found, after = Placed(model, places, 2, jit, "apply", follows=True)(weights, count, np.ones((2, 4), np.float32))
+    np.testing.assert_array_equal(found, 4.0**3 * 6 * 5**3)
+    assert found.sharding.device_set == {jax.devices()[2]} and int(after) == 6

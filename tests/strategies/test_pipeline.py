@@ -1,0 +1,190 @@
+"""Training in a pipeline: its numbers are those of microbatches one by one on a single device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from kit.batches import sized
+from kit.inside import pipelined
+from kit.journal import Losses, Rows
+from kit.stages import WIDTH, Language, Layered, by_microbatches, numbers, sentences
+from kit.trainers import BARE, fit, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.pipeline import simulate
+from jaxlit.strategies import Pipeline
+
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv")
+BATCHES = sized(8, 8, 8, 6)  # the last one in parts of two sizes
+
+
+def layered(**arguments: Any) -> Layered:
+    return Layered(**arguments, rngs=nnx.Rngs(0))
+
+
+def assert_close(mine: Any, theirs: Any) -> None:
+    for path, x in numbers(theirs).items():
+        np.testing.assert_allclose(numbers(mine)[path], x, rtol=0, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "devices", "remat"),
+    thinned(
+        [
+            (schedule, stages, devices, remat)
+            for stages, devices in ((4, 4), (4, 8), (2, 8))
+            for schedule in SCHEDULES
+            for remat in (False, True)
+            if not (stages == 4 and schedule in ("interleaved_1f1b", "zbv"))  # eight parts, and there are four layers
+        ],
+        ("1f1b", 4, 4, False),
+        ("zbv", 2, 8, False),
+        full=[
+            ("interleaved_1f1b", 2, 8, True),
+            ("gpipe", 4, 8, True),
+            ("eager_1f1b", 4, 8, False),
+            ("zb_h1", 4, 4, True),
+        ],
+    ),
+)
+def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: int, devices: int, remat: bool) -> None:
+    expected, module = layered(), layered()
+    losses = by_microbatches(expected, BATCHES, 4)
+    strategy = Pipeline(stages, schedule, 4, layers="layers", remat=remat)
+    fit(module, BATCHES, None, rows := Rows(), strategy=strategy, devices=devices, log_every_n_steps=1)
+    assert_close(module, expected)
+    np.testing.assert_allclose(rows.of("train"), losses, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.sweep)])
+def test_a_language_model_that_is_hard_to_cut(schedule: str) -> None:
+    batches = sentences(8, 2)
+    expected, module = Language(rngs=nnx.Rngs(0)), Language(rngs=nnx.Rngs(0))
+    by_microbatches(expected, batches, 4)
+    trainer = fit(module, batches, strategy=Pipeline(4, schedule), devices=4)
+    assert_close(module, expected)
+    drawn = [path for path in numbers(module) if "rngs" in path or "count" in path]
+    assert drawn and all((numbers(module)[path] == numbers(expected)[path]).all() for path in drawn)
+    # No device holds more than its stage, with the moments of none.
+    held = [x for x in jax.tree.leaves(trainer.state.params) if x.size > 1]
+    assert {len(x.sharding.device_set) for x in held} == {1} and len({x.sharding for x in held}) == 4
+
+
+def test_what_is_held_is_what_the_simulator_says() -> None:
+    strategy = Pipeline(4, "1f1b", 8, layers="layers")
+    trainer = make_trainer(strategy=strategy, devices=4, **BARE)
+    peaks, transfers = pipelined(trainer, layered(), sized(8), shape=(1, WIDTH))
+    assert peaks == list(simulate(strategy.schedule, 8).peak_live) == [4, 3, 2, 1]
+    assert transfers == 2 * (4 - 1) * 8  # each activation once forward, each gradient once back
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "clip": {"gradient_clip_val": 0.1},
+    "accumulate": {"accumulate_grad_batches": 3},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "skip": {"nan_policy": "skip"},
+    "16-mixed": {"precision": "16-mixed"},
+}
+
+
+@pytest.mark.parametrize("name", thinned(ARGUMENTS, "clip", full=["accumulate", "skip", "16-mixed"]))
+def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
+    """Whole batches, so that dropout draws alike. What `fsdp` does is compared with loops by hand elsewhere."""
+    batches = sized(*[8] * 20)
+    found = {}
+    for strategy, devices in (("fsdp", 4), (Pipeline(4, microbatches=1, layers="layers"), 4)):
+        module, rows, norm = layered(), Rows(), jl.callbacks.GradientNorm()
+        arguments = {"strategy": strategy, "devices": devices, "log_every_n_steps": 1} | ARGUMENTS[name]
+        trainer = fit(module, batches, batches[:2], rows, norm, **arguments)
+        predicted = trainer.predict(module, batches[:2])
+        applied = trainer.apply(lambda module, x: module(x), batches[0]["x"])
+        found[strategy] = module, rows.rows, [*predicted, applied]
+    (theirs, expected, outputs), (mine, rows, made) = found.values()
+    # Of 16 bits, of which bfloat16 has 8 for the digits of what is predicted, only the parameters are held in 32.
+    low = name in ("bf16-mixed", "16-mixed")
+    tolerance, made, outputs = (2e-2, [], []) if low else (1e-5, made, outputs)
+    for one, other in zip([*numbers(mine).values(), *made], [*numbers(theirs).values(), *outputs], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+    assert len(rows) == len(expected) and any("grad_norm" in values for _, values in rows)
+    for (_, values), (_, other) in zip(rows, expected, strict=True):
+        assert values.keys() == other.keys()
+        np.testing.assert_allclose([*values.values()], [*other.values()], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_bad_step_is_undone_and_told_as_under_single(accumulate: int) -> None:
+    batches = sized(*[8] * 12)
+    batches[7]["x"][5] = np.nan
+    found = {}
+    for strategy, devices in (("single", 1), (Pipeline(4, microbatches=1, layers="layers"), 4)):
+        module = layered()
+        trainer = make_trainer(strategy=strategy, devices=devices, accumulate_grad_batches=accumulate)
+        with pytest.raises(jl.errors.NonFiniteError) as caught:
+            trainer.fit(module, batches)
+        found[strategy] = trainer.global_step, str(caught.value), module
+    (step, words, theirs), (mine_step, mine_words, mine) = found.values()
+    assert (mine_step, mine_words) == (step, words) and "row 5 of 8" in words
+    assert_close(mine, theirs)
+
+
+@pytest.mark.full
+def test_checkpoints_go_from_a_pipeline_to_any_other_strategy(tmp_path: Path) -> None:
+    def train(folder: str, strategy: Any, devices: int, **arguments: Any) -> jl.Trainer:
+        return fit(
+            Layered(rngs=nnx.Rngs(1)), BATCHES[:3], strategy=strategy, devices=devices,
+            default_root_dir=tmp_path / folder, **arguments,
+        )  # fmt: skip
+
+    def held(trainer: jl.Trainer) -> list[np.ndarray]:
+        state = trainer.state
+        return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state, state.counters))]
+
+    trainer = train("0", Pipeline(4, layers="layers"), 4)
+    for i, (strategy, devices) in enumerate(((Pipeline(2, layers="layers"), 4), ("fsdp", 8), ("single", 1))):
+        assert trainer.checkpoint_callback is not None
+        path = trainer.checkpoint_callback.last_model_path
+        following = train(str(i + 1), strategy, devices, ckpt_path=path, max_epochs=1)
+        for mine, theirs in zip(held(following), held(trainer), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        following.save_checkpoint(tmp_path / f"of-{i}")
+        on = train(f"{i}-on", strategy, devices, ckpt_path=tmp_path / f"of-{i}", max_epochs=2)
+        assert on.global_step == 6
+
+
+@pytest.mark.full
+def test_a_loss_that_is_a_sum_is_that_of_all_rows() -> None:
+    class Summed(Layered):
+        def loss(self, batch: Any) -> jax.Array:
+            return super().loss(batch) * batch["x"].shape[0]
+
+    tx, found = optax.sgd(1e-3), []
+    for strategy, devices in (("single", 1), (Pipeline(4, layers="layers", loss_reduction="sum"), 4)):
+        module = Summed(tx=tx, rngs=nnx.Rngs(0))
+        module.layers = nnx.List([layer.linear for layer in module.layers])  # dropout would draw otherwise
+        fit(module, BATCHES, None, losses := Losses(), strategy=strategy, devices=devices)
+        found.append((module, losses.losses))
+    (theirs, expected), (mine, losses) = found
+    assert_close(mine, theirs)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_stages_have_names_on_the_screen_and_the_module_is_whole_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    module = layered()
+    trainer = fit(module, BATCHES, strategy=Pipeline(2, layers="layers"), devices=2)
+    assert {x.sharding for x in jax.tree.leaves(nnx.state(module))} == {SingleDeviceSharding(jax.devices()[0])}
+    assert {frozenset(x.sharding.device_set) for x in jax.tree.leaves(trainer.state.params)} == {
+        frozenset({device}) for device in jax.devices()[:2]
+    }
+    screen = capsys.readouterr().out
+    assert "compiled train_step in" in screen and "gathered from 2 ranks to cpu:0" in screen
+    assert "stage 1, on cpu:1" in screen and "predicted bubble 33.3%" in screen
+    lines = trainer.strategy.describe().split("\n")
+    assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 2 microbatches"
+    assert lines[2].split()[:5] == ["0", "0", "inward,", "layers[0-1]", "176"]  # 3 * 8 + 8 and twice 8 * 8 + 8
