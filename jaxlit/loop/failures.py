@@ -7,7 +7,7 @@ from typing import Any
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.position import Position
-from jaxlit.errors import JaxlitError, note_place
+from jaxlit.errors import JaxlitError, NonFiniteError, note_place
 
 _logger = logging.getLogger("jaxlit")
 
@@ -73,4 +73,6 @@ class Failures:
 
 
 def _forgives(logger: Logger, hook: str, error: Exception) -> bool:
-    return logger.on_error != "raise" and not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
+    if logger.on_error == "raise" or isinstance(error, NonFiniteError):  # which it met, saving a checkpoint say
+        return False
+    return not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)

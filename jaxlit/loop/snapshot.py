@@ -164,7 +164,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
-    run.resumed, run.resumed_before = True, state.get("not_finite")
+    run.resumed = True
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))

@@ -323,6 +323,7 @@ class Session:
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
+                    run.resume = resume
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", snapshot.without_gaps(resume.checkpoint.state))
