@@ -24,7 +24,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
@@ -233,6 +233,9 @@ class Session:
             self.current = run = self._make_run(module, loaders)
             with run.compiles, self._watchdog(run) as watchdog:
                 self._guarded(run, stage, work, own, resume, watchdog)
+        except BaseException as error:
+            note_step(error, self.position.global_step)
+            raise
         finally:
             if self.current is not None:
                 self.current.end_clock()
