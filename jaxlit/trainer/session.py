@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.file_logger import FileLogger
+from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
@@ -130,7 +131,7 @@ class Session:
         if found is not None:
             tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, strict, reset_optimizer)
-        writes = any(isinstance(c, (FileLogger, ModelCheckpoint)) for c in self.callbacks)
+        writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
