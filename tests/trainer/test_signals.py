@@ -14,7 +14,7 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.checkpoints import names, state_of
 from kit.journal import at_batch, hooks
-from kit.modules import Mean
+from kit.modules import Mean, module
 from kit.processes import launch
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
@@ -197,6 +197,19 @@ def test_a_second_ctrl_c_that_something_swallows_comes_out_at_the_end(signals) -
 
     with pytest.raises(KeyboardInterrupt):
         fit(Mean(), numbered(3), None, hooks(on_train_batch_start=swallows), **BARE)
+
+
+def test_a_signal_that_comes_while_the_step_is_built_ends_training_behind_it(signals) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        if left:
+            signal.raise_signal(left.pop())
+        return Mean.training_step(self, batch)
+
+    left, given = [signal.SIGTERM], {"default_root_dir": "run", "resume": "auto"}
+    with pytest.raises(SystemExit) as raised:
+        fit(module(step), numbered(3), **given)
+    assert raised.value.code == 143 and names() == ["step_00000001"]
+    assert float(fit(module(step), numbered(3), **given).module.w[...][0]) == mean([[1], [2], [3]])
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, NonFiniteError)])
