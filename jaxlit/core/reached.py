@@ -1,14 +1,16 @@
 """What a step reaches by its names: the user's functions that it may call, and what they take from around them."""
 
+import contextlib
+import functools
 import inspect
 import sys
 from collections import deque
 from collections.abc import Callable
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-LIBRARIES = {*sys.stdlib_module_names, "chex", "einops", "flax", "grain", "jax", "jaxlib", "jaxlit", "numpy", "optax"}
-LIBRARIES |= {"orbax", "torch", "wandb"}
+# Wherever they are installed.
+_LIBRARIES = {*sys.stdlib_module_names, "chex", "einops", "flax", "grain", "jax", "jaxlib", "jaxlit", "numpy", "optax"}
 _MOST = 100  # functions
 
 
@@ -44,24 +46,28 @@ def reached(step: Callable[..., Any], kind: type) -> list[Named]:
     return list({(id(x.space), x.name): x for x in found}.values())
 
 
+@functools.cache
 def is_of_library(module: str | None) -> bool:
-    """Tell whether a module belongs to Python or to a library that a step is written with."""
-    return (module or "").partition(".")[0] in LIBRARIES
+    """Tell whether a module belongs to Python or to a library."""
+    top = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    return top in _LIBRARIES or "site-packages" in file or "dist-packages" in file
 
 
 def _function(value: Any) -> FunctionType | None:
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    value = inspect.unwrap(value) if isinstance(value, FunctionType) or hasattr(value, "__wrapped__") else value
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    value = value.fget if isinstance(value, property) else value
+    with contextlib.suppress(Exception):  # an object may answer to every name
+        value = inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
     return value if isinstance(value, FunctionType) else None
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # it may still be empty
             found[name] = cell.cell_contents
-        except ValueError:  # it may still be empty
-            continue
     return found
 
 

@@ -91,7 +91,7 @@ def telling_of_untraced_calls(step: str, told: set[tuple[str, str]], around: Seq
         yield
     finally:
         for x, wrapper in imported:
-            if x.space[x.name] is wrapper:
+            if x.space.get(x.name) is wrapper:
                 x.space[x.name] = x.value
         _wrappers.remove()
         _thread.found = outer
@@ -141,7 +141,8 @@ def _noting(original: Callable[..., Any], what: str, shown: str) -> Callable[...
         found = getattr(_thread, "found", None)
         if found is not None and what not in found:
             # Who calls a clock in a library does it for a purpose of its own; a generator with a seed is meant.
-            harmless = (shown == "print" and not _shows_tracer(args)) or (shown.endswith("default_rng") and args)
+            seeded = shown.endswith("default_rng") and any(x is not None for x in (*args, *kwargs.values()))
+            harmless = seeded or (shown == "print" and not _shows_tracer(args))
             if not harmless and not is_of_library(sys._getframe(1).f_globals.get("__name__")):
                 found[what] = shown
         return original(*args, **kwargs)
