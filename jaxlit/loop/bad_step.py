@@ -99,9 +99,10 @@ def _look_again(run: Run, first: int, end: int) -> tuple[str, list[str]]:
     bad = [i for i, (loss, names) in enumerate(found) if names or not np.isfinite(loss)]
     if not bad:
         losses = ", ".join(f"{loss:.4g}" for loss, _ in found)
+        held = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
-            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): the loader gave other "
-            "data, the step draws other numbers each time, or gradients overflow when they are added up.",
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): {held}the loader gave "
+            "other data, the step draws other numbers each time, or gradients overflow when they are added up.",
             look.took(None),
         )
     (loss, names), rows = found[bad[0]], _not_finite(hosts[bad[0]])

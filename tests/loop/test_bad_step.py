@@ -306,6 +306,17 @@ def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoi
     )  # the momentum took nothing
 
 
+def test_a_window_that_was_bad_where_its_checkpoint_was_taken_is_told_so_and_skipped() -> None:
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's first batch
+    given: Any = {"accumulate_grad_batches": 2}
+    with pytest.raises(NonFiniteError, match="\nBatch 2, run again .* gave the same"):
+        fit(Mean(), spoilt(6, 2), None, save, **given)
+    with pytest.raises(NonFiniteError, match="\nBatch 3, run again .*: the window was not finite where the checkpoint"):
+        fit(Mean(), spoilt(6, 2), ckpt_path="kept", **given)
+    resumed = fit(Mean(), spoilt(6, 2), ckpt_path="kept", nan_policy="skip", **given)
+    assert float(resumed.module.w[...][0]) == mean([[1, 2], [5, 6]])
+
+
 def test_what_the_first_hook_of_a_bad_batch_has_logged_counts_once() -> None:
     log = hooks(on_train_batch_start=lambda t, m, batch, i: m.log("batch", float(i), on_step=False, on_epoch=True))
     given: Any = {"default_root_dir": "run", "resume": "auto"}
