@@ -1,5 +1,6 @@
 """What is said when training has ended: what came of it, where it is, and how to go on."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
 
 
 def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
@@ -49,8 +52,18 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
 
 def _reports(trainer: "Trainer") -> list[str]:
     """Return where the loggers' rows can be seen."""
-    places = [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
+    places = [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
     return [str(short_path(Path(place))) if "://" not in place else place for place in places if place]
+
+
+def _location(logger: Logger) -> str | None:
+    try:
+        return logger.location
+    except Exception as error:
+        if logger.on_error == "raise":
+            raise
+        _logger.warning("%s.location failed: %r.", type(logger).__name__, error)
+        return None
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:

@@ -85,6 +85,14 @@ def note_place(error: BaseException, place: str) -> BaseException:
     return error
 
 
+def note_step(error: BaseException, step: int) -> None:
+    """Add to the note of where an error was raised how many optimizer steps had been taken, if it does not say."""
+    notes = getattr(error, "__notes__", [])
+    for i, note in enumerate(notes):
+        if note.startswith(_RAISED_BY) and "(global_step " not in note:
+            notes[i] = f"{note[:-1]} (global_step {step})."
+
+
 @contextlib.contextmanager
 def noting_place(place: str) -> Iterator[None]:
     """Note on whatever is raised inside the block where that was."""

@@ -93,17 +93,18 @@ class Position:
         self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
         self.phase, self.data, self.first_step = Phase.EPOCH_START, data, self.global_step
 
-    def stand_before(self, step: int, batch_idx: int, data: Any) -> None:
-        """Stand before an earlier batch of this epoch, where an optimizer step began.
+    def stand_before(self, step: int, batch_idx: int, filled: int, data: Any) -> None:
+        """Stand before an earlier step of this epoch, behind the hook that its batch begins with.
 
         Args:
             step: The step.
             batch_idx: The batch.
+            filled: Batches in the accumulation window.
             data: Where the loader's iteration stood.
         """
         self.total_batch_idx -= self.batch_idx - batch_idx
-        self.batch_idx, self.global_step, self.filled = batch_idx, step, 0
-        self.phase, self.over, self.data = Phase.BATCH_START, False, data
+        self.batch_idx, self.global_step, self.filled = batch_idx, step, filled
+        self.phase, self.over, self.data = Phase.STEP, False, data
 
     def go_back(self, was: "Position") -> bool:
         """Count optimizer steps from an earlier position on; the batches since then stay used.

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxlit.errors import ModuleError
+from jaxlit.errors import ModuleError, note_place
 from jaxlit.leaf_names import named_leaves
 
 
@@ -21,28 +21,45 @@ class ArrayKeeper(Protocol):
         ...
 
 
-def check_extras(keepers: Mapping[str, ArrayKeeper], params: Any) -> None:
-    """Refuse before anything is compiled what could not be kept in the state.
+def check_extras(
+    keepers: Mapping[str, ArrayKeeper], params: Any, leaves_out: Callable[[Exception, ArrayKeeper, str], bool]
+) -> dict[str, ArrayKeeper]:
+    """Refuse before anything is compiled what could not be kept in the state; returns the callbacks that can be.
 
     Args:
         keepers: The callbacks, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
+        leaves_out: See `Engine`.
 
     Raises:
         ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
     """
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    for keeper in keepers.values():
-        name = type(keeper).__name__
-        arrays = _trace(_checked_init(keeper), f"{name}.init_arrays", params)
-        found = _trace(keeper.update_arrays, f"{name}.update_arrays", arrays, params, params, step)
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise ModuleError(
-                f"{name}.update_arrays must return a tuple of two, (arrays, params), got {type(found).__name__}. "
-                "Return the parameters as they came if it does not change them."
-            )
-        for what, before, after in (("arrays", arrays, found[0]), ("params", params, found[1])):
-            _check_same(f"{name}.update_arrays", what, before, after)
+    kept = {}
+    for key, keeper in keepers.items():
+        hook = "init_arrays"
+        try:
+            arrays = jax.eval_shape(_checked_init(keeper), params)
+            hook = "update_arrays"
+            _check_update(keeper, arrays, params)
+        except Exception as error:
+            if not leaves_out(error, keeper, hook):
+                note_place(error, f"{type(keeper).__name__}.{hook}")
+                raise
+            continue
+        kept[key] = keeper
+    return kept
+
+
+def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:
+    where = f"{type(keeper).__name__}.update_arrays"
+    found = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise ModuleError(
+            f"{where} must return a tuple of two, (arrays, params), got {type(found).__name__}. Return the parameters "
+            "as they came if it does not change them."
+        )
+    for what, before, after in (("arrays", arrays, found[0]), ("params", params, found[1])):
+        _check_same(where, what, before, after)
 
 
 def _checked_init(keeper: ArrayKeeper) -> Callable[[Any], Any]:
@@ -62,16 +79,6 @@ def _checked_init(keeper: ArrayKeeper) -> Callable[[Any], Any]:
         return made
 
     return init
-
-
-def _trace(fn: Callable[..., Any], where: str, *args: Any) -> Any:
-    try:
-        return jax.eval_shape(fn, *args)
-    except ModuleError:
-        raise
-    except Exception as error:
-        error.add_note(f"It was raised by {where}.")
-        raise
 
 
 def _check_same(where: str, what: str, before: Any, after: Any) -> None:

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.reached import reached
 from jaxlit.core.replica import Replica
-from jaxlit.core.side_effects import names_around
 from jaxlit.core.stage import STAGES
 from jaxlit.core.untraced_calls import has_told_of_chance
 from jaxlit.errors import StateError
@@ -161,7 +161,7 @@ def _warn_of_constants(closed: Any, module: TrainModule) -> None:
 def _name_of(array: Any, module: TrainModule) -> str:
     step = type(module).training_step
     names = dict(getattr(inspect.unwrap(step), "__globals__", {}))
-    for name, value in (names | names_around(step)).items():
+    for name, value in (names | {x.name: x.value for x in reached(step, type(module))}).items():
         if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
             return name
     return f"{array.dtype}{list(array.shape)}"

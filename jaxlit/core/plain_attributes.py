@@ -14,6 +14,7 @@ MODES = {"deterministic", "use_running_average", "decode"}
 
 CONTAINERS = (list, tuple, set, dict, deque)
 _DEEPEST = 30  # containers within containers
+_MOST = 10_000  # containers and objects in one
 
 
 class Held(NamedTuple):
@@ -85,7 +86,7 @@ def _is_book(path: tuple[Any, ...]) -> bool:
 
 def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] | None] | None, depth: int = 0) -> Any:
     # Each once, wherever it is met first: objects that refer to each other have paths without number.
-    if id(value) in seen or depth > _DEEPEST:
+    if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
         return value
     is_object = False
     if isinstance(value, dict):

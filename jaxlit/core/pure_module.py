@@ -14,7 +14,9 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
+from jaxlit.core.plain_attributes import each_attribute
 from jaxlit.core.precision import Precision, cast
+from jaxlit.core.reached import Named, reached
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
@@ -141,16 +143,21 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        before = Before(module, getattr(type(module), STAGES[stage].step))
+        # Under disable_jit a step runs each time, and whoever collects values there is looking for something.
+        compiles = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        around = reached(getattr(type(module), STAGES[stage].step), type(module)) if compiles else []
+        before, name = Before(module, around), f"{self.name}.{STAGES[stage].step}"
+        own = [Named({}, path, value, set()) for path, value in each_attribute(module)]
+        told = telling_of_untraced_calls(name, self.told, [*around, *own]) if compiles else contextlib.nullcontext()
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
             reading() as reads,
-            self._watching(stage),
+            told,
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
-        before.check(module, f"{self.name}.{STAGES[stage].step}")
+        before.check(module, name)
         put_back()
         new = self.split(module)
         if training:
@@ -167,12 +174,6 @@ class PureModule:
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
-
-    def _watching(self, stage: str) -> contextlib.AbstractContextManager[None]:
-        """Warn of what a step does only while it is traced; under `jax.disable_jit` it does so each time."""
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return contextlib.nullcontext()
-        return telling_of_untraced_calls(f"{self.name}.{STAGES[stage].step}", self.told)
 
     @contextlib.contextmanager
     def _noting(self, stage: str, batch: Any) -> Iterator[None]:

@@ -1,25 +1,20 @@
 """What a traced step changes beside its arrays, and no compiled step repeats: attributes, containers and objects."""
 
-import contextlib
 import functools
-import inspect
-import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.core import Tracer
 
 from jaxlit.core.plain_attributes import CONTAINERS, Held, as_held, each_attribute, same_value
+from jaxlit.core.reached import Named, is_of_library
 from jaxlit.errors import StateError
 
 _KEPT = "make it an nnx.Variable, return it as an output, or log it with self.log."
 _MOST = 1_000  # entries of a container inside an object
-# Objects of theirs keep books of their own; a namespace of the standard library's is a user's.
-_LIBRARIES = {"chex", "einops", "flax", "grain", "jax", "jaxlib", "jaxlit", "numpy", "optax", "orbax", "torch", "wandb"}
-_LIBRARIES |= {*sys.stdlib_module_names} - {"argparse", "types"}
+_NAMESPACES = ("argparse", "types")  # objects of the standard library's that are a user's
 
 
 class Before:
@@ -27,14 +22,13 @@ class Before:
 
     Args:
         module: The copy of the module that the step runs on.
-        step: The step's function.
+        around: What the step reaches outside of it.
     """
 
-    def __init__(self, module: nnx.Module, step: Callable[..., Any]) -> None:
+    def __init__(self, module: nnx.Module, around: Iterable[Named]) -> None:
         self._attributes = {name: as_held(value, _fields_of) for name, value in each_attribute(module, of=nnx.Pytree)}
-        # Whoever collects values under disable_jit is looking for something.
-        around = {} if jax.config.jax_disable_jit else names_around(step)  # type: ignore[attr-defined]
-        self._around = {name: as_held(x, _fields_of) for name, x in around.items() if _is_small_container(x)}
+        outside = [x for x in around if _is_small_container(x.value) or _fields_of(x.value)]
+        self._around = [(x.name, as_held(x.value, _fields_of)) for x in outside]
 
     def check(self, module: nnx.Module, step: str) -> None:
         """Refuse a step that changed something; what it put into containers and objects is taken out again.
@@ -58,38 +52,25 @@ class Before:
                     f"{step} changed the attribute {changed}. A step is traced once, so the change would happen once "
                     f"and be lost: {_KEPT}"
                 )
-        for name, before in self._around.items():
+        for name, before in self._around:
             now = as_held(before.container, _fields_of)
-            if _change(before, now, name) is not None and _has_tracer(now) and not _has_tracer(before):
+            changed = _change(before, now, name)
+            if changed is not None and _has_tracer(now) and not _has_tracer(before):
                 self._restore()
                 raise StateError(
-                    f"{step} put a traced array into {name}, which lies outside of it. It has no value, and no later "
-                    f"step would add another: {_KEPT}"
+                    f"{step} put a traced array into {changed}, which lies outside of it. It has no value, and no "
+                    f"later step would add another: {_KEPT}"
                 )
 
     def _restore(self) -> None:
-        for value in (*self._attributes.values(), *self._around.values()):
+        for value in (*self._attributes.values(), *(held for _, held in self._around)):
             _restore(value)
-
-
-def names_around(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function takes from around it, by name: globals and variables of the functions that it is in."""
-    function: Any = inspect.unwrap(step)
-    if not hasattr(function, "__code__"):
-        return {}
-    code, found = function.__code__, dict[str, Any]()
-    for name in code.co_names:
-        if name in function.__globals__:
-            found[name] = function.__globals__[name]
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell may still be empty
-            found[name] = cell.cell_contents
-    return found
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
     """Return the fields of an object of the user's, without large containers; None for any other."""
-    if isinstance(value, (type, nnx.Variable, nnx.Pytree)) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+    kind = type(value).__module__  # objects of libraries keep books of their own
+    if isinstance(value, (type, nnx.Variable, nnx.Pytree)) or (is_of_library(kind) and kind not in _NAMESPACES):
         return None
     found = {name: x for name, x in _fields(value).items() if not isinstance(x, CONTAINERS) or _is_small_container(x)}
     return found or None

@@ -20,7 +20,7 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import ModuleError
+from jaxlit.errors import ModuleError, note_place, noting_place
 from jaxlit.leaf_names import is_key
 
 
@@ -310,7 +310,7 @@ class TrainStep:
             updates, opt_state = tx.update(clipped, opt_state, params, value=loss, grad=clipped)
         except TypeError as error:
             if "argument" not in str(error):
-                error.add_note(f"It was raised by the optimizer of {self.pure.name}.configure_optimizers.")
+                note_place(error, f"the optimizer of {self.pure.name}.configure_optimizers")
                 raise
             raise ModuleError(
                 f"{self.pure.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
@@ -325,7 +325,8 @@ class TrainStep:
         for key, keeper in self.extras.items():
             # Each has containers of its own, which it may write to: those of the step are read again later.
             given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
-            arrays, changed = keeper.update_arrays(*given, old.step)
+            with noting_place(f"{type(keeper).__name__}.update_arrays"):
+                arrays, changed = keeper.update_arrays(*given, old.step)
             # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
             extras[key] = jax.tree.map(_like, old.extras[key], arrays)
             params = jax.tree.map(_like, params, changed)

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import datetime
 import functools
 import logging
 import random
@@ -9,12 +10,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+from jaxlit.core.reached import Named, is_of_library
 
 _logger = logging.getLogger("jaxlit")
 
@@ -26,8 +29,9 @@ _REMEDIES = {
     "shows a traced array by": "It has no value yet: jax.debug.print('loss {}', loss) shows one in every step.",
 }
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-# Who calls a clock there does it for a purpose of its own.
-_LIBRARIES = {*sys.stdlib_module_names, "chex", "einops", "flax", "jax", "jaxlib", "jaxlit", "numpy", "optax"}
+_DATES = (datetime, datetime.datetime, datetime.date)  # whose methods cannot be replaced: they are known by their names
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_KINDS = (type, type(datetime))
 _TRACER_AS_TEXT = re.compile(r"Tracer[(<]|Traced<")
 
 
@@ -38,8 +42,8 @@ class _Wrappers:
         self._lock, self._tracing = threading.Lock(), 0
         self._placed: list[tuple[Any, str, Any, Any]] = []  # module, name, the original, what is in its place
 
-    def place(self) -> None:
-        """Put them there, unless another thread has."""
+    def place(self) -> dict[int, Any]:
+        """Put them there, unless another thread has; returns them by what they are of."""
         with self._lock:
             self._tracing += 1
             if self._tracing == 1:
@@ -47,8 +51,11 @@ class _Wrappers:
                     (module, name, function, _noting(function, what, shown))
                     for module, name, function, what, shown in _watched()
                 ]
+                handle = logging.Logger.handle
+                self._placed.append((logging.Logger, "handle", handle, _noting_records(handle)))
                 for module, name, _, wrapper in self._placed:
                     setattr(module, name, wrapper)
+            return {id(function): wrapper for _, _, function, wrapper in self._placed}
 
     def remove(self) -> None:
         """Put the originals back, unless another thread still traces."""
@@ -65,21 +72,34 @@ _thread = threading.local()  # .found: what the step that this thread traces has
 
 
 @contextlib.contextmanager
-def telling_of_untraced_calls(step: str, told: set[tuple[str, str]]) -> Iterator[None]:
+def telling_of_untraced_calls(step: str, told: set[tuple[str, str]], around: Sequence[Named]) -> Iterator[None]:
     """Warn of what a step that is traced inside the block calls, and no compiled step will.
 
     Args:
         step: The step, for the message.
         told: What was told of so far, which is not told again.
+        around: What it reaches by names: functions that were imported by themselves, and generators.
     """
     outer, found = getattr(_thread, "found", None), dict[str, str]()
     _thread.found = found
-    _wrappers.place()
+    wrappers = _wrappers.place()
+    imported = [(x, wrappers[id(x.value)]) for x in around if id(x.value) in wrappers]
+    generators = [(x, _state(x.value)) for x in around if isinstance(x.value, _GENERATORS)]
+    for x, wrapper in imported:
+        x.space[x.name] = wrapper
     try:
         yield
     finally:
+        for x, wrapper in imported:
+            if x.space.get(x.name) is wrapper:
+                x.space[x.name] = x.value
         _wrappers.remove()
         _thread.found = outer
+    for x, before in generators:
+        if _state(x.value) != before:
+            found.setdefault("draws from", f"{x.name}, a generator of numpy's or Python's")
+    if any(x.value in _DATES and x.beside & {"now", "today", "utcnow"} for x in around if isinstance(x.value, _KINDS)):
+        found.setdefault("reads", "datetime.now")
     for what, name in found.items():
         if (step, what) not in told:
             told.add((step, what))
@@ -91,10 +111,17 @@ def has_told_of_chance(step: str, told: set[tuple[str, str]]) -> bool:
     return (step, "draws from") in told or (step, "reads") in told
 
 
+def _state(generator: Any) -> str:
+    """Return the state of a generator as a text, which can be compared."""
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state())
+
+
 def _watched() -> Iterator[tuple[Any, str, Any, str, str]]:
     """Yield each function: its module, its name, itself, what a call of it is, and how a user writes it."""
     for module, source, shown, more in (
-        (np.random, np.random.mtrand._rand, "np.random", ("sample", "ranf", "seed")),
+        (np.random, np.random.mtrand._rand, "np.random", ("default_rng", "ranf", "sample", "seed")),
         (random, random._inst, "random", ()),  # type: ignore[attr-defined]
     ):
         for name in module.__all__:
@@ -113,10 +140,25 @@ def _noting(original: Callable[..., Any], what: str, shown: str) -> Callable[...
     def noting(*args: Any, **kwargs: Any) -> Any:
         found = getattr(_thread, "found", None)
         if found is not None and what not in found:
-            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if caller not in _LIBRARIES and (shown != "print" or _shows_tracer(args)):
+            # Who calls a clock in a library does it for a purpose of its own; a generator with a seed is meant.
+            seeded = shown.endswith("default_rng") and any(x is not None for x in (*args, *kwargs.values()))
+            harmless = seeded or (shown == "print" and not _shows_tracer(args))
+            if not harmless and not is_of_library(sys._getframe(1).f_globals.get("__name__")):
                 found[what] = shown
         return original(*args, **kwargs)
+
+    return noting
+
+
+def _noting_records(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `logging.Logger.handle` that notes a record of the user's with a traced array in it."""
+
+    @functools.wraps(handle)
+    def noting(self: logging.Logger, record: logging.LogRecord) -> Any:
+        found = getattr(_thread, "found", None)
+        if found is not None and not is_of_library(record.name) and _shows_tracer((record.msg, record.args)):
+            found.setdefault("shows a traced array by", "logging")
+        return handle(self, record)
 
     return noting
 

@@ -53,10 +53,12 @@ class PlainSource(Source):
         return self._keeps_state or (type(at) is int and at >= 0)
 
     def may_go_back(self, at: Any) -> bool:
-        """Tell whether the loader keeps its own state, or is drawn again from its beginning in a moment."""
+        """Tell whether a state of the loader's own is known, or it is drawn again from its beginning in a moment."""
         if hasattr(self.loader, "__next__"):
             return False
-        return self._keeps_state or isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
+        if self._keeps_state:
+            return at is not None  # how it stood at its beginning is not known any more
+        return isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
 
     def between_epochs(self, at: Any) -> Any:
         """Return where the iteration stands once an epoch is over: a loader may count its epochs in its own state."""

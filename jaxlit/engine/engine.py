@@ -62,6 +62,7 @@ class Engine:
         debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
         extras: Callbacks that keep arrays in the state, by their keys.
+        leaves_out: Given an error, whose it is, and its hook: whether to go on without the callback.
         example: The first batch of the training, for a strategy that looks at the step before it places the state.
 
     Attributes:
@@ -83,6 +84,7 @@ class Engine:
         debug: bool = False,
         own: bool = False,
         extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+        leaves_out: Callable[[Exception, ArrayKeeper, str], bool] = lambda *_: False,
         example: Any = None,
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
@@ -96,8 +98,8 @@ class Engine:
         # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
         if optimizer:
             check_trainable(self.tx, variables[0], type(module).__name__)
-        check_extras(extras, jax.eval_shape(partial(cast, dtype=precision.held), variables[0]))
-        self.extras = extras
+        held = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+        self.extras = extras = check_extras(extras, held, leaves_out)
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)

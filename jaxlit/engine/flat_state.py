@@ -115,6 +115,11 @@ class FlatState:
         """Whether all of the state is there; a step or a restore that failed may have taken some."""
         return not any(x is None or x.is_deleted() for x in self.leaves)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the steps that were dispatched are done: nothing waits for the device then."""
+        return bool(self.leaves[self.at.counters].is_ready())  # type: ignore[call-overload]
+
     def is_finite(self) -> bool:
         """Tell whether every floating number of the state is finite; waits for the device."""
         if self._all_finite is None:

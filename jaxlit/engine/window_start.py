@@ -30,7 +30,7 @@ class WindowStart:
 
     def restore(self) -> None:
         """Put back what was kept."""
-        self._state.restore(dict(zip(self._places, self._kept, strict=False)))
+        self._state.restore(dict(zip(self._places, self._kept, strict=True)))
 
 
 def _choose(counters: list[jax.Array], kept: list[jax.Array], now: list[jax.Array]) -> list[jax.Array]:

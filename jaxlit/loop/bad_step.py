@@ -6,10 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlit.checkpoints.files import read
 from jaxlit.data.intake import named_leaves
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import NonFiniteError
+from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.rows import check_finite
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, Start
 
 _MOST = 4096  # optimizer steps between looks whose places are kept
 _SHOWN = 5  # rows that are named
@@ -19,13 +22,13 @@ def note_start(run: Run) -> None:
     """Note where the optimizer step begins that comes next: it may not be finite, which is known later."""
     if len(run.starts) >= _MOST:  # nothing is logged, and so nothing was looked at
         check_finite(run)
-    position, logged = run.position, run.hooks.log.epoch_so_far()
-    run.starts.append((position.global_step, position.batch_idx, position.data, run.results.latest, logged))
+    at, logged = run.position, run.hooks.log.so_far()
+    run.starts.append(Start(at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged))
     if run.engine.window_start is not None:
         run.engine.window_start.keep()
 
 
-def go_back(run: Run, error: Exception) -> None:
+def go_back(run: Run, error: BaseException) -> None:
     """Give a run that an error has ended the place of its weights: before the first step that was not finite, if any.
 
     Args:
@@ -35,18 +38,23 @@ def go_back(run: Run, error: Exception) -> None:
     engine, position = run.engine, run.position
     if engine.strategy.num_processes > 1 and not isinstance(error, NonFiniteError):
         return  # the others may be elsewhere: reading the mark would wait for a step that they never take
-    if engine.nan_policy != "raise" or not engine.state.is_whole or (bad := engine.bad_step()) < 0:
+    if engine.nan_policy != "raise" or not engine.state.is_whole:
         return
-    order = [start[0] for start in run.starts]
-    if bad not in order:  # in a window that a checkpoint began: that one is still there, and of the same step
+    if not (isinstance(error, Exception) or engine.state.is_ready):
+        return  # whoever ends training at once waits for nothing
+    bad = engine.bad_step()
+    behind = [start for start in run.starts if start.step >= bad >= 0]
+    if not behind or behind[0].step != bad:
         return
-    at = order.index(bad)
-    step, first, data, latest, logged = run.starts[at]
-    end = run.starts[at + 1][1] if at + 1 < len(order) else position.batch_idx
-    position.stand_before(step, first, data)
-    engine.go_back(step, position.epoch, first)
-    run.results.latest = run.results.latest if latest is None else latest
-    run.hooks.log.go_back(logged)
+    start, end = behind[0], behind[1].batch_idx if len(behind) > 1 else position.batch_idx
+    step, first, restored = start.step, start.batch_idx, False
+    if start.filled and run.resume is not None:  # what the window held is in the checkpoint, and nowhere else
+        restored = _restore(engine, run.resume)
+    else:
+        engine.go_back(step, position.epoch, first)
+    position.stand_before(step, first, start.filled, start.data)
+    run.results.latest = run.results.latest if start.latest is None else start.latest
+    run.hooks.log.go_back(start.logged)
     run.starts.clear()
     run.pending = run.evaluation = None
     run.tracing.forget(step)
@@ -55,12 +63,20 @@ def go_back(run: Run, error: Exception) -> None:
     run.not_finite = {"step": step, "epoch": position.epoch, "batches": [first, end], "optimizer": []}
     if isinstance(error, NonFiniteError):
         text, took = _look_again(run, first, end)
-        again = run.resumed_before is not None and run.resumed_before["step"] == step
+        before = run.resume.checkpoint.state.get("not_finite") if run.resume is not None else None
+        again = before is not None and before["step"] == step
         second = "\nIt is the second time: training was resumed right before this step." * again
         error.args = (f"{error}{text}{second}",)
     else:
         took = engine.look.took(None)
-    run.not_finite["optimizer"] = took
+    run.not_finite["optimizer"] = [] if restored else took
+
+
+def _restore(engine: Engine, resume: Resume) -> bool:
+    """Give an engine the checkpoint again that it went on from; returns whether the optimizer's state came with it."""
+    checkpoint = read(resume.checkpoint.path)  # it may be gone or damaged by now
+    load_engine(engine, checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+    return not resume.reset_optimizer
 
 
 def _look_again(run: Run, first: int, end: int) -> tuple[str, list[str]]:
@@ -83,9 +99,10 @@ def _look_again(run: Run, first: int, end: int) -> tuple[str, list[str]]:
     bad = [i for i, (loss, names) in enumerate(found) if names or not np.isfinite(loss)]
     if not bad:
         losses = ", ".join(f"{loss:.4g}" for loss, _ in found)
+        held = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
-            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): the loader gave other "
-            "data, the step draws other numbers each time, or gradients overflow when they are added up.",
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): {held}the loader gave "
+            "other data, the step draws other numbers each time, or gradients overflow when they are added up.",
             look.took(None),
         )
     (loss, names), rows = found[bad[0]], _not_finite(hosts[bad[0]])

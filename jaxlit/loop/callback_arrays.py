@@ -4,20 +4,21 @@ from collections.abc import Sequence
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ModuleError
+from jaxlit.loop.failures import Failures
 from jaxlit.loop.hooks import fitting, overrides
 from jaxlit.loop.snapshot import keyed
 
 _METHODS = ("init_arrays", "update_arrays")
 
 
-def array_keepers(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
     """Return the callbacks that keep arrays, by the keys of their states.
 
     Raises:
         ModuleError: One has only one of the two methods, or a method takes other arguments.
     """
     found = {}
-    for key, callback in keyed(callbacks).items():
+    for key, callback in keyed(callbacks, failed).items():
         own = [name for name in _METHODS if overrides(callback, name)]
         if len(own) == 1:
             name, (missing,) = type(callback).__name__, {*_METHODS} - {*own}

@@ -7,7 +7,7 @@ from typing import Any
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.position import Position
-from jaxlit.errors import JaxlitError, note_place
+from jaxlit.errors import JaxlitError, NonFiniteError, note_place
 
 _logger = logging.getLogger("jaxlit")
 
@@ -62,15 +62,24 @@ class Failures:
             )
         return True
 
-    def state_of(self, callback: Callback) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps of a callback; None of a logger that cannot tell."""
+    def ask(self, owner: Any, hook: str, function: Callable[[], Any], otherwise: Any = None) -> Any:
+        """Return what a function of somebody's returns, or `otherwise` if it is a logger's and raises.
+
+        Args:
+            owner: Whose it is.
+            hook: Its name.
+            function: What is called.
+            otherwise: What is returned in place of its result.
+        """
         try:
-            return callback.state_dict()
+            return function()
         except Exception as error:
-            if not self.goes_on(error, callback, "state_dict"):
+            if not self.goes_on(error, owner, hook):
                 raise
-            return None
+            return otherwise
 
 
 def _forgives(logger: Logger, hook: str, error: Exception) -> bool:
-    return logger.on_error != "raise" and not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
+    if logger.on_error == "raise" or isinstance(error, NonFiniteError):  # which it met, saving a checkpoint say
+        return False
+    return not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)

@@ -75,6 +75,9 @@ class Total:
         self._waiting.clear()
 
 
+Logged = tuple[dict[str, Total], dict[str, Total]]  # of the window, of the epoch
+
+
 class HostLog:
     """Takes what `self.log` is given in hooks, and adds it up on the host.
 
@@ -181,13 +184,16 @@ class HostLog:
         totals, self._epoch = self._epoch, {}
         return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
 
-    def epoch_so_far(self) -> dict[str, Total] | None:
-        """Return what hooks have logged of the epoch, for `go_back`; None if they log nothing."""
-        return {name: total.copy() for name, total in self._epoch.items()} if self._epoch else None
+    def so_far(self) -> Logged | None:
+        """Return what hooks have logged of the window and of the epoch, for `go_back`; None if they log nothing."""
+        if not (self.window or self._epoch):
+            return None
+        window, epoch = ({k: total.copy() for k, total in totals.items()} for totals in (self.window, self._epoch))
+        return window, epoch
 
-    def go_back(self, epoch: dict[str, Total] | None) -> None:
-        """Forget what was logged since the epoch's values were these, and the window at hand."""
-        self.window, self._epoch = {}, epoch or {}
+    def go_back(self, logged: Logged | None) -> None:
+        """Forget what was logged since."""
+        self.window, self._epoch = logged or ({}, {})
 
     def take_evaluation(self, loader: int | None) -> list[Total]:
         """Return what was logged for the batches of a loader, None for all else, and forget it."""

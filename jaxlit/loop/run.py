@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlit.checkpoints.position import Evaluation, Position
 from jaxlit.checkpoints.writing import Saving
@@ -22,12 +22,25 @@ from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.hooks import Hooks
+from jaxlit.loop.host_sums import Logged
+from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
+
+
+class Start(NamedTuple):
+    """Where an optimizer step begins; one that a checkpoint was taken in, where training goes on from it."""
+
+    step: int
+    batch_idx: int
+    filled: int  # batches of the step that the checkpoint holds
+    data: Any  # where the loader stands
+    latest: Any  # the newest metrics
+    logged: Logged | None  # what hooks have logged
 
 
 @dataclass
@@ -61,11 +74,9 @@ class Run:
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
-    # Where each step begins that nobody has found finite yet: its number, its first batch, the loader's place, the
-    # newest metrics, and what hooks have logged of the epoch.
-    starts: list[tuple[int, int, Any, Any, Any]] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)  # of the steps that nobody has found finite yet
     not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
-    resumed_before: dict[str, Any] | None = None  # that of the checkpoint which training goes on from
+    resume: Resume | None = None  # the checkpoint that training goes on from
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
@@ -167,7 +178,7 @@ class Run:
 
     def found_finite(self, step: int) -> None:
         """Forget where the optimizer steps before `step` began: they were finite."""
-        self.starts[:] = [start for start in self.starts if start[0] >= step]
+        self.starts[:] = [start for start in self.starts if start.step >= step]
 
     def check_time(self) -> None:
         """Ask for a stop once `max_time` is over."""

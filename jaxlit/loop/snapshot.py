@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +19,9 @@ from jaxlit.core.side_tables import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
+from jaxlit.loop.failures import Failures
 from jaxlit.loop.run import Run
 from jaxlit.reporting.redaction import Redaction, restored, tell
-
-if TYPE_CHECKING:
-    from jaxlit.data.datamodule import DataModule
 
 
 def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     """
     engine, strategy = run.engine, run.engine.strategy
     position = {name: getattr(run.position, name) for name in plain_fields(Position)}
-    latest, pending = run.results.latest, run.pending
+    latest, pending, data = run.results.latest, run.pending, run.loaders.datamodule
     table = [asdict(metric) for metric in engine.training_table.metrics]
     state = {
         "format": FORMAT,
@@ -64,7 +63,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
         "callbacks": _states(run),
-        "datamodule": {} if run.loaders.datamodule is None else run.loaders.datamodule.state_dict(),
+        "datamodule": {} if data is None else run.hooks.failed.ask(data, "state_dict", data.state_dict),
         "module": {"class": type(run.module).__name__, "hparams": (hide := Redaction())(_kept(hparams_of(run.module)))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
@@ -104,19 +103,19 @@ def load_position(state: Mapping[str, Any]) -> Position:
     return Position(**state["position"])
 
 
-def load_callbacks(callbacks: Sequence[Callback], datamodule: "DataModule | None", state: Mapping[str, Any]) -> list:
+def load_callbacks(run: Run, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; returns the callbacks of those that nobody took."""
-    saved, known = dict(state["callbacks"]), keyed(callbacks)
-    for key, callback in known.items():
-        if key in saved:
-            _load(callback, restored(saved[key], callback.state_dict), key)
-    if datamodule is not None:
-        _load(datamodule, restored(state["datamodule"], datamodule.state_dict), type(datamodule).__name__)
+    saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
+    owners = [(callback, saved[key], key) for key, callback in known.items() if key in saved]
+    owners += [] if data is None else [(data, state["datamodule"], type(data).__name__)]
+    for owner, kept, name in owners:
+        run.hooks.failed.ask(owner, "load_state_dict", partial(_load, owner, kept, name))
     # An empty state is none: whoever is not here now loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
 
 
 def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
+    saved = restored(saved, owner.state_dict)
     try:
         owner.load_state_dict(saved)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -164,7 +163,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
-    run.resumed, run.resumed_before = True, state.get("not_finite")
+    run.resumed = True
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
@@ -181,11 +180,12 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
             now.sums = [now.table.refit(sums, run.engine.strategy.window_replicas), count]
 
 
-def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
     """Return the callbacks by their keys, numbered where several have the same."""
     found: dict[str, Callback] = {}
     for callback in callbacks:
-        name = callback.state_key
+        own = type(callback).__name__
+        name = failed.ask(callback, "state_key", lambda callback=callback: callback.state_key, own)
         same = sum(key == name or key.startswith(f"{name}:") for key in found)
         found[f"{name}:{same}" if same else name] = callback
     return found
@@ -193,7 +193,9 @@ def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 def _states(run: Run) -> dict[str, Any]:
     """Return the states of the callbacks, without that of a logger that cannot tell its own."""
-    found = {key: run.hooks.failed.state_of(callback) for key, callback in keyed(run.hooks.callbacks).items()}
+    failed = run.hooks.failed
+    known = keyed(run.hooks.callbacks, failed).items()
+    found = {key: failed.ask(callback, "state_dict", callback.state_dict) for key, callback in known}
     return {key: state for key, state in found.items() if state is not None}
 
 

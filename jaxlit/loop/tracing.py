@@ -1,5 +1,6 @@
 """Callbacks that look into the optimizer step: what they compute is compiled into the steps on which they fire."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,10 +10,12 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.core.log import metric_of
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import LogError, ModuleError, noting_place
+from jaxlit.errors import LogError, ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.host_sums import TRACED
 from jaxlit.loop.results import Results
+
+_ASIDE = object()  # in place of what a logger that stands aside would have returned
 
 
 class Tracing:
@@ -47,11 +50,17 @@ class Tracing:
         if self._checked:
             return
         self._checked, state, owners = True, engine.state.unflatten(), {}
-        for callback, _ in self._every:
+        for callback, every in list(self._every):
             owner = f"{type(callback).__name__}.{TRACED}"
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
-            with noting_place(owner):
-                found = jax.eval_shape(callback.trace_step, state.params, state.params, state.params, state.opt_state)
+            given = state.params, state.params, state.params, state.opt_state
+            found = self._hooks.failed.ask(
+                callback, TRACED, partial(jax.eval_shape, callback.trace_step, *given), _ASIDE
+            )
+            if found is _ASIDE:
+                self._every.remove((callback, every))
+                self.seek(self.next)
+                continue
             if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in found.items()
             ):

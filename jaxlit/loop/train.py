@@ -36,9 +36,10 @@ def fit(run: Run) -> None:
         while not run.done:
             train_epoch(run)
         run.tell_signal()  # one that came when the epoch had ended
-    except Exception as error:
-        with contextlib.suppress(Exception):  # the last row, if the device still has it
-            log_pending(run)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):  # the last row, if the device still has it
+                log_pending(run)
         with contextlib.suppress(Exception):  # the device may be what failed
             go_back(run, error)
         raise
@@ -98,7 +99,7 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     engine, position, tracing = run.engine, run.position, run.tracing
     if not run.ready:
         begin_steps(run)
-    if not position.filled and engine.nan_policy == "raise":
+    if engine.nan_policy == "raise" and not (position.filled and run.starts):
         note_start(run)
     stepping = last or position.filled + 1 >= run.accumulate
     if not stepping:

@@ -13,8 +13,15 @@ from jaxlit.reporting.terminal import say
 _VALUE = r"(\"[^\"]*\"|'[^']*'|\S+)"
 _ASSIGNED = re.compile(rf"(?<![\w?&;/])(-{{0,2}}[A-Za-z_][\w.-]*)=(?!=){_VALUE}")  # --token=x, model.token=x
 _OPTION = re.compile(rf"(?<!\S)(--?[A-Za-z][\w.-]*)(\s+)(?!-){_VALUE}")  # --token x
+# A line of YAML, or a header: password: x, Authorization: Basic x
+_FIELD = re.compile(
+    r"(?<![\w.-])([A-Za-z][\w.-]*)(:[ \t]+(?:(?:Basic|Bearer|Digest|Token)[ \t]+)?)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',}#]+)(?=[ \t]*(?:$|[\"',}#]))",
+    re.MULTILINE,
+)
 _IN_JSON = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)([\"'])(.*?)\4")  # {"token": "x"}
 
+_LISTS = (list, tuple, set, frozenset)
 _told: set[str] = set()  # paths of secrets, in this run
 
 
@@ -38,12 +45,13 @@ class Redaction:
         self.left_out: list[str] = []
         self._is_state, self._of_environment = is_state, of_environment()
 
-    def __call__(self, value: Any, path: str = "") -> Any:
+    def __call__(self, value: Any, path: str = "", name: str = "") -> Any:
         """Return a value without secrets.
 
         Args:
             value: The value.
             path: Where it stands.
+            name: What the entries of a list are.
         """
         if isinstance(value, Mapping):
             return {k: self._named(v, str(k), f"{path}.{k}" if path else str(k)) for k, v in value.items()}
@@ -51,26 +59,24 @@ class Redaction:
             # A command line: what follows an option is its value.
             options = ["", *(x if _is_option(x) else "" for x in value)]
             pairs = enumerate(zip(options, value, strict=False))
-            return [self._named(x, "" if _is_option(x) else name, f"{path}[{i}]") for i, (name, x) in pairs]
+            return [self._named(x, "" if _is_option(x) else own or name, f"{path}[{i}]") for i, (own, x) in pairs]
         if isinstance(value, str):
             return self._text(value, path)
-        if value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
+        if (was := _text_of(value)) is None or (text := self._text(was, path)) == was:
             return value
-        with contextlib.suppress(Exception):  # an object of the user's, which is written as its text
-            if (text := self._text(str(value), path)) != str(value):
-                return text
-        return value
+        return text
 
     def _named(self, value: Any, name: str, path: str) -> Any:
-        if isinstance(value, str):
+        doubt = suspicion(name)
+        if isinstance(value, (Mapping, *_LISTS)):
+            whole = doubt == "sure" and _any_text(lambda text: text not in ("", PLACEHOLDER), value)
+        elif (text := _text_of(value)) is not None:
             # A random text under a doubtful name may be a generator's state, without which no resume is exact.
-            whole = is_secret(name, value) and not (self._is_state and suspicion(name) != "sure")
-        elif isinstance(value, (Mapping, list, tuple)):
-            whole = suspicion(name) == "sure" and _any_text(lambda text: text not in ("", PLACEHOLDER), value)
+            whole = is_secret(name, text) and not (self._is_state and doubt != "sure")
         else:
             whole = type(value) is int and is_password(name)
         if not whole:
-            return self(value, path)
+            return self(value, path, name if doubt == "likely" else "")
         self.left_out.append(path)
         return PLACEHOLDER
 
@@ -80,6 +86,7 @@ class Redaction:
             text = _IN_JSON.sub(lambda m: _if_secret(m[2], m[5], f"{m[1]}{m[2]}{m[1]}{m[3]}{m[4]}", m[4]) or m[0], text)
             text = _OPTION.sub(lambda m: _if_secret(m[1], m[3], m[1] + m[2]) or m[0], text)
             text = _ASSIGNED.sub(_assigned, text)
+            text = _FIELD.sub(lambda m: _if_secret(m[1], m[3], m[1] + m[2]) or m[0], text)
         self.left_out += [path] if text != value else []
         return text
 
@@ -149,9 +156,20 @@ def _is_gap(value: Any) -> bool:
 def _any_text(test: Callable[[str], bool], value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_any_text(test, x) for x in value.values())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, _LISTS):
         return any(_any_text(test, x) for x in value)
-    return isinstance(value, str) and test(value)
+    return (text := _text_of(value)) is not None and test(text)
+
+
+def _text_of(value: Any) -> str | None:
+    """Return the text that a value is written as; None for numbers, arrays and what has none."""
+    if value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
+        return None
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    with contextlib.suppress(Exception):  # an object of the user's
+        return str(value)
+    return None
 
 
 def _is_option(value: Any) -> bool:

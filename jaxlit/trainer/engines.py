@@ -111,6 +111,7 @@ class Engines:
             clip=settings.clip,
             debug=settings.debug,
             own=own,
-            extras=array_keepers(run.hooks.callbacks),
+            extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
+            leaves_out=run.hooks.failed.goes_on,
             example=example,
         )

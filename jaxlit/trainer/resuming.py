@@ -15,7 +15,7 @@ _logger = logging.getLogger("jaxlit")
 
 def restore_callbacks(run: Run, checkpoint: Checkpoint) -> None:
     """Give the callbacks their states, and tell of states that nobody takes."""
-    left = snapshot.load_callbacks(run.hooks.callbacks, run.loaders.datamodule, checkpoint.state)
+    left = snapshot.load_callbacks(run, checkpoint.state)
     about_files = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
     if left := [name for name in left if not name.startswith(about_files)]:
         _logger.warning(

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.file_logger import FileLogger
+from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
@@ -24,7 +25,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
@@ -130,7 +131,7 @@ class Session:
         if found is not None:
             tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, strict, reset_optimizer)
-        writes = any(isinstance(c, (FileLogger, ModelCheckpoint)) for c in self.callbacks)
+        writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
@@ -233,6 +234,9 @@ class Session:
             self.current = run = self._make_run(module, loaders)
             with run.compiles, self._watchdog(run) as watchdog:
                 self._guarded(run, stage, work, own, resume, watchdog)
+        except BaseException as error:
+            note_step(error, self.position.global_step)
+            raise
         finally:
             if self.current is not None:
                 self.current.end_clock()
@@ -323,6 +327,7 @@ class Session:
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
+                    run.resume = resume
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", snapshot.without_gaps(resume.checkpoint.state))

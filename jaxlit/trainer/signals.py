@@ -9,6 +9,8 @@ from types import FrameType
 
 from jaxlit.control import Control, Interrupted, ending
 from jaxlit.distributed.preemption import is_announced_by_jax
+from jaxlit.errors import NonFiniteError
+from jaxlit.reporting.terminal import say
 
 
 @contextmanager
@@ -23,7 +25,8 @@ def interruptible(control: Control) -> Iterator[None]:
 
     Raises:
         KeyboardInterrupt: A second signal was SIGINT.
-        SystemExit: After the block, with 128 and the signal's number, 143 for SIGTERM, unless it was SIGINT.
+        SystemExit: After the block, with 128 and the signal's number, 143 for SIGTERM, unless it was SIGINT; also if a
+            step before it turns out not to have been finite, which is said. Any other error comes before it.
     """
 
     # It may run between any two operations: it only notes, and writes to nothing.
@@ -37,22 +40,27 @@ def interruptible(control: Control) -> Iterator[None]:
             if not control.shielded:
                 raise ending(number)
 
-    control.signal, control.again, control.together = None, None, False
-    installed = {}
+    control.together, installed = False, {}
     if threading.current_thread() is threading.main_thread():
         for number, default in _defaults().items():
             if signal.getsignal(number) == default:
                 installed[number] = signal.signal(number, handle)
     try:
         yield
-        if control.again is not None:  # what it raised was lost in a callback of a library
-            raise ending(control.again)
-        if control.signal not in (None, signal.SIGINT):
-            raise ending(control.signal)
+    except NonFiniteError as error:
+        if control.signal in (None, signal.SIGINT):
+            raise
+        say(f"{error}", aside=True)  # a step before the signal: whoever has sent it waits for its own exit code
     finally:
+        control.shielded = True  # a handler that raises now would leave the others in place
         for number, handler in installed.items():
             signal.signal(number, handler)
-        control.signal = None
+        first, again = control.signal, control.again
+        control.signal, control.again, control.shielded = None, None, False
+    if again is not None:  # what it raised was lost in a callback of a library
+        raise ending(again)
+    if first not in (None, signal.SIGINT):
+        raise ending(first)
 
 
 def _defaults() -> dict[int, object]:

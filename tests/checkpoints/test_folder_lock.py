@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
 from kit.journal import hooks
@@ -83,9 +84,11 @@ def test_where_a_file_system_has_no_locks_one_line_says_so(monkeypatch, caplog):
     assert "run is on a file system without locks ([Errno 37] No locks available)" in told and "no other" in told
 
 
-def test_one_training_at_a_time_writes_rows_into_a_folder_though_neither_has_checkpoints():
+@pytest.mark.parametrize("own", [False, True])
+def test_one_training_at_a_time_logs_into_a_folder_though_neither_has_checkpoints(own):
     def train(*callbacks):
-        return fit(Mean(), numbered(1), None, *callbacks, default_root_dir="run", enable_checkpointing=False)
+        given = {"logger": type("Mine", (jl.callbacks.Logger,), {})()} if own else {}
+        return fit(Mean(), numbered(1), None, *callbacks, default_root_dir="run", enable_checkpointing=False, **given)
 
     inside = hooks(on_train_start=lambda *_: refuses(CheckpointError, train, "Two fits of this program.*Wait for"))
     assert train(inside).global_step == 1

@@ -101,6 +101,31 @@ def test_a_side_effect_of_a_step_is_refused_by_its_attribute_and_taken_back(writ
 
 
 COLLECTED: list[Any] = []
+HOLDER = Stats()
+
+
+def collect(loss: jax.Array) -> None:
+    COLLECTED.append(loss)
+
+
+INTO: dict[str, Callable[[jax.Array], Any]] = {
+    "COLLECTED, by a helper": collect,
+    "COLLECTED, by a comprehension": lambda loss: [COLLECTED.append(x) for x in (loss, loss)],
+    "HOLDER.seen": lambda loss: HOLDER.seen.append(loss),
+    "HOLDER.last": lambda loss: setattr(HOLDER, "last", loss),
+}
+
+
+@pytest.mark.parametrize("where", INTO)
+def test_so_is_one_that_comes_there_by_a_helper_a_comprehension_or_an_object(where: str) -> None:
+    def step(self: Any, batch: Any) -> jax.Array:
+        do(loss := jnp.mean(self.error(batch) ** 2))
+        return loss
+
+    do = INTO[where]
+    words = rf"Made\.training_step put a traced array into {where.partition(',')[0]}, which lies outside"
+    fit_refuses(StateError, words, model=module(step))
+    assert COLLECTED == [] and vars(HOLDER) == {"n": 0, "seen": [], "_seen": [], "_cache": {}}
 
 
 @pytest.mark.parametrize("where", ["a global", "a variable around it"])

@@ -1,11 +1,13 @@
 """What a step calls while it is traced, and no compiled step repeats, is told of once, with the word to use."""
 
 import builtins
+import datetime
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable
+from time import time as now
 from typing import Any
 
 import jax
@@ -18,20 +20,48 @@ from kit.batches import random as random_batches
 from kit.modules import Net, module
 from kit.refusals import warnings_of
 from kit.trainers import fit
+from numpy.random import normal
 
 CALLS: dict[str, tuple[Callable[[jax.Array], Any], str, str]] = {
     "numpy": (lambda loss: np.random.normal(size=3), "draws from np.random.normal", "self.rngs.normal"),
     "numpy's shuffle": (lambda loss: np.random.permutation(3), "draws from np.random.permutation", "self.rngs"),
     "random": (lambda loss: random.random(), "draws from random.random", "self.rngs"),
     "a clock": (lambda loss: time.perf_counter(), "reads time.perf_counter", "callback"),
+    "a generator without a seed": (
+        lambda loss: np.random.default_rng(),
+        "draws from np.random.default_rng",
+        "self.rngs",
+    ),
+    "a generator of its own": (
+        lambda loss: GENERATOR.normal(),
+        "draws from GENERATOR, a generator of numpy's or Python's",
+        "self.rngs",
+    ),
+    "an imported clock": (lambda loss: now(), "reads time.time", "callback"),
+    "imported chance": (lambda loss: normal(), "draws from np.random.normal", "self.rngs"),
+    "a date": (lambda loss: datetime.datetime.now(), "reads datetime.now", "callback"),
+    "a helper": (lambda loss: helper(), "reads time.time", "callback"),
+    "logging": (
+        lambda loss: logging.getLogger("mine").info("loss %s", loss),
+        "shows a traced array by logging",
+        "jax.debug.print",
+    ),
     "a print": (lambda loss: print("loss", loss), "shows a traced array by print", "jax.debug.print"),
     "a print of a text": (lambda loss: print(f"loss {loss}"), "shows a traced array by print", "jax.debug.print"),
     "a print of a dict": (lambda loss: print({"loss": [loss]}), "shows a traced array by print", "jax.debug.print"),
 }
 
 
+GENERATOR = np.random.default_rng(0)
+
+
+def helper() -> list[float]:
+    return [now() for _ in range(2)]
+
+
 def originals() -> tuple[Any, ...]:
-    return np.random.normal, np.random.permutation, random.random, time.time, time.perf_counter, builtins.print
+    mine = now, normal, logging.Logger.handle, np.random.default_rng
+    return *mine, np.random.normal, np.random.permutation, random.random, time.time, time.perf_counter, builtins.print
 
 
 def step_calling(do: Callable[[jax.Array], Any]) -> Callable[..., Any]:
@@ -46,6 +76,7 @@ def step_calling(do: Callable[[jax.Array], Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_is_told_of_once_with_the_word_to_use(call: str, caplog: pytest.LogCaptureFixture) -> None:
     do, what, remedy = CALLS[call]
+    caplog.set_level(logging.INFO, "mine")
     before = originals()
     batches = [*numbered(2), *numbered(2, rows=3)]  # of two shapes: the step is traced again
     fit(module(step_calling(do)), batches, max_epochs=2)

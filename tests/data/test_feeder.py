@@ -195,7 +195,7 @@ def test_what_a_loader_raises_comes_behind_the_batches_before_it_and_with_its_pl
     loader = Stream(Loader(4), bad := Loader(9, instead={3: given}))
     call = lambda: fit(made, loader, None, watch, max_epochs=3, prefetch=prefetch)  # noqa: E731
     error = refuses((OSError, DataError), call, words)
-    assert error.__notes__ == [f"It was raised by {TRAIN} in epoch 1, batch 3."] and heard == [error]
+    assert error.__notes__ == [f"It was raised by {TRAIN} in epoch 1, batch 3 (global_step 7)."] and heard == [error]
     assert float(made.w[0]) == pytest.approx(mean([[k] for k in (0, 1, 2, 3, 0, 1, 2)]), rel=1e-6)
     assert left(bad) == (1, [])
 
@@ -208,17 +208,19 @@ def test_what_the_first_batch_and_evaluations_loaders_raise_is_noted_with_its_pl
     broken = lambda at: Loader(5, instead={at: OSError})  # noqa: E731
     made = Mean()
     with compiles() as compiled:
-        assert notes(lambda: draw(broken(0), prefetch=prefetch)) == [f"It was raised by {TRAIN} in epoch 0, batch 0."]
+        assert notes(lambda: draw(broken(0), prefetch=prefetch)) == [
+            f"It was raised by {TRAIN} in epoch 0, batch 0 (global_step 0)."
+        ]
     assert compiled == []
     val = Stream(Loader(2), broken(2))
     trainer = make_trainer(max_epochs=3, num_sanity_val_steps=0, prefetch=prefetch)
     found = notes(lambda: trainer.fit(made, numbered(3, rows=2), [numbered(2, rows=2), val]))
-    assert found == [f"It was raised by {VAL}[1] in epoch 1, batch 2."]
+    assert found == [f"It was raised by {VAL}[1] in epoch 1, batch 2 (global_step 6)."]
     assert float(made.w[0]) == pytest.approx(mean([[1], [2], [3]] * 2), rel=1e-6)
     for verb, batch in (("validate", 0), ("test", 3), ("predict", 3)):
         run = getattr(make_trainer(prefetch=prefetch), verb)
         found = notes(lambda: run(Mean(), broken(batch)))  # noqa: B023
-        assert found == [f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch}."]
+        assert found == [f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch} (global_step 0)."]
 
 
 def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():

@@ -129,6 +129,9 @@ def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
 def test_a_generator_is_not_drawn_again_and_a_thousand_batches_are_not_to_come_to_one() -> None:
     assert source_of(iter(batches()), "train").again(0, None, 1) == []
     assert source_of(Again(), "train").again(0, 1000, 1) == []
+    stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
+    (_, behind), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
+    assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, behind, 1)) == rows_of([second])
 
 
 @pytest.mark.parametrize("kind", LOADERS)

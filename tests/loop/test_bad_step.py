@@ -285,15 +285,58 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
     assert len(ended) == 4096  # then the device is asked
 
 
-def test_a_window_that_a_checkpoint_began_leaves_that_checkpoint() -> None:
+def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoint_bit_by_bit() -> None:
+    save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's second batch
+    batches = trapped("nan", "gradient")
+    batches[4], batches[5] = batches[5], batches[4]
+    given: Any = {"accumulate_grad_batches": 3}
+    fit(Trapped(), batches, None, save, max_steps=2, nan_policy="ignore", **given)
+    trainer, model = make_trainer(default_root_dir="run", **given), Trapped()
+    told = "at optimizer step 1 .*\nBatch 5, run again on these parameters, gave the same"
+    with pytest.raises(NonFiniteError, match=told):
+        trainer.fit(model, batches, ckpt_path="kept")
+    assert trainer.global_step == 1 and names() == ["step_00000001"]
+    ours, kept = (saved_state(path) for path in ("run/checkpoints/step_00000001", "kept"))
+    assert ours.pop("not_finite") == {"step": 1, "epoch": 0, "batches": [5, 6], "optimizer": []}
+    assert ours["position"] == kept["position"] | {"phase": 2}
+    assert_same(model, by_hand([batches[:3]], -1, "gradient"))
+    resumed = fit(Trapped(), batches, default_root_dir="run", resume="auto", nan_policy="skip", **given)
+    assert_same(
+        resumed.module, by_hand([batches[k : k + 3] for k in (0, 3, 6)], 1, "loss")
+    )  # the momentum took nothing
+
+
+def test_a_window_that_was_bad_where_its_checkpoint_was_taken_is_told_so_and_skipped() -> None:
     save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's first batch
-    fit(Mean(), numbered(6), None, save, accumulate_grad_batches=2)
-    trainer = make_trainer(default_root_dir="run", accumulate_grad_batches=2)
-    with pytest.raises(NonFiniteError, match="at optimizer step 1 "):
-        trainer.fit(Mean(), spoilt(6, 3), ckpt_path="kept")
-    assert names() == [] and saved_state("kept")["global_step"] == 1
+    given: Any = {"accumulate_grad_batches": 2}
+    with pytest.raises(NonFiniteError, match="\nBatch 2, run again .* gave the same"):
+        fit(Mean(), spoilt(6, 2), None, save, **given)
+    with pytest.raises(NonFiniteError, match="\nBatch 3, run again .*: the window was not finite where the checkpoint"):
+        fit(Mean(), spoilt(6, 2), ckpt_path="kept", **given)
+    resumed = fit(Mean(), spoilt(6, 2), ckpt_path="kept", nan_policy="skip", **given)
+    assert float(resumed.module.w[...][0]) == mean([[1, 2], [5, 6]])
+
+
+def test_what_the_first_hook_of_a_bad_batch_has_logged_counts_once() -> None:
+    log = hooks(on_train_batch_start=lambda t, m, batch, i: m.log("batch", float(i), on_step=False, on_epoch=True))
+    given: Any = {"default_root_dir": "run", "resume": "auto"}
     with pytest.raises(NonFiniteError):
-        trainer.save_checkpoint("no")
+        fit(Mean(), spoilt(6, 4), None, log, **given)
+    trainer = fit(Mean(), spoilt(6, 4), None, log, nan_policy="skip", **given)
+    assert trainer.callback_metrics["batch"] == np.mean(range(6))
+
+
+def test_a_logger_that_meets_a_bad_step_does_not_stand_aside_for_it() -> None:
+    class Saves(jl.callbacks.Logger):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint("kept")
+
+    steps: list[int] = []
+    count = hooks(on_train_batch_start=lambda trainer, *_: steps.append(trainer.global_step))
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(6, 1), None, count, logger=Saves())
+    assert steps == [0, 1, 2]
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from kit.by_hand import mean
 from kit.journal import HOOKS, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, warnings_of
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger
@@ -27,10 +27,10 @@ def logger_with(**functions: Any) -> Any:
 
 
 def note_of(call: Any) -> str:
-    """Return the only note on the error that a call raises."""
+    """Return the only note of its place on the error that a call raises; jax has one of its own."""
     with pytest.raises(ConnectionError) as raised:
         call()
-    (note,) = raised.value.__notes__
+    (note,) = [note for note in raised.value.__notes__ if "JAX has removed" not in note]
     return note
 
 
@@ -74,11 +74,38 @@ def test_hooks_that_return_something_and_states_are_named_as_well() -> None:
     for name in ("train_dataloader", "configure_optimizers", "configure_callbacks"):
         made = module(**{name: raising})
         data = None if name == "train_dataloader" else numbered(1)
-        assert note_of(lambda made=made, data=data: fit(made, data)) == f"It was raised by Made.{name}."
+        assert note_of(lambda made=made, data=data: fit(made, data)) == f"It was raised by Made.{name} (global_step 0)."
     note = note_of(lambda: fit(module(on_before_batch_transfer=raising), numbered(1)))
-    assert note == "It was raised by Made.on_before_batch_transfer in epoch 0, batch 0."
+    assert note == "It was raised by Made.on_before_batch_transfer in epoch 0, batch 0 (global_step 0)."
     note = note_of(lambda: fit(Mean(), numbered(1), None, hooks(state_dict=raising)))
     assert note == "It was raised by Made.state_dict in epoch 0, batch 0 (global_step 0)."
+
+
+def keeping(**functions: Any) -> dict[str, Any]:
+    """Return the functions of a callback that keeps an array, and looks into each step."""
+    arrays = {"init_arrays": lambda params: {"a": jnp.zeros(())}, "update_arrays": lambda a, params, *_: (a, params)}
+    return arrays | {"trace_step": lambda *_: {"seen": jnp.ones(())}} | functions
+
+
+TRACED = ["init_arrays", "update_arrays", "trace_step"]
+
+
+@pytest.mark.parametrize("hook", TRACED)
+def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
+    note = note_of(lambda: fit(Mean(), numbered(3), None, hooks(**keeping(**{hook: raising})), **BARE))
+    assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
+
+
+def test_states_that_do_not_come_back_and_those_of_data_are_named_as_well() -> None:
+    fit(Mean(), numbered(4), None, hooks(state_dict=lambda: {"a": 1}), default_root_dir="run")
+    resumes: Any = {"default_root_dir": "run", "resume": "auto", "max_epochs": 2}
+    taking = {"state_dict": lambda: {"a": 1}, "load_state_dict": raising}
+    note = note_of(lambda: fit(Mean(), numbered(4), None, hooks(**taking), **resumes))
+    assert note == "It was raised by Made.load_state_dict in epoch 1, batch 0 (global_step 4)."
+    made = {"train_dataloader": lambda self: numbered(2), "state_dict": raising}
+    data = type("Data", (jl.DataModule,), made)()
+    note = note_of(lambda: fit(Mean(), None, None, jl.callbacks.ModelCheckpoint(), datamodule=data))
+    assert note == "It was raised by Data.state_dict in epoch 0, batch 0 (global_step 0)."
 
 
 # Loggers that raise
@@ -102,6 +129,40 @@ def test_a_logger_that_raises_is_told_of_once_and_changes_nothing_else(hook: str
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
     assert len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8 + 2  # of steps and of validations
     assert torn == ([] if hook == "teardown" else ["down"])
+
+
+def of_class(**members: Any) -> Any:
+    """Return a logger whose class has these members."""
+    return type("Mine", (Logger,), members)()
+
+
+@pytest.mark.parametrize("hook", [*TRACED, "load_state_dict", "state_key", "location"])
+def test_a_logger_stands_aside_also_for_what_is_no_hook(hook: str, caplog: Any) -> None:
+    resumes: Any = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
+    state = {"state_dict": lambda self: {"a": 1}}
+    fit(Mean(), numbered(4), logger=of_class(**state), **resumes)
+    bad = property(raising) if hook in ("state_key", "location") else staticmethod(raising)
+    statics = {name: staticmethod(function) for name, function in keeping().items()} if hook in TRACED else {}
+    logger = of_class(**state | statics | {hook: bad})
+    trainer = fit(Mean(), numbered(4), None, Seen(), logger=logger, max_epochs=2, **resumes)
+    assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
+    (line,) = [text for text in warnings_of(caplog) if text.startswith(f"Mine.{hook} failed")]
+    assert "the server is gone" in line
+
+
+class Seen(jl.Callback):
+    """Looks into every step, beside a logger that no longer does."""
+
+    steps = 0
+
+    def trace_step(self, *_: Any) -> Any:
+        return {"other": jnp.ones(2)}
+
+    def on_trace(self, *_: Any) -> None:
+        self.steps += 1
+
+    def teardown(self, *_: Any) -> None:
+        assert self.steps == 4
 
 
 def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_the_next(caplog: Any) -> None:

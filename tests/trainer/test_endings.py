@@ -4,10 +4,12 @@ Real signals in real processes are in test_signals.py.
 """
 
 import csv
+import itertools
 import math
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,16 @@ def test_after_any_error_the_trainer_runs_again_as_if_it_had_not_happened() -> N
     trainer.fit(made, numbered(2), numbered(1))
     assert (trainer.current_epoch, trainer.global_step) == (1, 2)
     assert float(made.w[...][0]) == mean([[1.0], [2.0]])
+
+
+def test_a_clock_that_runs_backwards_changes_nothing(monkeypatch) -> None:
+    now = itertools.count(2e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    saver = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    given = {"max_time": "00:01:00:00", "hang_timeout": 600, "default_root_dir": "run"}
+    trainer = fit(Mean(), numbered(3), None, saver, **given)
+    assert trainer.global_step == 3 and names() == [f"step_{k:08d}" for k in (1, 2, 3)]
+    assert fit(Mean(), numbered(4), resume="auto", max_epochs=2, **given).global_step == 7
 
 
 def test_a_fit_in_another_thread_has_no_handlers_and_trains(signals) -> None:

@@ -7,12 +7,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.checkpoints import names
-from kit.journal import hooks
-from kit.modules import Mean
+from kit.checkpoints import names, state_of
+from kit.journal import at_batch, hooks
+from kit.modules import Mean, module
 from kit.processes import launch
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
@@ -20,8 +22,11 @@ from kit.waiting import held
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import CheckpointError
+from jaxlit.control import Control
+from jaxlit.engine.flat_state import FlatState
+from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.trainer import saver
+from jaxlit.trainer.signals import interruptible
 
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
@@ -192,6 +197,71 @@ def test_a_second_ctrl_c_that_something_swallows_comes_out_at_the_end(signals) -
 
     with pytest.raises(KeyboardInterrupt):
         fit(Mean(), numbered(3), None, hooks(on_train_batch_start=swallows), **BARE)
+
+
+def test_a_signal_that_comes_while_the_step_is_built_ends_training_behind_it(signals) -> None:
+    def step(self: Any, batch: Any) -> Any:
+        if left:
+            signal.raise_signal(left.pop())
+        return Mean.training_step(self, batch)
+
+    left, given = [signal.SIGTERM], {"default_root_dir": "run", "resume": "auto"}
+    with pytest.raises(SystemExit) as raised:
+        fit(module(step), numbered(3), **given)
+    assert raised.value.code == 143 and names() == ["step_00000001"]
+    assert float(fit(module(step), numbered(3), **given).module.w[...][0]) == mean([[1], [2], [3]])
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, NonFiniteError)])
+def test_behind_a_step_that_was_not_finite_sigterm_keeps_its_exit_code(number, kind, signals, capsys) -> None:
+    def send(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            signal.raise_signal(number)
+
+    batches = numbered(6)
+    batches[1]["x"][:] = np.nan
+    with pytest.raises(kind) as raised:
+        fit(Mean(), batches, None, hooks(on_train_batch_end=send), default_root_dir="run")
+    assert getattr(raised.value, "code", 143) == 143
+    assert names() == ["step_00000001"] and "not_finite" in state_of(Path("run/checkpoints/step_00000001"))
+    told = "NaN or infinite at optimizer step 1 (epoch 0)."
+    assert told in (capsys.readouterr().err if kind is SystemExit else str(raised.value))
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_second_ctrl_c_goes_back_before_a_bad_step_unless_it_would_have_to_wait(
+    is_ready, signals, monkeypatch
+) -> None:
+    def end(trainer: Any, module: Any) -> None:
+        jax.block_until_ready(module.w[...])
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    if not is_ready:
+        monkeypatch.setattr(FlatState, "is_ready", False)
+    trainer, batches = make_trainer(at_batch(5, end), default_root_dir="run"), numbered(8)
+    batches[3]["x"][:] = np.nan
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Mean(), batches)
+    assert trainer.global_step == (3 if is_ready else 6)
+    with contextlib.nullcontext() if is_ready else pytest.raises(NonFiniteError):
+        trainer.save_checkpoint("kept")
+    assert not is_ready or state_of("kept")["not_finite"]["batches"] == [3, 4]
+
+
+def test_a_signal_in_the_last_moment_is_not_lost(signals, monkeypatch) -> None:
+    def restore(number: int, handler: Any) -> Any:
+        if handler == signal.SIG_DFL and control.left:  # the handlers are put back
+            control.left = False
+            signal.raise_signal(signal.SIGTERM)
+        return real(number, handler)
+
+    real, control = signal.signal, Control()
+    control.left = True
+    monkeypatch.setattr(signal, "signal", restore)
+    with pytest.raises(SystemExit) as raised, interruptible(control):
+        pass
+    assert raised.value.code == 143 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 class Waits:
