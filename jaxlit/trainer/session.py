@@ -232,7 +232,9 @@ class Session:
         try:
             self.current = run = self._make_run(module, loaders)
             with run.compiles, self._watchdog(run) as watchdog:
-                self._guarded(run, stage, work, own, resume, watchdog)
+                self._guarded(
+                    run, stage.verb, resume, partial(self._run_loops, run, stage, work, own, resume, watchdog)
+                )
         finally:
             if self.current is not None:
                 self.current.end_clock()
@@ -266,16 +268,8 @@ class Session:
         added = any(isinstance(c, ModelCheckpoint) for c in self._added)
         return mine if default is None or added else [*mine, default]
 
-    def _guarded(
-        self,
-        run: Run,
-        stage: Stage,
-        work: Callable[[Run], object],
-        own: bool,
-        resume: Resume | None,
-        watchdog: Watchdog,
-    ) -> None:
-        hooks, verb = run.hooks, stage.verb
+    def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:
+        hooks = run.hooks
         try:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
@@ -284,7 +278,7 @@ class Session:
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
             with contextlib.closing(run):
-                self._run_loops(run, stage, work, own, resume, watchdog)
+                loops()
         except BaseException as error:
             error = explained(error, run)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
