@@ -15,31 +15,14 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from perceptron import Perceptron, make_batches
 
 import jaxlit as jl
 
 MODELS = {"60 us": (64, 3, 64, 60), "350 us": (144, 4, 128, 20), "10 M": (1024, 10, 16, 3)}  # width, depth, rows, steps
 POLICIES = ("ignore", "raise", "skip")
-
-
-class Net(jl.TrainModule):
-    def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        x = batch["x"]
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        loss = jnp.mean((x - batch["y"]) ** 2)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.adamw(1e-3)
 
 
 def trained(policy: str, width: int, depth: int, batch: Any) -> Any:
@@ -51,7 +34,7 @@ def trained(policy: str, width: int, depth: int, batch: Any) -> Any:
         "enable_model_summary": False,
     }
     trainer = jl.Trainer(strategy="single", max_epochs=1, nan_policy=policy, **bare)
-    trainer.fit(Net(width, depth, rngs=nnx.Rngs(0)), [batch])
+    trainer.fit(Perceptron(width, depth, rngs=nnx.Rngs(0)), [batch])
     return trainer._session.engine
 
 
@@ -89,8 +72,7 @@ def main() -> None:
     for model, (width, depth, rows, steps) in MODELS.items():
         if arguments.only not in (None, model):
             continue
-        rng = np.random.default_rng(0)
-        batch = {k: rng.normal(size=(rows, width)).astype(np.float32) for k in "xy"}
+        (batch,) = make_batches(width, rows, 1)
         engines = {policy: trained(policy, width, depth, batch) for policy in POLICIES}
         seconds = {name: np.array(x) for name, x in measure(engines, batch, steps, arguments.rounds).items()}
         for policy, engine in engines.items():

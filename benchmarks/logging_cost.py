@@ -15,29 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
+from perceptron import Perceptron, make_batches
 
 import jaxlit as jl
-
-
-class Net(jl.TrainModule):
-    def __init__(self, width: int = 256, *, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(4)])
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        x = batch["x"]
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        loss = jnp.mean((x - batch["y"]) ** 2)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.adamw(1e-3)
 
 
 class Turns(jl.Callback):
@@ -79,9 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
-    rng = np.random.default_rng(0)
-    few = [{k: rng.normal(size=(128, 256)).astype(np.float32) for k in ("x", "y")} for _ in range(8)]
-    batches = [few[i % 8] for i in range(arguments.steps)]
+    batches = make_batches(256, 128, arguments.steps)
     wandb = jl.callbacks.WandbLogger
     print(f"{'':<34}{'asleep':>10}{'at work':>10}{'ratio':>8}   quartiles      one on_log")
     for name, callback, traced in (
@@ -104,7 +84,7 @@ def main() -> None:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            trainer.fit(Net(rngs=nnx.Rngs(0)), batches)
+            trainer.fit(Perceptron(256, 4, rngs=nnx.Rngs(0)), batches)
         asleep, awake = (np.array(turns.seconds[x]) / arguments.steps * 1e6 for x in (True, False))
         low, ratio, high = np.quantile(awake / asleep, (0.25, 0.5, 0.75))
         rows = [x for x in trainer.explain().hooks if x.hook == "on_log" and x.owner == type(callback).__name__]

@@ -18,32 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from perceptron import Perceptron, make_batches
 
 import jaxlit as jl
 
 LOG_EVERY = 50
 
 
-class Net(jl.TrainModule):
-    def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
-
-    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
-        x = batch["x"]
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.adamw(1e-3)
-
-
-def hand_written(model: Net, batches: list[Any]) -> Callable[[], float]:
+def hand_written(model: Perceptron, batches: list[Any]) -> Callable[[], float]:
     """Return a function that trains one round by hand and returns its seconds."""
     graphdef, params = nnx.split(model)
     tx = optax.adamw(1e-3)
@@ -109,13 +91,7 @@ class NullStep(jl.Callback):
             self.seconds.append(time.perf_counter() - self.start)
 
 
-def make_batches(width: int, rows: int, steps: int) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    few = [{k: rng.normal(size=(rows, width)).astype(np.float32) for k in ("x", "y")} for _ in range(8)]
-    return [few[i % 8] for i in range(steps)]
-
-
-def fit(model: Net, batches: list[Any], callback: jl.Callback, rounds: int, nan_policy: str) -> None:
+def fit(model: Perceptron, batches: list[Any], callback: jl.Callback, rounds: int, nan_policy: str) -> None:
     jl.Trainer(
         strategy="single",
         max_epochs=rounds,
@@ -141,7 +117,7 @@ def main() -> None:
         ("about 60 us, guard", 64, 3, 64, "raise"),
     ):
         batches = make_batches(width, rows, arguments.steps)
-        model = Net(width, depth, rngs=nnx.Rngs(0))
+        model = Perceptron(width, depth, rngs=nnx.Rngs(0))
         timer = Interleave(hand_written(model, batches))
         fit(model, batches, timer, arguments.rounds + 2, nan_policy)
         hand, ours = (np.array(x[2:]) / arguments.steps * 1e6 for x in (timer.hand, timer.fit))
@@ -151,7 +127,7 @@ def main() -> None:
             flush=True,
         )
     null = NullStep()
-    fit(Net(32, 2, rngs=nnx.Rngs(0)), make_batches(32, 32, 5000), null, 12, "ignore")
+    fit(Perceptron(32, 2, rngs=nnx.Rngs(0)), make_batches(32, 32, 5000), null, 12, "ignore")
     print(f"null step: {np.median(null.seconds) / 5000 * 1e6:.2f} us a step")
 
 

@@ -5,6 +5,7 @@ Every message says the rule, what was given, and what to do.
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 
 __all__ = [
@@ -105,5 +106,10 @@ def noting_place(place: str) -> Iterator[None]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `" Did you mean 'fsdp'?"` for the known name nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = _nearest(name, tuple(known))
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+@functools.lru_cache  # each fit asks modules by hasattr for what they need not have, and gets this error every time
+def _nearest(name: str, known: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=1)

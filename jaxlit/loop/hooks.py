@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -280,6 +281,7 @@ def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:
     return lambda trainer, module, *args: method(*args)
 
 
+@cache
 def _arguments(hook: str) -> list[str]:
     """Return the names of what a callback's hook is called with."""
     return list(inspect.signature(getattr(Callback, hook)).parameters)[1:] if hasattr(Callback, hook) else []

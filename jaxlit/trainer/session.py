@@ -233,7 +233,8 @@ class Session:
         try:
             self.current = run = self._make_run(module, loaders)
             with run.compiles, self._watchdog(run) as watchdog:
-                self._guarded(run, stage, work, own, resume, watchdog)
+                loops = partial(self._run_loops, run, stage, work, own, resume, watchdog)
+                self._guarded(run, stage.verb, resume, loops)
         except BaseException as error:
             note_step(error, self.position.global_step)
             raise
@@ -270,16 +271,8 @@ class Session:
         added = any(isinstance(c, ModelCheckpoint) for c in self._added)
         return mine if default is None or added else [*mine, default]
 
-    def _guarded(
-        self,
-        run: Run,
-        stage: Stage,
-        work: Callable[[Run], object],
-        own: bool,
-        resume: Resume | None,
-        watchdog: Watchdog,
-    ) -> None:
-        hooks, verb = run.hooks, stage.verb
+    def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:
+        hooks = run.hooks
         try:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
@@ -288,7 +281,7 @@ class Session:
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
             with contextlib.closing(run):
-                self._run_loops(run, stage, work, own, resume, watchdog)
+                loops()
         except BaseException as error:
             error = explained(error, run)
             # Every callback hears of it and is torn down, whatever another one raises meanwhile.
