@@ -31,6 +31,7 @@ from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.program import ROWS, Lying, Program, named
+from jaxlit.strategies.replicas import PerReplica
 
 
 class Pipeline(Strategy):
@@ -103,7 +104,7 @@ class Pipeline(Strategy):
         ):
             check.one_of("balance", balance, ("count", "flops"), owner=name)
         self.stages, self.microbatches, self.balance, self.remat = stages, microbatches, balance, _policy(remat, name)
-        self.accum_dtype, self.loss_reduction = jax.numpy.dtype(accum_dtype), loss_reduction
+        self.accum_dtype, self.loss_reduction = _float_dtype(accum_dtype, name), loss_reduction
         self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
         self._facts: list[StageFacts] = []
         self._step: Microbatched | None = None
@@ -131,7 +132,10 @@ class Pipeline(Strategy):
         super().setup(devices)
         ranks, others = self.mesh.shape["stage"], [axis for axis in self.mesh.axis_names if axis != "stage"]
         if self.stages not in (None, ranks):
-            raise ArgumentError(f"{type(self).__name__}(stages={self.stages}) with a mesh of {ranks} stages.")
+            raise ArgumentError(
+                f"{type(self).__name__}(stages={self.stages}) takes a mesh whose axis 'stage' has that size, got a "
+                f"mesh of {ranks} stages. Leave stages out: the mesh says how many."
+            )
         grid = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index("stage"), 0)
         grid, axes = (grid, others) if others else (grid[:, None], ["data"])
         meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
@@ -142,7 +146,8 @@ class Pipeline(Strategy):
         if self.schedule.num_ranks != ranks:
             raise ArgumentError(
                 f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
-                f"mesh has {ranks} stages. Let them be the same."
+                f"mesh has {ranks} stages. Give stages={self.schedule.num_ranks} with as many devices, or a schedule "
+                f"of {ranks} ranks."
             )
         simulate(self.schedule, self.num_microbatches)  # refuses what is no whole schedule before anything is compiled
 
@@ -166,7 +171,7 @@ class Pipeline(Strategy):
         if isinstance(given, str):
             check.one_of("inner", given, [*_INNER], owner=type(self).__name__)
             given = _INNER[given]()
-        if not isinstance(given, Strategy) or given.window_replicas is not None or isinstance(given, Pipeline):
+        if not isinstance(given, Strategy) or isinstance(given, PerReplica | Pipeline):
             raise ArgumentTypeError(
                 f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, 'fsdp', 'ddp' "
                 f"or a Strategy, got {given!r}."
@@ -314,15 +319,26 @@ def _shardings(program: Program) -> list[NamedSharding]:
     return [x.sharding for x in first if isinstance(x, Lying)]
 
 
+_POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable")
+
+
 def _policy(remat: bool | str, owner: str) -> Any:
     """Return a policy of `jax.checkpoint_policies`, None to keep everything."""
-    if remat is False:
-        return None
-    if remat is True or remat == "stage":
-        return jax.checkpoint_policies.nothing_saveable
-    known = [x for x in ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable") if x]
-    check.one_of("remat", remat, known, owner=owner)
+    if isinstance(remat, bool):
+        return jax.checkpoint_policies.nothing_saveable if remat else None
+    known = isinstance(remat, str) and remat in _POLICIES
+    check.require(known, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
     return getattr(jax.checkpoint_policies, remat)
+
+
+def _float_dtype(given: Any, owner: str) -> np.dtype:
+    try:
+        dtype = jax.numpy.dtype(given)
+    except TypeError:
+        dtype = None
+    known = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    check.require(known, "accum_dtype", given, "takes a dtype of real numbers, 'float32' say", owner=owner)
+    return dtype  # type: ignore[return-value]
 
 
 _INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.pipeline.marks import pipeline_yield, restart
 
 
@@ -69,7 +69,7 @@ class Layers:
             except (AttributeError, IndexError, KeyError, TypeError):
                 raise ArgumentError(
                     f"{self.owner}(layers={self.layers!r}): {type(module).__name__} has no {path}. Name an attribute "
-                    "that holds the layers."
+                    f"that holds the layers.{did_you_mean(part, [*vars(found)] if hasattr(found, '__dict__') else [])}"
                 ) from None
         return found
 

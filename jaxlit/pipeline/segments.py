@@ -45,9 +45,9 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
     marks, count = _number(jaxpr, owner)
     if count + 1 < num_stages:
         raise ArgumentError(
-            f"{owner} cuts a model into {num_stages} stages, and its training_step has {count} marks, so {count + 1} "
-            "parts. Call jl.pipeline_yield(x) between layers, name the list of layers (layers='blocks'), or take "
-            "fewer stages."
+            f"{owner} cuts a model into {num_stages} stages, and its training_step has {count} marks, so "
+            f"{count + 1} part{'s' * bool(count)}. Call jl.pipeline_yield(x) between layers, name the list of layers "
+            "(layers='blocks'), or take fewer stages."
         )
     parts = count + 1
     if balance == "flops":
