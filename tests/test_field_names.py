@@ -59,6 +59,31 @@ def test_what_an_advice_names_is_there() -> None:
         assert hasattr(jl.Trainer, name), name
 
 
+def test_a_trainer_has_lightnings_names_or_says_what_takes_their_place() -> None:
+    class Data(jl.DataModule):
+        def train_dataloader(self) -> Any:
+            return batches
+
+        def val_dataloader(self) -> Any:
+            return batches[:1]
+
+    trainer, data, module, batches = jl.Trainer(max_epochs=1, strategy="single"), Data(), Linear(), random()
+    for name, advice in ADVICE["Trainer"].items():
+        with pytest.raises(AttributeError, match=rf"^Trainer has no attribute '{name}'\. {re.escape(advice)}$"):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match=r"trainer\.state is there from fit on"):  # not the words of a missing name
+        _ = trainer.state
+    assert [trainer.model, trainer.datamodule, trainer.train_dataloader, trainer.val_dataloaders] == [
+        None,
+        None,
+        None,
+        [],
+    ]
+    trainer.fit(module, datamodule=data)
+    assert trainer.model is module and trainer.datamodule is data
+    assert trainer.train_dataloader is batches and len(trainer.val_dataloaders) == 1
+
+
 def test_a_name_that_is_spelt_wrong_has_the_nearest_one() -> None:
     for thing, name, near in (
         (jl, "TrainModul", "TrainModule"),

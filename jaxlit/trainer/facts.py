@@ -13,6 +13,7 @@ from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.log import active_collector
 from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.trainer.attributes import argument, fact
 from jaxlit.trainer.session import Session
 
 
@@ -120,3 +121,51 @@ def early_stopping_callback(session: Session) -> Callback | None:
 def is_global_zero(session: Session) -> bool:
     """Whether this is the process that writes files."""
     return jax.process_index() == 0
+
+
+def model(session: Session) -> Any:
+    """The module of the newest run, as `module`."""
+    return session.module
+
+
+def datamodule(session: Session) -> Any:
+    """The DataModule of the newest run, None without one."""
+    return None if session.current is None else session.current.loaders.datamodule
+
+
+def train_dataloader(session: Session) -> Any:
+    """The loader that the newest fit trains on, None before it."""
+    run = session.fitted
+    return None if run is None or run.train is None else run.train[0].loader
+
+
+def val_dataloaders(session: Session) -> list[Any]:
+    """The loaders that the newest fit validates on."""
+    return [] if session.fitted is None else [source.loader for source, _ in session.fitted.val]
+
+
+class Facts:
+    """Those attributes of a Trainer that its session is asked for."""
+
+    min_epochs: int = argument("Epochs before which `stop` does not end training.", min_epochs)
+    min_steps: int = argument("Optimizer steps before which `stop` does not end training.", min_steps)
+    current_epoch: Any = fact(current_epoch)
+    global_step: Any = fact(global_step)
+    state: TrainState = fact(state)
+    hyperparams: Hyperparams = fact(hyperparams)
+    estimated_stepping_batches: int | float = fact(estimated_stepping_batches)
+    is_running: bool = fact(is_running)
+    data_wait: float = fact(data_wait)
+    compile_seconds: dict[str, float] = fact(compile_seconds)
+    run_dir: Path = fact(run_dir)
+    log_dir: Path = fact(log_dir)
+    loggers: list[Callback] = fact(loggers)
+    logger: Any = fact(logger)
+    checkpoint_callback: ModelCheckpoint | None = fact(checkpoint_callback)
+    checkpoint_callbacks: list[ModelCheckpoint] = fact(checkpoint_callbacks)
+    early_stopping_callback: Callback | None = fact(early_stopping_callback)
+    is_global_zero: bool = fact(is_global_zero)
+    model: Any = fact(model)
+    datamodule: Any = fact(datamodule)
+    train_dataloader: Any = fact(train_dataloader)
+    val_dataloaders: list[Any] = fact(val_dataloaders)

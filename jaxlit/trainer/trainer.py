@@ -9,28 +9,26 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import STAGES
-from jaxlit.core.state import TrainState
 from jaxlit.data.datamodule import DataModule
-from jaxlit.engine.hyperparams import Hyperparams
 from jaxlit.engine.lazy import lazy
+from jaxlit.field_names import no_such_name
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
-from jaxlit.trainer import facts
-from jaxlit.trainer.attributes import argument, check_known, control, fact, of_session
+from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
+from jaxlit.trainer.facts import Facts
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
 
 
-class Trainer:
+class Trainer(Facts):
     """Trains a `TrainModule` under a strategy.
 
     Names, meanings and defaults are Lightning's unless said. `fit` wants a limit: `max_epochs`, `max_steps`,
@@ -155,6 +153,11 @@ class Trainer:
     def __setattr__(self, name: str, value: Any) -> None:
         check_known(type(self), name, value)
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(found := getattr(type(self), name, None), Attribute):
+            return found.__get__(self)  # which raises again what it cannot tell yet
+        raise no_such_name("Trainer", name, [x for x in dir(type(self)) if not x.startswith("_")])
 
     # What runs --------------------------------------------------------------------------------------
 
@@ -379,21 +382,3 @@ class Trainer:
     sanity_checking: bool = control("Whether the validation that runs is the one before training.")
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
-    min_epochs: int = argument("Epochs before which `stop` does not end training.", facts.min_epochs)
-    min_steps: int = argument("Optimizer steps before which `stop` does not end training.", facts.min_steps)
-    current_epoch: Any = fact(facts.current_epoch)
-    global_step: Any = fact(facts.global_step)
-    state: TrainState = fact(facts.state)
-    hyperparams: Hyperparams = fact(facts.hyperparams)
-    estimated_stepping_batches: int | float = fact(facts.estimated_stepping_batches)
-    is_running: bool = fact(facts.is_running)
-    data_wait: float = fact(facts.data_wait)
-    compile_seconds: dict[str, float] = fact(facts.compile_seconds)
-    run_dir: Path = fact(facts.run_dir)
-    log_dir: Path = fact(facts.log_dir)
-    loggers: list[Callback] = fact(facts.loggers)
-    logger: Any = fact(facts.logger)
-    checkpoint_callback: ModelCheckpoint | None = fact(facts.checkpoint_callback)
-    checkpoint_callbacks: list[ModelCheckpoint] = fact(facts.checkpoint_callbacks)
-    early_stopping_callback: Callback | None = fact(facts.early_stopping_callback)
-    is_global_zero: bool = fact(facts.is_global_zero)
