@@ -34,10 +34,10 @@ def accuracy(out: str) -> float:
 
 ONE, *MORE = ("single", "auto"), ("zero1", "1"), ("auto", "1")
 MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "simulate")]
-RUNS = thinned([ONE, *MORE], ONE, full=())
+RUNS = [pytest.param(*ONE, marks=[pytest.mark.sweep, pytest.mark.smoke]), *thinned([ONE, *MORE], ONE, full=())[1:]]
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [pytest.param(*ONE, marks=pytest.mark.smoke), *RUNS[1:]])
+@pytest.mark.parametrize(("strategy", "devices"), RUNS)
 def test_digits_reaches_95_percent(
     strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
