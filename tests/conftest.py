@@ -52,11 +52,11 @@ def patient_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def bounded_memory() -> Iterator[None]:
-    """Let go of the programs of several files at a time: a worker would come to hold gigabytes of them."""
+    """Let go of the programs of many tests at a time: a worker would come to hold gigabytes of them."""
     yield
-    if resident() < 680:
+    if resident() < 700:
         return
     jax.clear_caches()
     gc.collect()

@@ -34,10 +34,10 @@ def accuracy(out: str) -> float:
 
 ONE, *MORE = ("single", "auto"), ("zero1", "1"), ("auto", "1")
 MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "simulate")]
-RUNS = thinned([ONE, *MORE], ONE, full=())
+RUNS = [pytest.param(*ONE, marks=[pytest.mark.sweep, pytest.mark.smoke]), *thinned([ONE, *MORE], ONE, full=())[1:]]
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [pytest.param(*ONE, marks=pytest.mark.smoke), *RUNS[1:]])
+@pytest.mark.parametrize(("strategy", "devices"), RUNS)
 def test_digits_reaches_95_percent(
     strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,8 +110,7 @@ def check(name: str, **arguments: Any) -> dict[str, float]:
     )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", thinned(SPLIT, full=[*SPLIT][:1]))
 def test_a_strategy_of_ones_own_passes_the_check_of_strategies(name: str) -> None:
     assert len(check(name, factors=jl.testing.FACTORS)) == 6
 

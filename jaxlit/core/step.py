@@ -192,7 +192,7 @@ class TrainStep:
         """Return the state after a batch, its table, and its outputs."""
         traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
         new, (_, *values), weights, outputs = aux
-        new = gather(replica, _unless(held, new, traced.changed), traced.sharing)
+        new = gather(replica, new, traced.sharing)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
         outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
@@ -291,10 +291,8 @@ class TrainStep:
         opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
         params, extras = self._update_extras(old, params, grads)
         params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
-        held, written = ((x.params, x.frozen, x.model_state) for x in (old, new))
-        # What the step does not write is left alone: there is nothing to choose.
-        written = _unless(held, written, self.pure.trace_of("training").changed)
-        _, frozen, model_state = keep_unless(ok, held, written)
+        held, written = ((x.frozen, x.model_state) for x in (old, new))
+        frozen, model_state = keep_unless(ok, held, written)
         if self.traced:
             updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
         new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
@@ -339,13 +337,6 @@ class TrainStep:
         # One small array out of the step: the flag is one more column of it.
         bad = (state.bad_step >= 0).astype(jnp.float32)
         return jnp.concatenate([table, jnp.stack([bad, bad])[:, None]], axis=1)
-
-
-def _unless(old: Any, new: Any, changed: tuple[bool, ...]) -> Any:
-    """Return `new` where a step changed it, else `old`."""
-    treedef = jax.tree.structure(new)
-    triples = zip(jax.tree.leaves(old), jax.tree.leaves(new), changed, strict=True)
-    return treedef.unflatten([b if written else a for a, b, written in triples])
 
 
 def _keep_counters(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

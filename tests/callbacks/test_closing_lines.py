@@ -9,7 +9,7 @@ import pytest
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.trainers import make_trainer
+from kit.trainers import make_trainer, thinned
 from kit.waiting import interrupts
 
 from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, *[*CASES][::2]))
 def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
     callbacks, arguments, expected = CASES[case]
     given = {"default_root_dir": "run", "max_epochs": 2, "log_every_n_steps": 1, "enable_model_summary": False}

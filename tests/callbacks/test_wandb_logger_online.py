@@ -76,6 +76,7 @@ def served(tmp_path_factory):
     return SimpleNamespace(folder=folder, backend=backend, ended=ended, run=run, lines=lines, losses=losses)
 
 
+@pytest.mark.full
 def test_every_row_arrives_and_a_test_after_the_fit_adds_its_own(served):
     (expected, grads, _), rows, run = by_hand(3), rows_of(served.run), served.run
     assert rows == served.lines
@@ -87,6 +88,7 @@ def test_every_row_arrives_and_a_test_after_the_fit_adds_its_own(served):
     assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
 
 
+@pytest.mark.full
 def test_the_run_holds_its_description_its_config_without_secrets_and_the_best_of_what_is_monitored(served):
     run, config, redacted = served.run, dict(served.run.config), "<redacted>"
     named = (run.project, run.display_name, run.group, run.job_type, run.notes, sorted(run.tags))
@@ -110,6 +112,7 @@ def test_the_run_holds_its_description_its_config_without_secrets_and_the_best_o
     assert {name: run.summary[name] for name in expected} == expected
 
 
+@pytest.mark.full
 def test_images_figures_tables_histograms_and_texts_arrive_as_they_were_when_logged(served):
     def pixels(path):
         with Image.open(io.BytesIO(served.run.files[path])) as image:
@@ -129,6 +132,7 @@ def test_images_figures_tables_histograms_and_texts_arrive_as_they_were_when_log
     assert texts == [("a text", 5), ("another", 7)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gradients", "parameters"])
 def test_watched_histograms_are_those_of_numpy(served, kind):
     rows = [row for row in served.run.history if f"{kind}/kernel" in row]
@@ -143,6 +147,7 @@ def test_watched_histograms_are_those_of_numpy(served, kind):
         assert entry["values"] == counts.tolist()
 
 
+@pytest.mark.full
 def test_every_checkpoint_arrives_byte_for_byte_and_its_copy_is_gone(served):
     artifacts = served.backend.models_of(served.run.id)
     for writer, (name, monitor, best) in {"A": ("", "val/loss", 1), "B": ("-1", "val/other", 3)}.items():
@@ -156,6 +161,7 @@ def test_every_checkpoint_arrives_byte_for_byte_and_its_copy_is_gone(served):
     assert len(artifacts) == 6 and list(served.folder.rglob(".tmp-*")) == []
 
 
+@pytest.mark.full
 def test_log_model_chooses_the_checkpoints_and_one_that_is_refused_is_said(served):
     both = {"step_00000002": ["best"], "step_00000006": []}
     for name, expected in (("kept", both), ("best", {"step_00000002": ["best"]})):

@@ -10,7 +10,7 @@ from flax import nnx
 from kit.batches import random
 from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
-from kit.trainers import THREE, fit
+from kit.trainers import THREE, fit, thinned
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,10 @@ THROUGH = {
 }
 
 
-@pytest.mark.parametrize(("through", "strategy"), [(x, "single") for x in THROUGH] + [("scan", "shard_map")])
+@pytest.mark.parametrize(
+    ("through", "strategy"),
+    thinned([*((x, "single") for x in THROUGH), ("scan", "shard_map")], ("cond", "single"), ("scan", "shard_map")),
+)
 def test_a_loss_that_depends_on_the_parameters_is_not_warned_about(
     through: str, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ from kit.inside import Clock
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 from jaxlit.data import watchdog
 
@@ -164,8 +164,10 @@ print(float(model.w[...][0]))
 """
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("where", "left"), [("hook", ["step_00000002"]), ("save", []), ("loader", ["step_00000002"])])
+@pytest.mark.parametrize(
+    ("where", "left"),
+    thinned([("hook", ["step_00000002"]), ("save", []), ("loader", ["step_00000002"])], full=[("save", [])]),
+)
 def test_a_hook_a_save_and_a_loader_that_sleep_for_ever_end_a_script_which_then_goes_on(where, left):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

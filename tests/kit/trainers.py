@@ -35,12 +35,12 @@ def thinned(cases: Iterable[Any], *often: Any, full: Iterable[Any] | None = None
 
     Args:
         cases: The cases.
-        *often: Those that every run of the tests has; at least one.
+        *often: Those that every run of the tests has; at least one, unless `full` is given.
         full: Those that are `full`, the others being left to tests/sweeps/cases.py; all if it is not given.
     """
     every = list(cases)
     seldom = every if full is None else list(full)
-    assert often and all(case in every for case in [*often, *seldom]), (often, seldom)
+    assert (often or full is not None) and all(case in every for case in [*often, *seldom]), (often, seldom)
 
     def marked(case: Any) -> Any:
         mark = pytest.mark.full if case in seldom else pytest.mark.sweep

@@ -94,7 +94,7 @@ PAIRS = [tuple(case.values()) for case in pairwise(FACTORS)]
 CASES = list(dict.fromkeys([*FEW, *PAIRS, *itertools.product(*FACTORS.values())]))
 
 
-@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(CASES, *FEW, full=PAIRS[::3]))
+@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(CASES, *FEW, full=PAIRS[::6]))
 def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accumulate, strategy, policy) -> None:
     batches, bad = trapped(kind, where), BAD // accumulate
     windows = [batches[i : i + accumulate] for i in range(0, COUNT, accumulate)]

@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.journal import Rows, at_batch
-from kit.trainers import make_trainer
+from kit.trainers import make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import DataError, LogError, ModuleError
@@ -293,7 +293,10 @@ def assert_recorded(recorder: Recorder, rows: list[Row], seen: list[Seen]) -> No
             assert values == approximately(expected), f"{mapping} at {where}"
 
 
-@pytest.mark.parametrize("name", [name for name, c in CASES.items() if name not in DIFFERENCES and "raised" not in c])
+ALIKE = [name for name, case in CASES.items() if name not in DIFFERENCES and "raised" not in case]
+
+
+@pytest.mark.parametrize("name", thinned(ALIKE, *ALIKE[1::3], full=ALIKE[::3]))
 def test_rows_and_metrics_are_those_that_lightning_recorded(name: str) -> None:
     case, recorder = CASES[name], Recorder()
     run(case, recorder)
@@ -306,7 +309,7 @@ def test_what_lightning_refuses_to_log_is_a_log_error(name: str) -> None:
         run(CASES[name], Recorder())
 
 
-@pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.parametrize("name", thinned(DIFFERENCES, *[*DIFFERENCES][::2]))
 def test_rows_and_metrics_differ_from_lightning_only_as_said(name: str) -> None:
     case, recorder, difference = CASES[name], Recorder(), DIFFERENCES[name]
     if difference.error is not None:

@@ -119,7 +119,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", thinned(OPTIONS, [*OPTIONS][3], full=[*OPTIONS][2:3]))
+@pytest.mark.parametrize("option", thinned(OPTIONS, full=[*OPTIONS][2:4]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
 

@@ -15,7 +15,7 @@ from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
 from kit.refusals import fit_refuses
-from kit.trainers import FOUR, REPLICAS, STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import REPLICAS, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ModuleError
@@ -145,7 +145,7 @@ class Free(Net):
         return super().__call__(jnp.tanh(jnp.tanh(x)))
 
 
-@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "hsdp"], "hsdp", full=FOUR))
+@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "hsdp"], "hsdp", full=["shard_map"]))
 def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
     models, found = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
     batches = random(2)

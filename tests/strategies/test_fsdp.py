@@ -12,7 +12,7 @@ from flax import nnx
 from kit.batches import sized
 from kit.inside import laid_out
 from kit.modules import Net
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 
@@ -93,8 +93,7 @@ def test_copies_of_the_shards_hold_what_a_group_of_devices_splits(stage: int, re
     assert held == 1.0 if stage < 2 else part <= held <= part + 0.02
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("replicas", "accumulate"), ((2, 1), (4, 1), (2, 2)))
+@pytest.mark.parametrize(("replicas", "accumulate"), thinned(((2, 1), (4, 1), (2, 2)), full=[(2, 2)]))
 def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumulate: int) -> None:
     jl.testing.assert_same_training(
         lambda: Net(rngs=nnx.Rngs(0)),
@@ -123,8 +122,7 @@ def test_hsdp_has_two_copies_in_one_process_and_copies_must_divide_the_devices()
         jl.strategies.FSDP(replicas=2, mesh=mesh)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("stage", "accumulate"), ((1, 1), (2, 2), (3, 2)))
+@pytest.mark.parametrize(("stage", "accumulate"), thinned(((1, 1), (2, 2), (3, 2)), full=[(2, 2)]))
 def test_every_stage_trains_like_a_single_device(stage: int, accumulate: int) -> None:
     jl.testing.assert_same_training(
         lambda: Transformer(rngs=nnx.Rngs(0)),

@@ -185,17 +185,14 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
-OFTEN = ("rules", "window")
 SELDOM = [
-    ("names of dims", "plain"),
-    ("gathered by layer", "window"),
-    ("copies of shards", "plain"),
+    ("rules", "window"),
     ("explicit", "window"),
     ("sequences", "plain"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "how"), thinned([(k, how) for k in SPLIT for how in ODD], OFTEN, full=SELDOM))
+@pytest.mark.parametrize(("kind", "how"), thinned([(k, how) for k in SPLIT for how in ODD], full=SELDOM))
 def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> None:
     strategy, names = SPLIT[kind]
     with nnx.use_eager_sharding(False):
@@ -212,11 +209,12 @@ def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> No
 @pytest.mark.full
 def test_a_module_with_names_is_built_in_its_shards_and_trains_under_any_strategy() -> None:
     model = jl.lazy(Transformer, ("embed", "mlp"), ("mlp", "embed"))
-    wanted = fit(model, tokens(), enable_checkpointing=False).state.params
+    batches = tokens()[:2]
+    wanted = fit(model, batches, enable_checkpointing=False).state.params
     for strategy in (TensorParallel({"embed": None, "mlp": "tp"}, tp=2, data=4), "ddp", "shard_map"):
-        found = fit(model, tokens(), strategy=strategy, enable_checkpointing=False).state.params
+        found = fit(model, batches, strategy=strategy, enable_checkpointing=False).state.params
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, found)
-    state = fit(model, tokens(), strategy=TensorParallel({"mlp": "tp"}, tp=2, data=4), max_steps=1).state
+    state = fit(model, batches, strategy=TensorParallel({"mlp": "tp"}, tp=2, data=4), max_steps=1).state
     assert state.params["blocks"][0]["up"]["kernel"].sharding.spec == COLUMNS
     assert state.opt_state[0].mu["blocks"][1]["down"]["kernel"].sharding.spec == WHOLE_ROWS
 

@@ -99,8 +99,8 @@ AGAIN = ["batch", "step 1", *TORN, "again False 1"]
     ("work", "lines", "code"),
     [
         (one_ctrl_c, [*TORN, *TOLD, *AGAIN], 0),
-        (sigterm, [*TORN, "raised SystemExit", *TOLD], 143),
-        (sighup_with_a_full_stderr, [*TORN, "raised SystemExit", *TOLD], 129),
+        pytest.param(sigterm, [*TORN, "raised SystemExit", *TOLD], 143, marks=pytest.mark.full),
+        pytest.param(sighup_with_a_full_stderr, [*TORN, "raised SystemExit", *TOLD], 129, marks=pytest.mark.full),
         pytest.param(
             *(sigterm_with_nobody_at_stderr, [*TORN, "raised SystemExit", *TOLD], 143), marks=pytest.mark.full
         ),
