@@ -11,10 +11,10 @@ gives medians.
   replaced by functions that return at once what they returned before ("Python").
 - programs: calls of compiled functions in a step.
 
-On two cores the four simulated devices wait for each other's cores, not for each other: all that can be seen is the sum
-of the work and what starting it takes. A pipeline has less to do here than `fsdp`, which gathers weights for each
-microbatch by copying memory. How long ranks wait, whether transfers hide behind passes, and what a real interconnect
-takes cannot be seen. Small programs run within the call that starts them, so that "start" holds some of their work.
+On two cores four simulated devices share what one has alone: all that can be seen of a step is the sum of its work and
+what starting it takes, in which a pipeline is near a single device. What a pipeline gains, how long its ranks wait,
+whether transfers hide behind passes, and what a real interconnect takes cannot be seen. Small programs run within the
+call that starts them, so that "start" holds some of their work.
 """
 
 import argparse
