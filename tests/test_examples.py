@@ -77,6 +77,21 @@ def test_experts_on_their_own_devices_learn_what_a_single_device_does(
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.full
+def test_pipelines_train_to_the_losses_of_fsdp_in_the_order_of_their_schedules(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run("pipeline.py", monkeypatch, capsys)
+    fsdp, *pipelines = np.array([line.split()[2:] for line in out.splitlines() if line.startswith("step")], float).T
+    assert len(fsdp) == 6 and len(pipelines) == 2 and fsdp[-1] < fsdp[0]
+    for losses in pipelines:
+        np.testing.assert_allclose(losses, fsdp, atol=1e-4, rtol=0)
+    passes = ["fwd_2__0", "fwd_2__1", "fwd_2__2", "bwd_2__0", "fwd_2__3", "bwd_2__1", "bwd_2__2", "bwd_2__3"]
+    assert f"rank 2 of 4, 4 stages: {passes}" in out
+    assert "Interleaved1F1B(8, 4) with 4 microbatches" in out and "predicted bubble 27.3%" in out
+    assert len(re.findall(r" ms a step$", out, re.M)) == 3
+
+
 SPLIT = {  # into how many parts, by dim
     "HSDP": {"up.kernel": (1, 4), "attention.out.kernel": (1, 1, 4), "down.kernel": (4, 1), "norm.bias": (4,)},
     "TensorParallel": {

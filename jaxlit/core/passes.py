@@ -40,7 +40,7 @@ class Passes:
         treedef = self.step.layout.treedef
         return jax.tree.unflatten(treedef, range(treedef.num_leaves))
 
-    @property
+    @cached_property
     def params(self) -> list[int]:
         """The places of the parameters."""
         return jax.tree.leaves(self.at.params)

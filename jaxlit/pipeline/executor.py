@@ -67,6 +67,8 @@ class StageSet:
         self.cut, self.stages, self.num_leaves, self.num_written = cut, stages, num_leaves, num_written
         self.producer = {x: (p.stage, k) for p in cut.pieces for k, x in enumerate(p.outs)}
         self.users = {x: [(u, cut.pieces[u].ins.index(x)) for u in cut.users(x)] for x in self.producer}
+        self.of_state = [{i for i in p.inputs if i < num_leaves} for p in cut.pieces]
+        self.of_batch = [[i for i in p.inputs if i >= num_leaves] for p in cut.pieces]
 
 
 class Executor:
@@ -76,7 +78,7 @@ class Executor:
         places: The ranks.
         schedule: Who does what when.
         passes: What a pass is made of.
-        place_batch: Puts a list of host arrays onto a rank.
+        place_batch: Puts lists of host arrays onto a rank each.
         zeros: Returns arrays that gradients are added to, given a rank and the places of parameters.
         homes: The rank that each array of the state lives on.
         measure: Count what is held between forward and backward.
@@ -87,7 +89,7 @@ class Executor:
         places: Places,
         schedule: Schedule,
         passes: Passes,
-        place_batch: Callable[[int, list[Any]], list[Any]],
+        place_batch: Callable[[Sequence[int], list[list[Any]]], list[list[Any]]],
         zeros: Callable[[int, Sequence[int]], list[jax.Array]],
         homes: Sequence[int],
         *,
@@ -124,7 +126,7 @@ class _Batch:
     ) -> None:
         self.of, self.microbatches, self.sets = of, microbatches, sets
         self.count = len(sets[0].stages)
-        self.state = self._spread(leaves)
+        self.state, self.batch = self._spread(leaves), self._placed()
         scale = of.passes.scale
         self.scale = [None if scale is None else self.state[s][scale] for s in range(self.count)]
         self.totals = [of._zeros(of.rank(s), sets[0].stages[s].params) for s in range(self.count)]
@@ -216,13 +218,10 @@ class _Batch:
         return np.float32(self.microbatches[task.mb].rows)
 
     def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
-        stage, microbatch = self._stage(task), self.microbatches[task.mb]
-        first, state = self.sets[task.mb].num_leaves, self.state[task.stage]
-        wanted = [i - first for i in stage.piece.inputs if i >= first]
-        placed = self.of._place_batch(self.of.rank(task.stage), [microbatch.leaves[i] for i in wanted])
-        batch = dict(zip(wanted, placed, strict=True))
-        inputs = [state[i] if i < first else batch[i - first] for i in stage.piece.inputs]
-        return stage, inputs, self.inbox.pop((task.stage, task.mb), [])
+        stage, state, key = self._stage(task), self.state[task.stage], (task.stage, task.mb)
+        first, batch = self.sets[task.mb].num_leaves, self.batch.pop(key, {})
+        inputs = [state[i] if i < first else batch[i] for i in stage.piece.inputs]
+        return stage, inputs, self.inbox.pop(key, [])
 
     def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
         stage, key = self._stage(task), (task.stage, task.mb)
@@ -270,34 +269,34 @@ class _Batch:
 
     def _spread(self, leaves: Sequence[Any]) -> list[dict[int, Any]]:
         """Return for each stage the arrays of the state that it uses, copies of what lives elsewhere."""
-        of, scale = self.of, self.of.passes.scale
-        found: list[dict[int, Any]] = []
-        to: list[tuple[int, int]] = []
-        for s in range(self.count):
-            used = {i for x in self.sets for i in x.stages[s].piece.inputs if i < x.num_leaves}
-            used |= set() if scale is None else {scale}
-            found.append({i: leaves[i] for i in used})
-            to += [(s, i) for i in used]
+        of, different = self.of, {*self.sets}
+        always = set() if of.passes.scale is None else {of.passes.scale}
+        used = [always.union(*(x.of_state[s] for x in different)) for s in range(self.count)]
+        found = [{i: leaves[i] for i in mine} for mine in used]
+        to = [(s, i) for s, mine in enumerate(used) for i in mine if of.homes[i] != of.rank(s)]
         sent = of.places.send([leaves[i] for _, i in to], [of.rank(s) for s, _ in to])
         for (s, i), x in zip(to, sent, strict=True):
             found[s][i] = x
         return found
 
+    def _placed(self) -> dict[tuple[int, int], dict[int, Any]]:
+        """Return by stage and microbatch the arrays of the batch that it uses, all of them sent at once."""
+        wanted = {(s, mb): x.of_batch[s] for mb, x in enumerate(self.sets) for s in range(self.count) if x.of_batch[s]}
+        first = self.sets[0].num_leaves
+        arrays = [[self.microbatches[mb].leaves[i - first] for i in which] for (_, mb), which in wanted.items()]
+        placed = self.of._place_batch([self.of.rank(s) for s, _ in wanted], arrays)
+        pairs = zip(wanted.items(), placed, strict=True)
+        return {key: dict(zip(which, xs, strict=True)) for (key, which), xs in pairs}
+
     def _grads(self) -> list[Any]:
         """Return the sum of each parameter's gradients where it lives, all stages' that use it."""
-        by_param: dict[int, list[tuple[int, Any]]] = {i: [] for i in self.of.passes.params}
-        for s, totals in enumerate(self.totals):
-            for i, total in zip(self.sets[0].stages[s].params, totals, strict=True):
-                by_param[i].append((s, total))
-        found: list[Any] = []
-        for i, totals in by_param.items():
-            rank = self.of.homes[i]
-            if not totals:
-                found += self.of._zeros(rank, [i])
-                continue
-            arrays = self.of.places.send([x for _, x in totals], [rank] * len(totals))
-            found.append(arrays[0] if len(arrays) == 1 else _sum(arrays))
-        return found
+        params, homes = [i for x in self.sets[0].stages for i in x.params], self.of.homes
+        arrays = self.of.places.send([x for totals in self.totals for x in totals], [homes[i] for i in params])
+        found: dict[int, list[Any]] = {i: [] for i in self.of.passes.params}
+        for i, x in zip(params, arrays, strict=True):
+            found[i].append(x)
+        zeros = self.of._zeros
+        return [_sum(xs) if len(xs) > 1 else (xs or zeros(homes[i], [i]))[0] for i, xs in found.items()]
 
 
 @jax.jit

@@ -27,6 +27,7 @@ class _Part:
     given: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     donated: list[bool] = field(default_factory=list)
+    away: list[int] = field(default_factory=list)  # the places among what is given of what another rank has
     run: Callable[..., Any] | None = None
 
 
@@ -84,6 +85,8 @@ class Placed:
         donate = {closed.jaxpr.invars[i] for i in self.donate}
         at = _Placing(closed.jaxpr, ranks, self.home, self.name, follows=self._follows).at
         parts = _parts(closed.jaxpr, at, self.home, donate)
+        for part in parts:
+            part.away = [k for k, x in enumerate(part.given) if x not in at or at[x][0] != part.rank]
         outputs = [*self._outputs, *[None] * (len(closed.jaxpr.outvars) - len(self._outputs))]
         return _Plan(self, closed, parts, outputs, jax.tree.structure(result))
 
@@ -119,9 +122,11 @@ class _Plan:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         values = dict(zip(self.closed.jaxpr.invars, leaves, strict=True))
-        send = self.of.places.send
         for part in self.parts:
-            arrays = send([values[x] for x in part.given], [part.rank] * len(part.given))
+            arrays = [values[x] for x in part.given]
+            sent = self.of.places.send([arrays[k] for k in part.away], [part.rank] * len(part.away))
+            for k, x in zip(part.away, sent, strict=True):
+                arrays[k] = x
             donated = [x for x, d in zip(arrays, part.donated, strict=True) if d]
             rest = [x for x, d in zip(arrays, part.donated, strict=True) if not d]
             assert part.run is not None

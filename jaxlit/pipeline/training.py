@@ -145,7 +145,7 @@ class Microbatched:
 
     def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Run the program."""
-        self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         microbatches = self._split(batch)
         sets = [self._set(x, batch) for x in microbatches]
         made = self.executor(self._order(len(microbatches)), leaves, microbatches, sets)
@@ -184,14 +184,14 @@ class Microbatched:
                 self._orders[count] = [*ahead, *back]
         return self._orders[count]
 
-    def _place(self, rank: int, arrays: list[Any]) -> list[Any]:
-        """Put arrays of a microbatch onto a rank, split as its strategy splits a batch."""
-        if not arrays:
-            return []
-        inner = self.strategy.inner[rank]
-        if inner.mesh.size == 1:
-            return jax.device_put(arrays, [inner.replicated] * len(arrays))
-        return inner.shard_batch(arrays)
+    def _place(self, ranks: Sequence[int], groups: list[list[Any]]) -> list[list[Any]]:
+        """Put arrays of microbatches onto a rank each, split as its strategy splits a batch."""
+        lies = []
+        for rank, arrays in zip(ranks, groups, strict=True):
+            inner = self.strategy.inner[rank]
+            whole = inner.mesh.size == 1 or num_rows(arrays) % inner.num_replicas
+            lies.append([inner.replicated if whole else inner._batch_sharding(x) for x in arrays])
+        return jax.device_put(groups, lies)
 
     def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
         """Return a batch's outputs, given those of its microbatches."""

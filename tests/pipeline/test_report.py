@@ -1,0 +1,93 @@
+"""What is told of a pipeline's stages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxlit as jl
+from jaxlit.pipeline.report import StageFacts, layers_of, stage_table, with_residuals
+
+WIDTH, ROWS = 8, 12
+
+
+class Deep(jl.TrainModule):
+    def __init__(self) -> None:
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(4)])
+
+    def training_step(self, batch: Any) -> jax.Array:
+        x = batch
+        for block in self.blocks:
+            x = jl.pipeline_yield(jnp.tanh(block(x)))
+        return jnp.mean(x**2)
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(0.1)
+
+
+def fitted(strategy: jl.strategies.Pipeline) -> str:
+    options = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
+    trainer = jl.Trainer(strategy=strategy, devices=2, max_epochs=1, **options)
+    trainer.fit(Deep(), [np.ones((ROWS, WIDTH), np.float32)])
+    return strategy.describe()
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["embed", "blocks[0].kernel", "blocks[0].bias", "blocks[1].kernel"], "embed, blocks[0-1]"),
+        (["blocks[3].a[7].kernel", "blocks[1].kernel"], "blocks[1,3]"),
+        (["blocks[2].kernel", "head.kernel"], "blocks[2], head"),
+        ([], "-"),
+    ],
+)
+def test_layers_are_told_by_their_list_and_places(names: list[str], told: str) -> None:
+    assert layers_of(names) == told
+
+
+def test_a_table_has_a_row_for_each_stage_with_what_the_schedule_holds_there() -> None:
+    schedule = jl.strategies.Std1F1B(2)
+    facts = [StageFacts(0, ["a"], 1234, 2 * 10**9), StageFacts(1, ["b"], 5, 10**6)]
+    first, second, bubble = (line.split() for line in stage_table(facts, schedule, 4).splitlines()[1:])
+    assert first == ["0", "0", "a", "1,234", "2", "-", "2"]
+    assert second == ["1", "1", "b", "5", "0.001", "-", "1"]
+    assert bubble[:3] == ["predicted", "bubble", f"{1 / 5:.1%}:"]  # (S - 1) / (M + S - 1)
+    kept = stage_table(with_residuals(facts, [2048, 10]), schedule, 4).splitlines()
+    assert [line.split()[5:7] for line in kept[1:3]] == [["2.0", "KiB"], ["10", "B"]]
+
+
+def test_describe_tells_after_a_fit_what_stages_are_made_of() -> None:
+    strategy = jl.strategies.Pipeline(2, microbatches=3)
+    lines = fitted(strategy).splitlines()
+    assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 3 microbatches"
+    rows = [line.split() for line in lines[2:4]]
+    assert [row[:4] for row in rows] == [
+        ["0", "0", "blocks[0-1]", str(2 * (WIDTH + 1) * WIDTH)],
+        ["1", "1", "blocks[2-3]", str(2 * (WIDTH + 1) * WIDTH)],
+    ]
+    matmuls = 2 * 2 * (ROWS // 3) * WIDTH * WIDTH
+    assert [row[4] for row in rows] == [f"{matmuls / 1e9:.3g}"] * 2
+    assert [row[-1] for row in rows] == ["2", "1"]
+    assert lines[-1].startswith("predicted bubble 25.0%")
+
+
+def test_remat_keeps_only_what_goes_into_a_stage() -> None:
+    strategy = jl.strategies.Pipeline(2, microbatches=3, remat=True)
+    rows = [line.split() for line in fitted(strategy).splitlines()[2:4]]
+    # Of the first stage that is the batch, an input of the step; of the second what it was sent.
+    sent = ROWS // 3 * WIDTH * 4
+    assert [row[5:7] for row in rows] == [["0", "B"], [str(sent), "B"]]
+
+
+def test_the_summary_of_the_model_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    fitted(jl.strategies.Pipeline(2, layers=["blocks.1"], microbatches=3))
+    out = capsys.readouterr().out
+    found = {line.split()[1]: line for line in out.splitlines() if line.startswith("│ blocks[")}
+    assert len(found) == 8
+    for name, line in found.items():
+        stage = int(name[len("blocks[")]) // 2
+        assert f"stage {stage}" in line and f"stage {1 - stage}" not in line
