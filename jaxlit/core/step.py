@@ -190,7 +190,7 @@ class TrainStep:
         self, replica: Replica, state: TrainState, loss: jax.Array, aux: Any, share: float
     ) -> tuple[TrainState, jax.Array, Any]:
         """Return the state after a batch, its table, and its outputs."""
-        traced, held = self.pure.trace_of("training"), (state.params, state.frozen, state.model_state)
+        traced = self.pure.trace_of("training")
         new, (_, *values), weights, outputs = aux
         new = gather(replica, new, traced.sharing)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
