@@ -60,7 +60,7 @@ class Steps(jl.Callback):
 
 def train(strategy: Any, windows: int = 1) -> Steps:
     seen, shape = Steps(), (STEPS * windows, ROWS // windows, 16, WIDTH)
-    quiet = {"enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
+    quiet: Any = {"enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
     trainer = jl.Trainer(strategy=strategy, devices=RANKS, max_epochs=1, log_every_n_steps=1, callbacks=seen,
                          accumulate_grad_batches=windows, logger=False, **quiet)  # fmt: skip
     trainer.fit(Transformer(rngs=nnx.Rngs(0)), list(np.random.default_rng(0).normal(size=shape).astype(np.float32)))

@@ -74,11 +74,11 @@ class ReadsBack(Marked):
 
 class OneVector(Marked):
     def configure_optimizers(self) -> Any:
-        def update(grads: Any, state: Any, params: Any = None) -> Any:
+        def direction(grads: Any, params: Any) -> Any:
             flat, back = ravel_pytree(grads)
-            return back(flat / jnp.linalg.norm(flat)), state
+            return back(flat / jnp.linalg.norm(flat))
 
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+        return optax.stateless(direction)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], type[Exception], tuple[str, ...]]] = {

@@ -30,7 +30,7 @@ class Deep(jl.TrainModule):
 
 
 def fitted(strategy: jl.strategies.Pipeline) -> str:
-    options = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
+    options: Any = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
     trainer = jl.Trainer(strategy=strategy, devices=2, max_epochs=1, **options)
     trainer.fit(Deep(), [np.ones((ROWS, WIDTH), np.float32)])
     return strategy.describe()
