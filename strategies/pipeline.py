@@ -106,6 +106,7 @@ class Pipeline(Strategy):
         self.stages, self.microbatches, self.balance, self.remat = stages, microbatches, balance, _policy(remat, name)
         self.accum_dtype, self.loss_reduction = _float_dtype(accum_dtype, name), loss_reduction
         self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
+        self.sizes: Any = self.balance
         self._facts: list[StageFacts] = []
         self._step: Microbatched | None = None
         self._check_inner()
@@ -125,7 +126,10 @@ class Pipeline(Strategy):
                 f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
                 "Give a divisor, or Trainer(devices=...)."
             )
-        return {"stage": stages} | self._one_inner().mesh_shape(device_count // stages)
+        inner, count = self._check_inner(), device_count // stages
+        given: Any = inner.given_mesh
+        shape: Any = inner.mesh_shape(count) if given is None else getattr(given, "shape", given)
+        return {"stage": stages} | dict(shape)
 
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh, and that of each rank."""
@@ -155,8 +159,11 @@ class Pipeline(Strategy):
         """Return the strategy within a rank, on its mesh."""
         found = copy.copy(self._check_inner())
         if mesh is not None:
-            found.given_mesh = None
-            found.use_mesh(mesh)
+            if self.given_mesh is None:  # its axes are the strategy's own
+                found.given_mesh = mesh
+            else:
+                found.given_mesh = None
+                found.use_mesh(mesh)
             found.setup(list(mesh.devices.flat))
             found.step_program = self.step_program  # the same for all ranks, and traced by this one
         return found
@@ -173,8 +180,8 @@ class Pipeline(Strategy):
             given = _INNER[given]()
         if not isinstance(given, Strategy) or isinstance(given, PerReplica | Pipeline):
             raise ArgumentTypeError(
-                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, 'fsdp', 'ddp' "
-                f"or a Strategy, got {given!r}."
+                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, not the rows of "
+                f"one device: 'fsdp', 'ddp', TensorParallel(...) say, got {given!r}."
             )
         return given
 
@@ -197,8 +204,9 @@ class Pipeline(Strategy):
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
         """Return the shardings of the strategy within a rank, each array's on the rank that uses it first."""
         closed = None if example is None else self.step_program(state, model, example)
-        ranks, facts, stages = Homes(self.schedule, self.balance).of(state, closed)
+        ranks, sizes, facts, stages = Homes(self.schedule, self.balance).of(state, closed)
         if facts is not None:
+            self.sizes = sizes  # the same for parts of a batch of any size
             self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
         rank_of = like_params(state, state.params, ranks.params, self._last_rank)  # type: ignore[arg-type]
         parts = {"frozen": ranks.frozen, "model_state": ranks.model_state, "params": ranks.params}

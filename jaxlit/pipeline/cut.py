@@ -69,12 +69,14 @@ class Cut:
         pieces: That of each stage.
         home_of: The stage where each input lives, None for those of the batch and those that nothing uses.
         made_at: The stage that makes each output.
+        sizes: How many of the parts between marks each stage has; None where no mark counts.
     """
 
     closed: ClosedJaxpr
     pieces: list[Piece]
     home_of: list[int | None]
     made_at: list[int]
+    sizes: list[int] | None = None
 
     def runner(self, piece: Piece) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
         """Return a function of a piece's (inputs, ins) to its (outs, results)."""
@@ -145,6 +147,7 @@ class _Cutting:
         self.stage: dict[Any, int] = {}  # of what is computed once
         self.weights: dict[Any, frozenset[int]] = {}  # the inputs of what depends on weights alone
         self.batch: set[Any] = set()  # what depends on the batch
+        self.effects: dict[int, int] = {}  # where equations run that print or call back, by their identity
         self.pieces = [Piece(stage) for stage in range(num_stages)]
 
     def cut(self) -> Cut:
@@ -157,7 +160,9 @@ class _Cutting:
         made_at = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
         for piece in self.pieces:
             piece.results = [i for i, stage in enumerate(made_at) if stage == piece.stage or i in self._updates(piece)]
-        return Cut(self.closed, self.pieces, homes, made_at)
+        stages = None if self.segments is None else self.segments.stages
+        sizes = None if stages is None else [stages.count(piece.stage) for piece in self.pieces]
+        return Cut(self.closed, self.pieces, homes, made_at, sizes)
 
     # Where equations go -----------------------------------------------------------------------------
 
@@ -184,6 +189,8 @@ class _Cutting:
             at = max((self.known[i] or 0 for i in frozenset().union(*roots)), default=0)
         else:
             at = None
+        if eqn.effects:
+            self.effects[id(eqn)] = self.last if at is None else at
         for var in eqn.outvars:
             if at is not None:
                 self.stage[var] = at
@@ -219,7 +226,7 @@ class _Cutting:
         while True:
             needed, eqns, ins = set(wanted[piece.stage]), [], dict[Any, None]()
             for eqn in reversed(self.jaxpr.eqns):
-                if not any(x in needed for x in eqn.outvars):
+                if self.effects.get(id(eqn)) != piece.stage and not any(x in needed for x in eqn.outvars):
                     continue
                 at = next((self.stage[x] for x in eqn.outvars if x in self.stage), None)
                 if at not in (None, piece.stage):

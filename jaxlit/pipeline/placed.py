@@ -76,17 +76,17 @@ class Placed:
         return plan(leaves)
 
     def _goes_along(self, x: Any) -> bool:
-        return self._follows and not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
+        return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> "_Plan":
         shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
         closed = inline(closed, selects=True)
         donate = {closed.jaxpr.invars[i] for i in self.donate}
-        at = _Placing(closed.jaxpr, ranks, self.home, self.name, follows=self._follows).at
-        parts = _parts(closed.jaxpr, at, self.home, donate)
+        placing = _Placing(closed.jaxpr, ranks, self.home, self.name, follows=self._follows)
+        parts = _parts(closed.jaxpr, placing, donate)
         for part in parts:
-            part.away = [k for k, x in enumerate(part.given) if x not in at or at[x][0] != part.rank]
+            part.away = [k for k, x in enumerate(part.given) if placing.at.get(x, (None,))[0] != part.rank]
         outputs = [*self._outputs, *[None] * (len(closed.jaxpr.outvars) - len(self._outputs))]
         return _Plan(self, closed, parts, outputs, jax.tree.structure(result))
 
@@ -166,11 +166,13 @@ class _Placing:
 
     Attributes:
         at: The rank of each value, and how often something was sent before it could be computed.
+        effects: The same of equations that print or call back, by their identity.
     """
 
     def __init__(self, jaxpr: Any, ranks: Sequence[int | None], home: int, name: str, *, follows: bool) -> None:
         self.home, self.name, self.follows = home, name, follows
         self.at: dict[Any, tuple[int, int]] = {}
+        self.effects: dict[int, tuple[int, int]] = {}
         self._held = set[Any]()  # what is computed of none but held arrays
         for x, rank in zip(jaxpr.invars, ranks, strict=True):
             if rank is not None:
@@ -178,10 +180,14 @@ class _Placing:
                 self._held.add(x)
         for eqn in jaxpr.eqns:
             given = [x for x in eqn.invars if not isinstance(x, Literal)]
+            if eqn.effects:
+                self.effects[id(eqn)] = self.home, 0
             if placed := [x for x in given if x in self.at]:
                 rank = self._rank_of(eqn, placed)
                 turn = max(self.at[x][1] + (self.at[x][0] != rank) for x in placed)
                 self.at |= dict.fromkeys(eqn.outvars, (rank, turn))
+                if eqn.effects:
+                    self.effects[id(eqn)] = rank, turn
                 if len(placed) == len(given) and all(x in self._held for x in placed):
                     self._held |= {*eqn.outvars}
 
@@ -213,9 +219,10 @@ def _size(x: Any) -> int:
     return math.prod(x.aval.shape) * x.aval.dtype.itemsize
 
 
-def _parts(jaxpr: Any, at: dict[Any, tuple[int, int]], home: int, donate: set[Any]) -> list[_Part]:
+def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
     """Return the parts of a program, in an order in which each has what it needs."""
-    keys = sorted({(home, 0), *at.values()}, key=lambda key: (key[1], key[0]))
+    at, home = placing.at, placing.home
+    keys = sorted({(home, 0), *at.values(), *placing.effects.values()}, key=lambda key: (key[1], key[0]))
     wanted: dict[tuple[int, int], dict[Any, None]] = {key: {} for key in keys}
     inputs = set(jaxpr.invars)
     for x in jaxpr.outvars:
@@ -223,8 +230,8 @@ def _parts(jaxpr: Any, at: dict[Any, tuple[int, int]], home: int, donate: set[An
             wanted[at.get(x, (home, 0))][x] = None
     parts = {key: _Part(key[1], key[0]) for key in keys}
     for key in reversed(keys):
-        _fill(parts[key], key, jaxpr, at, wanted)
-    found = [parts[key] for key in keys if parts[key].made]
+        _fill(parts[key], key, jaxpr, placing, wanted)
+    found = [parts[key] for key in keys if parts[key].eqns]
     _donate(found, jaxpr, donate, at)
     return found
 
@@ -233,12 +240,12 @@ def _fill(
     part: _Part,
     key: tuple[int, int],
     jaxpr: Any,
-    at: dict[Any, tuple[int, int]],
+    placing: _Placing,
     wanted: dict[tuple[int, int], dict[Any, None]],
 ) -> None:
-    needed, eqns = dict(wanted[key]), []
+    at, effects, needed, eqns = placing.at, placing.effects, dict(wanted[key]), []
     for eqn in reversed(jaxpr.eqns):
-        if any(x in needed and at.get(x, key) == key for x in eqn.outvars):
+        if effects.get(id(eqn)) == key or any(x in needed and at.get(x, key) == key for x in eqn.outvars):
             eqns.append(eqn)
             needed |= {x: None for x in eqn.invars if not isinstance(x, Literal)}
     made = {x for eqn in eqns for x in eqn.outvars}

@@ -127,7 +127,7 @@ class Stage:
         given = {"inputs": inputs, "ins": ins}
         pull = jax.tree.unflatten(self._treedef, [next(left) if w is None else given[w[0]][w[1]] for w in self._where])
         along = [sum(parts[1:], parts[0]) for parts in cotangents]
-        return pull(along + ([jnp.ones(())] if self.ends else []))
+        return pull(along + ([jnp.ones((), jnp.float32)] if self.ends else []))
 
     def _add(self, totals: list[Any], grads: Sequence[Any], rows: Any, scale: Any) -> list[Any]:
         return [self._passes.add(t, g, rows, scale) for t, g in zip(totals, grads, strict=True)]
@@ -142,7 +142,7 @@ class Stage:
         self, inputs: list[Any], ins: list[Any], totals: list[Any], rows: Any, scale: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
         _, pull, (_, results) = self._pass(inputs, ins)
-        grads, sent = pull([jnp.ones(())])
+        grads, sent = pull([jnp.ones((), jnp.float32)])
         return results, sent, self._add(totals, grads, rows, scale)
 
     # In two parts: what the stage before waits for, and the rest ------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlit.core.passes import Passes
 from jaxlit.core.replica import num_rows
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError, StateError
+from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.pipeline.cut import Cut, Input, Kind, StateOnTwoStages, cut
 from jaxlit.pipeline.executor import Executor, Microbatch, StageSet
@@ -35,16 +35,18 @@ class Held(NamedTuple):
     model_state: Any
 
 
-class Found(NamedTuple):
+class Placement(NamedTuple):
     """Where a module's arrays live.
 
     Attributes:
         ranks: The rank of each array.
+        sizes: How many of the parts between marks each stage has; None without the user's step.
         facts: What is known of the stages; None without the user's step.
         stages: The stage of each parameter by its name.
     """
 
     ranks: Held
+    sizes: list[int] | None
     facts: list[StageFacts] | None
     stages: dict[str, int]
 
@@ -61,7 +63,7 @@ class Homes:
     schedule: Schedule
     balance: Any
 
-    def of(self, state: TrainState, closed: Any) -> Found:
+    def of(self, state: TrainState, closed: Any) -> Placement:
         """Return where each array lives.
 
         Args:
@@ -72,14 +74,14 @@ class Homes:
         held = state.params, state.frozen, state.model_state
         leaves, treedef = jax.tree.flatten(held)
         names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(held)]
-        num_weights, facts = len(jax.tree.leaves(held[:2])), None
+        num_weights, sizes, facts = len(jax.tree.leaves(held[:2])), None, None
         if closed is None:
             stages = _by_bytes(leaves, self.schedule.num_stages)
         else:
             found, stages = self._by_use(closed, num_weights, names)
-            facts = facts_of(found, names[:num_weights], stages[:num_weights], leaves)
+            sizes, facts = found.sizes, facts_of(found, names[:num_weights], stages[:num_weights], leaves)
         ranks = Held(*jax.tree.unflatten(treedef, [self.schedule.rank_of(stage) for stage in stages]))
-        return Found(ranks, facts, dict(zip(names[:num_weights], stages, strict=False)))
+        return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
 
     def _by_use(self, closed: Any, num_weights: int, names: Sequence[str]) -> tuple[Cut, list[int]]:
         closed = inline(closed, also=holds_mark)
@@ -132,6 +134,8 @@ class Microbatched:
     ) -> None:
         self.strategy, self.name, self.passes, self.lies, self._finish = strategy, name, passes, lies, finish
         self._outputs = outputs
+        if strategy.num_microbatches > 1 and outputs is not None:
+            self._check_outputs()
         self._ranks = [strategy.places.rank_at(x.sharding) for x in lies]
         self._sets: dict[Any, StageSet] = {}
         self._orders: dict[int, Sequence[Task | FusedTask]] = {}
@@ -153,6 +157,18 @@ class Microbatched:
         rows = np.float32(sum(x.rows for x in microbatches))
         outputs = self._joined(made.outputs, [x.rows for x in microbatches])
         return self._finish(leaves, made.written, made.grads, rows, table, outputs)
+
+    def _check_outputs(self) -> None:
+        """Refuse outputs of which nobody knows what those of microbatches make of the whole batch."""
+        pure = self.passes.step.pure
+        known = jax.tree_util.tree_leaves_with_path(pure.trace_of("training").outputs)
+        for (path, x), is_rows in zip(known, jax.tree.leaves(self._outputs), strict=True):
+            if not is_rows and not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ModuleError(
+                    f"{pure.name}.training_step returns {leaf_name(path)}, {x.dtype}{list(x.shape)}, which has no row "
+                    "for each of the batch's, and a pipeline runs the step once for each microbatch. Return rows, or "
+                    "log the number: self.log(name, value, reduce_fx='sum')."
+                )
 
     # The batch --------------------------------------------------------------------------------------
 
@@ -227,7 +243,7 @@ class Microbatched:
         inputs = [Input(Kind.WEIGHT if i in weights else Kind.STATE, update=updates.get(i)) for i in range(count)]
         inputs += [Input(Kind.BATCH)] * len(shapes)
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
-        found = _cut(closed, inputs, strategy.schedule.num_stages, strategy.balance, names)
+        found = _cut(closed, inputs, strategy.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = []
         for piece in found.pieces:
@@ -251,11 +267,9 @@ class Microbatched:
 
 
 def _join(parts: list[Any], rows: list[int], *, is_rows: bool) -> Any:
-    """Return rows one behind the other; of what has none the mean over rows, or the last of whole numbers."""
+    """Return rows one behind the other; of what has none the mean over rows."""
     if len(parts) == 1:
         return parts[0]
     if is_rows:
         return jnp.concatenate(parts)
-    if not jnp.issubdtype(parts[0].dtype, jnp.inexact):
-        return parts[-1]
     return jnp.asarray(sum(x * (n / sum(rows)) for x, n in zip(parts, rows, strict=True)), parts[0].dtype)

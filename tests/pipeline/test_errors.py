@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from kit.refusals import fit_refuses, refuses
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, StateError
 
 Pipeline = jl.strategies.Pipeline
 BATCH = [np.ones((8, 40), np.float32)]
@@ -72,6 +72,11 @@ class ReadsBack(Marked):
         return jnp.mean(x**2)
 
 
+class Counts(Marked):
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": super().training_step(batch), "count": jnp.sum(batch > 0)}
+
+
 class OneVector(Marked):
     def configure_optimizers(self) -> Any:
         def direction(grads: Any, params: Any) -> Any:
@@ -113,6 +118,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], type[Exception], 
         ReadsBack,
         StateError,
         ("mean is updated on stage 3 and read on stage 0", "Update it where it is read"),
+    ),
+    "a count among the outputs": (
+        lambda: Pipeline(4),
+        Counts,
+        ModuleError,
+        (r"Counts.training_step returns count, int32\[\], which has no row", "reduce_fx='sum'"),
     ),
     "an optimizer of one vector": (
         lambda: Pipeline(4),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from kit.batches import sized
 from kit.inside import pipelined
@@ -97,6 +98,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
     """Whole batches, so that dropout draws alike. What `fsdp` does is compared with loops by hand elsewhere."""
     batches = sized(*[8] * 20)
+    if name == "skip":
+        batches[7]["x"][3] = np.nan
     found = {}
     for strategy, devices in (("fsdp", 4), (Pipeline(4, microbatches=1, layers="layers"), 4)):
         module, rows, norm = layered(), Rows(), jl.callbacks.GradientNorm()
@@ -132,6 +135,34 @@ def test_a_bad_step_is_undone_and_told_as_under_single(accumulate: int) -> None:
     (step, words, theirs), (mine_step, mine_words, mine) = found.values()
     assert (mine_step, mine_words) == (step, words) and "row 5 of 8" in words
     assert_close(mine, theirs)
+
+
+INNER = {
+    "ddp": lambda: "ddp",
+    "copies": lambda: jl.strategies.FSDP(replicas=2, min_size=0),
+    "mesh": lambda: jl.strategies.FSDP(mesh={"data": 2, "fsdp": -1}, min_size=0),
+    "tensor": lambda: jl.strategies.TensorParallel({r"linear\.kernel$": P(None, "tp")}, tp=2, data=2),
+}
+
+
+@pytest.mark.parametrize("inner", thinned(INNER, "copies", full=["tensor", "ddp"]))
+def test_a_strategy_within_a_rank_has_the_mesh_that_it_asks_for(inner: str) -> None:
+    expected, module = layered(), layered()
+    by_microbatches(expected, BATCHES, 2)
+    seen: list[int] = []
+
+    class Watched(Layered):
+        def loss(self, batch: Any) -> jax.Array:
+            jax.debug.callback(lambda x: seen.append(len(x)), batch["x"][:, 0] + self.inward.bias[0])
+            return super().loss(batch)
+
+    module.__class__ = Watched
+    trainer = fit(module, BATCHES, strategy=Pipeline(2, microbatches=2, layers="layers", inner=INNER[inner]()))
+    assert_close(module, expected)
+    sizes = {"ddp": {"data": 4}, "tensor": {"data": 2, "fsdp": 1, "tp": 2}}.get(inner, {"data": 2, "fsdp": 2})
+    assert dict(trainer.strategy.mesh.shape) == {"stage": 2} | sizes
+    jax.effects_barrier()
+    assert sum(seen) == 30  # what a step calls, each microbatch does once
 
 
 @pytest.mark.full
