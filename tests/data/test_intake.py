@@ -158,7 +158,8 @@ def nan_at(*where, dtype=np.float32):
 @pytest.mark.parametrize("verb", VERBS)
 def test_nan_is_refused_under_debug_also_in_a_later_batch_whose_shape_was_seen(verb):
     (argument, call), record, fine = VERBS[verb], Record(), {"x": np.zeros((4, 3), np.float32)}
-    run = lambda loader, *callbacks: call(trainer_of(*callbacks, debug=True), follow(), loader)  # noqa: E731
+    made = follow()  # Outside the block: what makes its weights is compiled too, once a process.
+    run = lambda loader, *callbacks: call(trainer_of(*callbacks, debug=True), made, loader)  # noqa: E731
     with compiles() as compiled:
         refused((argument, "batch['x'][2, 1] is NaN"), "batch 0", lambda: run([nan_at(2, 1)], record))
     assert (compiled, record.hooks) == ([], ["on_exception"])
