@@ -122,6 +122,26 @@ def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accu
     assert_same(resumed.module, by_hand(windows, bad, where))
 
 
+GOING_ON = FACTORS | {"policy": ["skip", "ignore"]}
+SOME = [("nan", "loss", 3, "fsdp", "ignore"), ("inf", "gradient", 1, "shard_map", "skip")]
+PAIRS_ON = [tuple(case.values()) for case in pairwise(GOING_ON)]
+GONE_ON = list(dict.fromkeys([*SOME, *PAIRS_ON, *itertools.product(*GOING_ON.values())]))
+
+
+@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::6]))
+def test_training_goes_on_behind_a_step_that_it_leaves_out_or_takes(kind, where, accumulate, strategy, policy) -> None:
+    windows = [trapped(kind, where)[i : i + accumulate] for i in range(0, COUNT, accumulate)]
+    given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, "nan_policy": policy}
+    trainer = fit(Trapped(), [batch for window in windows for batch in window], **given)
+    assert trainer.global_step == len(windows) and int(trainer.module.count[...]) == COUNT
+    if policy == "skip":
+        assert_same(trainer.module, by_hand(windows, BAD // accumulate, "loss"))
+    elif where == "loss":  # to which the trap is only added: no gradient knows of it
+        assert_same(trainer.module, by_hand(windows, -1, where))
+    else:
+        assert not any(np.isfinite(getattr(trainer.module, name)[...]).any() for name in ("kernel", "bias"))
+
+
 @pytest.mark.parametrize("accumulate", thinned([1, 2], 1))
 def test_what_was_saved_is_the_state_of_before_the_step_bit_by_bit(accumulate) -> None:
     """Statistics, counts and random keys with it: it is what training on the good batches alone leaves."""
