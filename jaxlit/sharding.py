@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -68,6 +69,25 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
     return Mesh(_over_slices([*sizes.values()], slices, devices), tuple(sizes), axis_types=automatic)
 
 
+def first_devices(count: int | None) -> list[jax.Device]:
+    """Return so many of the devices of all processes, all for None.
+
+    Raises:
+        ArgumentError: There are fewer.
+    """
+    present = jax.devices()
+    if count is None:
+        return present
+    if count > len(present):
+        platform = present[0].platform
+        hint = f" Set XLA_FLAGS=--xla_force_host_platform_device_count={count} to simulate them."
+        raise ArgumentError(
+            f"Trainer(devices={count}) asks for more devices than the {len(present)} {platform} devices "
+            f"here.{hint if platform == 'cpu' else ''}"
+        )
+    return present[:count]
+
+
 def _over_slices(sizes: list[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
     """Order devices of several slices, whose network between them is slow: the first axis that can goes over them."""
     over = next((i for i, size in enumerate(sizes) if size % slices == 0), None)
@@ -126,6 +146,33 @@ def place(batch: Any, sharding: Any) -> Any:
         return jax.make_array_from_process_local_data(lies, batch)
     except (ValueError, TypeError) as error:
         raise _unplaceable(batch, sharding, lies, error) from error
+
+
+def place_whole(batch: Any, lies: Any) -> Any:
+    """Place a host batch of which every process has all rows.
+
+    Args:
+        batch: A pytree of numpy arrays.
+        lies: The same pytree, of shardings.
+    """
+
+    def put(x: Any, to: NamedSharding) -> jax.Array:
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+        return jax.make_array_from_callback(x.shape, to, lambda at: x[at])
+
+    return jax.tree.map(put, batch, lies)
+
+
+@lru_cache(maxsize=1024)
+def rows_by_process(lies: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Tell whether each process's devices hold, of an array of rows, whole rows that those of no other process hold."""
+    held: dict[int, set[Any]] = {}
+    for device, at in lies.devices_indices_map(shape).items():
+        part = tuple(each.indices(size)[:2] for each, size in zip(at, shape, strict=True))
+        held.setdefault(device.process_index, set()).add(part)
+    rows = [begin for parts in held.values() for begin in {part[0] for part in parts}]
+    sizes = [sum(math.prod(end - begin for begin, end in part) for part in parts) for parts in held.values()]
+    return len(set(rows)) == len(rows) and all(size * len(held) == math.prod(shape) for size in sizes)
 
 
 def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exception:

@@ -156,16 +156,7 @@ class Strategy(ABC):
                     "which to use."
                 )
             return list(mesh.devices.flat)
-        present = jax.devices()
-        if devices is None:
-            return present
-        if devices > len(present):
-            hint = f" Set XLA_FLAGS=--xla_force_host_platform_device_count={devices} to simulate them."
-            raise ArgumentError(
-                f"Trainer(devices={devices}) asks for more devices than the {len(present)} "
-                f"{present[0].platform} devices here.{hint if present[0].platform == 'cpu' else ''}"
-            )
-        return present[:devices]
+        return sharding.first_devices(devices)
 
     @abstractmethod
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
@@ -302,10 +293,19 @@ class Strategy(ABC):
         """
         if self.mesh.size == 1:
             return batch
-        whole = isinstance(batch, Whole) or num_rows(batch) * self.num_processes % self.num_replicas
-        batch = batch.batch if isinstance(batch, Whole) else batch
-        lies = (lambda _: self.replicated) if whole else self._batch_sharding
-        return sharding.place(batch, jax.tree.map(lies, batch))
+        given, processes = (batch.batch, 1) if isinstance(batch, Whole) else (batch, self.num_processes)
+        split = num_rows(given) * processes % self.num_replicas == 0
+        lies = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, given)
+        return sharding.place_whole(given, lies) if isinstance(batch, Whole) else sharding.place(given, lies)
+
+    def splits_by_process(self, batch: Any) -> bool:
+        """Tell whether each process places rows that no other does; otherwise it places what it needs of all rows.
+
+        Args:
+            batch: The global batch, or its shapes.
+        """
+        lies = [(self._batch_sharding(x), tuple(x.shape)) for x in jax.tree.leaves(batch) if x.ndim]
+        return num_rows(batch) % self.num_replicas == 0 and all(sharding.rows_by_process(*x) for x in lies)
 
     def place_inputs(self, inputs: Any) -> Any:
         """Place the inputs of `Trainer.apply`: each split over the devices where its rows divide."""

@@ -1,6 +1,7 @@
 """What several processes must have in common about the batches of one loader."""
 
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +21,18 @@ class Agreement:
     """Sees that the batches of all processes make one global batch.
 
     The first batch of a loader is compared between the processes, and the last one of each epoch, whose rows may
-    differ. No other costs one, except that rows which do not divide among the devices are joined.
+    differ. No other costs one, except that rows are joined which do not divide among the devices, or which devices of
+    several processes hold together.
 
     Args:
         loader: The loader.
         argument: Where it was given, for messages.
         prepared: Whether a hook of the user's changes its batches.
-        num_replicas: How many ways the rows of a global batch are split.
+        splits: Whether each process places rows of its own, given a global batch's shapes; else all rows are joined.
     """
 
-    def __init__(self, loader: Any, argument: str, prepared: bool, num_replicas: int) -> None:
-        self._loader, self._argument, self._prepared, self._num_replicas = loader, argument, prepared, num_replicas
+    def __init__(self, loader: Any, argument: str, prepared: bool, splits: Callable[[Any], bool]) -> None:
+        self._loader, self._argument, self._prepared, self._splits = loader, argument, prepared, splits
         self._told: list[int] | None = None  # rows of each process in every batch but the last
         self._count = 0
 
@@ -64,10 +66,9 @@ class Agreement:
                 f"{before}. In several processes only the last batch of an epoch may have other rows: the processes do "
                 "not know of each other's."
             )
-        if len(set(told)) == 1 and sum(told) % self._num_replicas == 0:
-            return with_rows(batch, sum(told)), batch
-        whole = jax.tree.map(lambda x: join_rows(x, told) if x.ndim else x, batch)
-        return with_rows(whole, sum(told)), Whole(whole)
+        if len(set(told)) == 1 and self._splits(shapes := with_rows(batch, sum(told))):
+            return shapes, batch
+        return with_rows(batch, sum(told)), joined(batch, told)
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
@@ -110,6 +111,16 @@ class Agreement:
                 "jl.distributed.shard_options() for a grain.DataLoader, or a jl.ArrayLoader, which shares by itself."
             )
         return sizes
+
+
+def joined(batch: Any, rows: Sequence[int]) -> Whole:
+    """Return a batch of all processes' rows.
+
+    Args:
+        batch: This process's part.
+        rows: How many each has.
+    """
+    return Whole(jax.tree.map(lambda x: join_rows(x, rows) if x.ndim else x, batch))
 
 
 def _digest(batch: Any) -> str:

@@ -46,7 +46,7 @@ class Feeder:
     Args:
         place: Puts what goes to the step onto the devices.
         intake_of: Returns what takes in the batches of a source.
-        num_replicas: How many ways the rows of a batch are split.
+        splits: See `Agreement`.
         num_processes: How many processes feed the same steps.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch.
@@ -64,14 +64,14 @@ class Feeder:
         place: Callable[[Any], Any],
         *,
         intake_of: Callable[[Source], Intake] = lambda source: Intake(source.argument),
-        num_replicas: int,
+        splits: Callable[[Any], bool],
         num_processes: int,
         prefetch: int | str,
         watchdog: Watchdog,
         control: Control,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._num_replicas, self._several = place, num_replicas, num_processes > 1
+        self._place, self._splits, self._several = place, splits, num_processes > 1
         self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
@@ -151,9 +151,7 @@ class Feeder:
         if source not in self._handlings:
             intake = self._intake_of(source)
             agreement = (
-                Agreement(source.loader, source.argument, intake.prepares, self._num_replicas)
-                if self._several
-                else None
+                Agreement(source.loader, source.argument, intake.prepares, self._splits) if self._several else None
             )
             self._handlings[source] = _Handling(intake, agreement)
         return self._handlings[source]

@@ -14,6 +14,7 @@ from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.state import TrainState
+from jaxlit.data.agreement import joined
 from jaxlit.data.intake import Intake
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
@@ -118,7 +119,7 @@ class CompiledStep:
         _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks
         engine = self._engine
         try:
-            leaves, logs = engine.run_step(state.leaves, engine.strategy.shard_batch(batch))
+            leaves, logs = engine.run_step(state.leaves, engine.strategy.shard_batch(self._part(batch)))
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
@@ -126,6 +127,13 @@ class CompiledStep:
                 raise out_of_memory(error, "in step(state, batch)", state=held) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
+
+    def _part(self, batch: Any) -> Any:
+        """Return what this process places: its rows, or all where devices of several processes hold them together."""
+        strategy, rows = self._engine.strategy, num_rows(batch)
+        if (count := strategy.num_processes) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
+            return batch
+        return joined(batch, [rows] * count)
 
     @out_of_meshes
     def module(self, state: StepState) -> Any:

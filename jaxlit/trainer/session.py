@@ -344,7 +344,7 @@ class Session:
         return Feeder(
             self.strategy.shard_batch,
             intake_of=run.loaders.intake_of,
-            num_replicas=self.strategy.num_replicas,
+            splits=self.strategy.splits_by_process,
             num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,

@@ -6,6 +6,7 @@ from kit.batches import sized
 from kit.threads import as_processes
 
 import jaxlit as jl
+from jaxlit.core.replica import num_rows
 from jaxlit.data.agreement import Agreement
 from jaxlit.errors import DataError, ProcessError
 from jaxlit.strategies.program import Whole
@@ -20,12 +21,15 @@ def cut(*sizes, first=0, step=1):
     return [{key: x[end - n : end] for key, x in mine.items()} for n, end in zip(sizes, ends, strict=True)]
 
 
-def agreed(monkeypatch, make, num_replicas=8):
+def agreed(monkeypatch, make, divisor=8):
     """Return what the agreements of two processes make of their loaders, or their errors."""
 
     def work(index):
         loader = make(index)
-        agreement, batches = Agreement(loader, "the loader", False, num_replicas), [*loader]
+        agreement, batches = (
+            Agreement(loader, "the loader", False, lambda batch: num_rows(batch) % divisor == 0),
+            [*loader],
+        )
         found = []
         for k, batch in enumerate(batches):
             part = {key: x[len(x) // 2 * index :][: len(x) - len(x) // 2] for key, x in batch.items()}

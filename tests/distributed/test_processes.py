@@ -67,7 +67,8 @@ def train_stream(case):
     strategy, *options = case.split()
     losses, validation = Losses(), jl.ArrayLoader(rows(33), 16)
     columns = {r"inner\.kernel$": P(None, "tp"), r"outer\.kernel$": P("tp", None)}
-    tensor = jl.strategies.TensorParallel(columns, tp=min(4, jax.device_count()), data=-1)
+    # Weights are split over both processes, whose devices hold the same rows.
+    tensor = jl.strategies.TensorParallel(columns, mesh={"tp": min(4, jax.device_count()), "data": -1})
     split = tensor if strategy == "tensor" else splitting(strategy)
     trainer = make_trainer(losses, strategy=split, max_epochs=2, seed=5, **BARE)
     given = (16, 0, 0.25 if "dropout" in options else 0.0)
@@ -162,6 +163,7 @@ def meet():
     say("processes", [jax.process_count(), jax.process_index(), jax.device_count()])
     own = {"default_root_dir": Path(f"run{jax.process_index()}").absolute(), "logger": True}
     say("list", train_on(own_batches(26), **own))
+    say("spanning", train_on(own_batches(26), strategy=jl.strategies.DDP(mesh={"copies": 2, "data": -1})))
     say("files", sorted(x.name for x in own["default_root_dir"].rglob("[!.]*")))
     for strategy in ("pmap", "single", "simulate:8"):
         say(strategy, error_of(lambda: make_trainer(strategy=strategy)))  # noqa: B023
@@ -318,6 +320,7 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
         assert process.code == 1 and "fit(train_dataloaders=...): every process reads the same rows" in errors, errors
         assert said["processes"] == [2, index, 8]
         check_against_numpy(said["list"], interleaved(26), ROWS)
+        check_against_numpy(said["spanning"], interleaved(26), ROWS)
         assert said["files"] == (["metrics.csv"] if index == 0 else []), "only process 0 writes"
         for strategy in ("pmap", "single", "simulate:8", "devices"):
             assert said[strategy].startswith("ArgumentError")

@@ -124,7 +124,7 @@ def feeder_of(prefetch: int) -> Feeder:
     """Return a feeder that places nothing."""
     return Feeder(
         lambda batch: batch,
-        num_replicas=1,
+        splits=lambda batch: True,
         num_processes=1,
         prefetch=prefetch,
         watchdog=Watchdog(None),
