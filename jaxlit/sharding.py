@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.leaf_names import is_key
 
 __all__ = ["all_reduce", "mesh", "place", "place_state", "rows"]
 
@@ -161,6 +162,33 @@ def place_whole(batch: Any, lies: Any) -> Any:
         return jax.make_array_from_callback(x.shape, to, lambda at: x[at])
 
     return jax.tree.map(put, batch, lies)
+
+
+def carry(x: jax.Array, to: NamedSharding) -> jax.Array:
+    """Move an array from devices of several processes to as many others, of which each process has as many.
+
+    Each process moves its own parts, from the k-th device of one mesh to the k-th of the other.
+
+    Args:
+        x: The array, in a `NamedSharding`.
+        to: How it is to lie there.
+    """
+    if is_key(x):
+        data = carry(jax.random.key_data(x), NamedSharding(to.mesh, P(*to.spec)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    lies: Any = x.sharding
+    there: Any = to.mesh
+    mesh = Mesh(there.devices.reshape(lies.mesh.devices.shape), lies.mesh.axis_names, axis_types=lies.mesh.axis_types)
+    onto = dict(zip(lies.mesh.devices.flat, mesh.devices.flat, strict=True))
+    shards = x.addressable_shards
+    parts = jax.device_put([shard.data for shard in shards], [onto[shard.device] for shard in shards])
+    moved = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, lies.spec), parts)
+    return moved if moved.sharding.is_equivalent_to(to, x.ndim) else _lying(to)(moved)
+
+
+@lru_cache(maxsize=1024)
+def _lying(to: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=to)
 
 
 @lru_cache(maxsize=1024)

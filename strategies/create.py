@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key
 from jaxlit.programs.jaxpr import reaches
+from jaxlit.sharding import carry
 from jaxlit.strategies.program import named
 
 
@@ -92,6 +93,8 @@ def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     whole = NamedSharding(mesh, P())
     if not mesh.is_multi_process:
         return jax.device_put(x, whole)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return carry(x, whole)
     key = is_key(x)  # which jax does not put onto the devices of other processes
     try:
         data = jax.device_put(jax.random.key_data(x) if key else x, whole)

@@ -19,7 +19,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.pipeline.layers import Layers
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
-from jaxlit.pipeline.places import Places
+from jaxlit.pipeline.places import Places, Rows, check_processes, within_processes
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
 from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import simulate
@@ -30,7 +30,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import ROWS, Lying, Program, named
+from jaxlit.strategies.program import ROWS, Lying, Program, Whole, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -41,7 +41,8 @@ class Pipeline(Strategy):
     operands are: tied weights, skips, masks and losses of single layers need nothing of the user. A batch is split into
     microbatches, as many windows of `accumulate_grad_batches` would be: gradients are those of the mean over all
     rows, dropout and batch statistics those of the microbatches one by one. Within a rank `inner` says how its devices
-    share the work.
+    share the work. In several processes each rank has devices of them all, and nothing but `inner`'s collectives goes
+    between them.
 
     Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377, 2104.04473), zero bubble
     (Qi et al., arXiv 2401.10241), and pipelines of whole programs (JaxPP, arXiv 2412.14374).
@@ -73,7 +74,6 @@ class Pipeline(Strategy):
         >>> trainer = jl.Trainer(strategy=strategy, max_epochs=1, logger=False)
     """
 
-    several_processes = False
     mesh_axes: ClassVar[tuple[str, ...]] = ("stage",)
 
     def __init__(
@@ -133,7 +133,15 @@ class Pipeline(Strategy):
 
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh, and that of each rank."""
+        if not isinstance(self.given_mesh, Mesh):
+            shape: Any = self.mesh_shape(len(devices)) if self.given_mesh is None else self.given_mesh
+            devices = within_processes(devices, shape)
         super().setup(devices)
+        if "stage" not in self.mesh.axis_names:
+            raise ArgumentError(
+                f"{type(self).__name__} takes a mesh with an axis 'stage', whose size is the number of ranks, got axes "
+                f"{self.mesh.axis_names}."
+            )
         ranks, others = self.mesh.shape["stage"], [axis for axis in self.mesh.axis_names if axis != "stage"]
         if self.stages not in (None, ranks):
             raise ArgumentError(
@@ -143,6 +151,7 @@ class Pipeline(Strategy):
         grid = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index("stage"), 0)
         grid, axes = (grid, others) if others else (grid[:, None], ["data"])
         meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
+        check_processes(meshes)
         self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
         self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
         given = self._schedule
@@ -225,11 +234,15 @@ class Pipeline(Strategy):
 
     def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Return the arrays on the first device, or on the host where it has no room for them; one line says so."""
+        if len({self.places.rank_of(x) for x in arrays}) == 1:
+            return arrays
+        if self.places.several:
+            if jax.process_index() == 0:
+                say(f"the module is gathered from {len(self.places.meshes)} ranks to the devices of the first")
+            return self.places.send(arrays, [0] * len(arrays))
         device, needed = self.mesh.devices.flat[0], sum(x.nbytes for x in arrays)
         held = device.memory_stats() or {}
         room = held.get("bytes_limit", needed) - held.get("bytes_in_use", 0)
-        if len({self.places.rank_of(x) for x in arrays}) == 1:
-            return arrays
         to = device if needed <= room else jax.devices("cpu")[0]
         where = str(to) if to is device else "the host: no device has room for all of it"
         say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
@@ -264,7 +277,17 @@ class Pipeline(Strategy):
 
     def shard_batch(self, batch: Any) -> Any:
         """Return the batch as it is: each rank is sent the microbatches of what it uses."""
-        return batch
+        if isinstance(batch, Whole):
+            return batch.batch
+        if (count := self.num_processes) == 1:
+            return batch
+        lies = self.inner[0]._batch_sharding
+        return jax.tree.map(lambda x: Rows(x, count, lies(x)) if x.ndim else x, batch)
+
+    def splits_by_process(self, batch: Any) -> bool:
+        """Tell whether each process places rows of each microbatch that no other does."""
+        rows, count = num_rows(batch), self.num_microbatches
+        return rows % count == 0 and self.inner[0].splits_by_process(with_rows(batch, rows // count))
 
     def place_inputs(self, inputs: Any) -> Any:
         """Return the inputs of `Trainer.apply` as they are."""

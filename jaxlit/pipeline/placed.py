@@ -144,7 +144,7 @@ class _Plan:
             found[i] = found[i].copy()
         astray = [i for i, lies in enumerate(self.outputs) if lies is not None and not _lies(found[i], lies)]
         if astray:
-            moved = jax.device_put([found[i] for i in astray], [self.outputs[i] for i in astray])
+            moved = self.of.places.put([found[i] for i in astray], [self.outputs[i] for i in astray])
             for i, x in zip(astray, moved, strict=True):
                 found[i] = x
         return found

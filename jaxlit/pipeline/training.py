@@ -207,7 +207,7 @@ class Microbatched:
             inner = self.strategy.inner[rank]
             whole = inner.mesh.size == 1 or num_rows(arrays) % inner.num_replicas
             lies.append([inner.replicated if whole else inner._batch_sharding(x) for x in arrays])
-        return jax.device_put(groups, lies)
+        return self.strategy.places.put(groups, lies)
 
     def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
         """Return a batch's outputs, given those of its microbatches."""

@@ -155,6 +155,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], type[Exception], 
         ArgumentError,
         (r"stages=2\)", "mesh of 4 stages", "Leave stages out"),
     ),
+    "a mesh without stages": (
+        lambda: Pipeline(mesh={"data": 4}),
+        Marked,
+        ArgumentError,
+        (r"an axis 'stage'", r"got axes \('data',\)"),
+    ),
 }
 
 
@@ -194,8 +200,3 @@ ARGUMENTS = {
 def test_an_argument_out_of_its_set_is_refused_where_it_is_given(case: str) -> None:
     call, kind, patterns = ARGUMENTS[case]
     refuses(kind, call, *patterns)
-
-
-def test_a_pipeline_over_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    refuses(ArgumentError, lambda: Pipeline(4).use(4), "Pipeline trains in one process, and there are 2", "'fsdp'")

@@ -1,0 +1,106 @@
+"""A pipeline in two real processes, each of which has devices of every rank, trains as plain nnx does in one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import sized
+from kit.journal import Rows
+from kit.processes import launch, say
+from kit.stages import Language, Layered, by_microbatches, numbers, sentences
+from kit.trainers import BARE, fit, make_trainer
+
+from jaxlit.distributed.exchange import fetch
+from jaxlit.strategies import FSDP, Pipeline
+
+BATCHES = sized(8, 8, 8, 6)  # the rows of the last one do not divide, and are joined
+SENTENCES = sentences(16, 2)
+
+
+def own(batches: Any) -> Any:
+    """Return every second row: what the two processes give one behind the other are microbatches of neighbours."""
+    return jax.tree.map(lambda x: x[jax.process_index() :: jax.process_count()], batches)
+
+
+def joined(batch: Any) -> Any:
+    """Return the rows of a batch whose microbatches are cut out of one process's rows behind the other's."""
+    return jax.tree.map(lambda x: np.concatenate([x[0::2], x[1::2]]), batch)
+
+
+def weights(module: Any) -> dict[str, Any]:
+    """Return all arrays of a module."""
+    state = jax.tree.map(fetch_any, nnx.as_pure(nnx.state(module)))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): x.tolist() for path, x in leaves}
+
+
+def fetch_any(x: jax.Array) -> np.ndarray:
+    return fetch(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def work() -> None:
+    given: dict[str, Any] = {"default_root_dir": Path("run").absolute(), "log_every_n_steps": 1, "resume": "auto"}
+    for steps in (2, 4):
+        module, rows = Layered(rngs=nnx.Rngs(0)), Rows()
+        strategy = Pipeline(4, "1f1b", 4, layers="layers")
+        trainer = fit(module, own(BATCHES), None, rows, strategy=strategy, max_steps=steps, **given)
+    say("losses", [float(x) for x in rows.of("train")])
+    say("weights", weights(module))
+    say("validated", {key: float(x) for key, x in trainer.validate(module, own(BATCHES))[0].items()})
+    predicted = [np.asarray(fetch(x)).tolist() for x in trainer.predict(module, own(BATCHES[:1]))]
+    say("predicted", predicted)
+    language = Language(rngs=nnx.Rngs(0))
+    fit(
+        language,
+        own(SENTENCES),
+        strategy=Pipeline(schedule="zbv", inner=FSDP(min_size=16), mesh={"data": -1, "stage": 2}),
+    )
+    say("language", weights(language))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "data"))
+    for strategy in (Pipeline(8), Pipeline(mesh=mesh)):
+        try:
+            make_trainer(strategy=strategy, **BARE).fit(Layered(rngs=nnx.Rngs(0)), own(BATCHES))
+        except Exception as error:
+            say(f"refused {strategy.stages}", f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.full
+def test_two_processes_train_as_microbatches_one_by_one_and_go_on_where_they_stopped(tmp_path: Path) -> None:
+    expected, language = Layered(rngs=nnx.Rngs(0)), Language(rngs=nnx.Rngs(0))
+    batches = [*BATCHES[:3], joined(BATCHES[3])]
+    losses = by_microbatches(expected, batches, 4)
+    by_microbatches(language, [np.concatenate([joined(x[:8]), joined(x[8:])]) for x in SENTENCES], 2)
+    validation = np.average([float(expected_loss(expected, x)) for x in BATCHES], weights=[8, 8, 8, 6])
+    for process in launch(work, tmp_path / "run"):
+        said = process.said
+        assert process.code == 0, process.errors
+        # The row before the stop was not read yet.
+        np.testing.assert_allclose(said["losses"], losses[1:], atol=1e-5)
+        for module, found in ((expected, said["weights"]), (language, said["language"])):
+            for path, x in numbers(module).items():
+                np.testing.assert_allclose(found[path], x, rtol=0, atol=1e-5, err_msg=path)
+        assert said["validated"] == pytest.approx({"val": validation}, rel=1e-5)
+        np.testing.assert_allclose(said["predicted"][0], expected_outputs(expected, BATCHES[0]), atol=1e-5)
+        assert "4 devices, which do not divide into 8 stages" in said["refused 8"]
+        assert "its ranks have [[4, 0], [0, 4]] devices of each process" in said["refused None"]
+    os.chdir(tmp_path / "run")
+    restored = Layered(rngs=nnx.Rngs(1))
+    fit(restored, BATCHES, default_root_dir="run", resume="auto", max_steps=4, strategy="fsdp")
+    assert {path: x.tolist() for path, x in numbers(restored).items()} == said["weights"]
+
+
+def expected_loss(module: Any, batch: Any) -> Any:
+    evaluated = nnx.clone(module)
+    evaluated.eval()
+    return evaluated.loss(batch)
+
+
+def expected_outputs(module: Any, batch: Any) -> Any:
+    evaluated = nnx.clone(module)
+    evaluated.eval()
+    rows = joined(batch)  # in the order of processes
+    return evaluated(rows["x"])
