@@ -53,6 +53,7 @@ def test_records_reaches_95_percent(
     assert accuracy(run("records.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "5")) >= 0.95
 
 
+@pytest.mark.full
 def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

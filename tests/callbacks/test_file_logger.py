@@ -170,6 +170,7 @@ def rows_in(folder):
     return found
 
 
+@pytest.mark.full
 def test_a_killed_process_leaves_every_row_and_a_resume_makes_the_files_of_one_that_was_not(tmp_path):
     (ended,) = launch(train_until_killed, tmp_path, count=1, devices=1, join=False)
     assert ended.code == -signal.SIGKILL, ended.errors

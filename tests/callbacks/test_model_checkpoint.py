@@ -107,7 +107,7 @@ def rule(scores: Sequence[float], mode: str, top_k: int, save_last: bool) -> tup
             *[("min", k, last) for k, last in [(0, True), (1, False), (2, True), (-1, True), (-1, False)]],
             *[("max", k, last) for k, last in [(1, True), (3, False)]],
         ],
-        *(("min", 2, True), ("min", -1, True), ("max", 3, False)),
+        *(("min", 2, True), ("max", 3, False)),
     ),
 )
 def test_the_best_and_the_newest_are_on_the_disk_after_each_epoch(mode, top_k, save_last) -> None:

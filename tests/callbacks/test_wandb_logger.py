@@ -17,6 +17,7 @@ from kit.checkpoints import names
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
+from kit.trainers import thinned
 from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
 
@@ -56,6 +57,7 @@ def note(text):
 # Stages
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_a_run_needs_no_fit_before_it_and_has_the_config_of_the_module_it_evaluates(stage):
     trainer = trainer_of(WandbLogger(offline=True), max_epochs=0)
@@ -153,7 +155,7 @@ def open_run(**given):
         yield run
 
 
-@pytest.mark.parametrize("by", ["default", "experiment", "same id"])
+@pytest.mark.parametrize("by", thinned(["default", "experiment", "same id"], "default"))
 def test_a_run_that_the_user_has_opened_is_used_and_left_open(by):
     with open_run(id="mine", reinit="create_new" if by == "experiment" else None) as run:
         logger = WandbLogger(id="mine" if by == "same id" else None, experiment=run if by == "experiment" else None)

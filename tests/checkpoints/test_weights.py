@@ -84,6 +84,7 @@ def test_every_variable_comes_back_with_the_arguments_of_the_constructor(trained
     assert np.any(before[name] != arrays_of(loaded)[name])
 
 
+@pytest.mark.full
 def test_what_was_loaded_draws_the_same_keys_and_takes_the_same_steps(trained):
     loaded, whole = Rich.load_from_checkpoint(trained[1]), Rich(6, [0.1, 0.2], rngs=nnx.Rngs(3))
     train(loaded, "on", 1)
@@ -199,6 +200,7 @@ def test_what_several_devices_wrote_can_be_loaded_on_one(strategy):
     assert all(len(x.devices()) == 1 for x in jax.tree.leaves(nnx.state(loaded)))
 
 
+@pytest.mark.full
 def test_a_lazy_module_takes_the_weights_of_a_checkpoint():
     trainer = train(jl.lazy(Linear))
     expected = trainer.test(Linear.load_from_checkpoint("run"), random(2))

@@ -173,7 +173,7 @@ def test_gradients_are_clipped_after_accumulation_and_without_the_loss_scale(pre
     ("arguments", "clip"),
     [
         ({}, optax.clip_by_global_norm(0.5)),  # the algorithm when none is named
-        ({"gradient_clip_algorithm": "norm"}, optax.clip_by_global_norm(0.5)),
+        pytest.param({"gradient_clip_algorithm": "norm"}, optax.clip_by_global_norm(0.5), marks=pytest.mark.full),
         ({"gradient_clip_algorithm": "value"}, optax.clip(0.5)),
     ],
 )

@@ -125,6 +125,7 @@ def test_what_cannot_be_that_of_one_device_is_refused_by_name_before_the_first_s
         make_trainer(strategy=strategy.replace("4", "1"), devices=1).fit(module, make_batches(8))
 
 
+@pytest.mark.full
 def test_statistics_are_those_of_all_rows_whatever_metrics_are_given() -> None:
     def step(module: Line, batch: Any) -> Any:
         errors = module.errors(batch)

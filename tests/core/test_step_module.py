@@ -45,7 +45,7 @@ def outputs_of(name: str, seen: list[Any]) -> Any:
     return hooks(on_train_batch_end=lambda t, m, outputs, *_: seen.append(np.array(outputs[name])))
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
 def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(strategy: str) -> None:
     model, batches, seen = Dropping(), random(2, rows=64), []
     trainer = fit(model, batches, batches[:1], outputs_of("ones", seen), strategy=strategy)
@@ -56,7 +56,7 @@ def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(str
     np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
 def test_the_sanity_check_does_not_change_training(strategy: str) -> None:
     models = [Dropping(), Dropping()]
     for model, steps in zip(models, (2, 0), strict=True):

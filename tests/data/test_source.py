@@ -153,7 +153,7 @@ def test_an_equal_loader_goes_on_behind_the_last_batch_that_was_used(kind):
 @pytest.mark.parametrize(
     ("used", "prefetch"), thinned([(1, 3), (4, 0)], (1, 3))
 )  # with none used, no batch of the epoch could tell
-@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("kind", thinned(ENDLESS, *[*ENDLESS][:2]))
 def test_an_endless_loader_goes_on_across_its_epochs(kind, used, prefetch):
     stream = [everything(batch) for batch in itertools.islice(ENDLESS[kind](), 14)]
     stopped, fresh = make_source(kind), make_source(kind)

@@ -73,7 +73,7 @@ def compiled(model: Any = None, strategy: Any = "single", **arguments: Any) -> t
     return jl.compile_step(make_line() if model is None else model, **(given | arguments))
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "pmap", full=FOUR))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", "pmap", full=FOUR))
 def test_a_compiled_step_is_that_of_an_optax_loop(strategy) -> None:
     module = make_line()
     losses, history = by_hand(module)

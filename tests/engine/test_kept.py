@@ -142,6 +142,7 @@ def test_what_is_written_between_two_calls_is_used_and_leaves_the_fit(strategy) 
     assert all(np.array_equal(a, b) for a, b in zip(fitted, now, strict=True)), "the fit's counts and weights"
 
 
+@pytest.mark.full
 def test_a_module_that_is_another_now_is_compiled_anew() -> None:
     """Its mode, an attribute, what is in a list, shapes, dtypes, parameters."""
     module = make_line()

@@ -35,12 +35,15 @@ def assert_bit_equal(found: dict[str, np.ndarray], model: Any) -> None:
 PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
 
 
-@pytest.mark.parametrize(("strategy", "devices"), thinned(PLACES, ("fsdp", 2), ("shard_map", "auto"), full=PLACES[::3]))
+@pytest.mark.parametrize(
+    ("strategy", "devices"), thinned(PLACES, ("fsdp", 2), full=[("shard_map", "auto"), *PLACES[::3]])
+)
 def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy, devices) -> None:
     found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
 
 
+@pytest.mark.full
 def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_where_it_stands() -> None:
     assert_bit_equal(first_params(jl.lazy(Net), seed=5), Net(rngs=nnx.Rngs(5)))
     assert_bit_equal(first_params(jl.lazy(Net, rngs=3), seed=5), Net(rngs=nnx.Rngs(3)))

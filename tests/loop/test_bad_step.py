@@ -307,6 +307,7 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
     assert len(ended) == 4096  # then the device is asked
 
 
+@pytest.mark.full
 def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoint_bit_by_bit() -> None:
     save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's second batch
     batches = trapped("nan", "gradient")

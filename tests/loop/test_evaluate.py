@@ -10,7 +10,7 @@ from kit.by_hand import mean
 from kit.journal import Journal, Rows, hooks
 from kit.modules import Mean, logging, module
 from kit.refusals import refuses
-from kit.trainers import THREE, fit, make_trainer
+from kit.trainers import THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import LogError
@@ -26,7 +26,7 @@ def by_loader(self: Any, batch: Any, batch_idx: Any, dataloader_idx: int = 0) ->
     self.log("index", batch_idx * 1.0, reduce_fx="max")
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
 def test_each_loader_has_its_metrics_under_its_own_name(strategy: str) -> None:
     trainer, model, rows = make_trainer(strategy=strategy), module(validation=by_loader, test=by_loader), Rows()
     loaders = [numbered(3, 1), numbered(2, 10)]

@@ -117,8 +117,7 @@ def test_every_number_is_the_same_under_another_strategy(was: Any, now: Any, fol
     thinned(
         [("pmap", "fsdp"), ("single", "shard_map"), ("fsdp", "pmap"), ("simulate:8", "pmap")],
         ("pmap", "fsdp"),
-        ("single", "shard_map"),
-        full=[("fsdp", "pmap")],
+        full=[("single", "shard_map"), ("fsdp", "pmap")],
     ),
 )
 def test_a_half_full_window_goes_on_under_another_strategy(was: str, now: str) -> None:
@@ -156,6 +155,7 @@ def test_another_width_is_refused_with_the_leaves_that_differ_and_leaves_the_cal
     assert fit(other, random(1)).global_step == 1  # and it can be trained
 
 
+@pytest.mark.full
 def test_a_layer_more_or_less_is_refused_by_name(folder: Path) -> None:
     found = refused(saved(folder)[0], "does not fit", module=net(More))
     assert found["module.more.bias"] == ["nothing", "float32[1]"]

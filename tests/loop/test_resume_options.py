@@ -235,6 +235,7 @@ def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
+@pytest.mark.full
 def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
     place = ("on_train_batch_end", 10)  # without accumulation each step has a row, read one step late
     saver = SavesAt(tmp_path / "kept", [place])

@@ -45,7 +45,10 @@ class Apart(jl.strategies.DDP):
         return run
 
 
-@pytest.mark.parametrize(("accumulate", "kinds"), [(1, ["train", "eval"]), (2, ["train", "micro", "eval"])])
+@pytest.mark.parametrize(
+    ("accumulate", "kinds"),
+    thinned([(1, ["train", "eval"]), (2, ["train", "micro", "eval"])], (2, ["train", "micro", "eval"])),
+)
 def test_the_halves_of_a_step_run_apart_with_clipping_accumulation_and_metrics(accumulate: int, kinds: Any) -> None:
     strategy, batches, model = Apart(), random(4), Linear()
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
@@ -73,6 +76,7 @@ class Columns(jl.Strategy):
         return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
 
 
+@pytest.mark.full
 def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
     seen: list[Any] = []
 
@@ -145,7 +149,7 @@ class Free(Net):
         return super().__call__(jnp.tanh(jnp.tanh(x)))
 
 
-@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "hsdp"], "hsdp", full=["shard_map"]))
+@pytest.mark.parametrize("strategy", thinned([*STRATEGIES, "hsdp"], full=["hsdp", "shard_map"]))
 def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
     models, found = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
     batches = random(2)

@@ -170,6 +170,7 @@ class Shapes(jl.TrainModule):
 AWKWARD = ((1257, 96), (1025, 64), (10,), (7, 13), (30, 68), (31, 60))
 
 
+@pytest.mark.full
 def test_shapes_that_divide_in_one_dim_in_two_together_or_in_none_train() -> None:
     trainer = fit(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
     weights = trainer.state.params["weights"]

@@ -44,8 +44,8 @@ def assert_close(mine: Any, theirs: Any) -> None:
             if not (stages == 4 and schedule in ("interleaved_1f1b", "zbv"))  # eight parts, and there are four layers
         ],
         ("1f1b", 4, 4, False),
-        ("zbv", 2, 8, False),
         full=[
+            ("zbv", 2, 8, False),
             ("interleaved_1f1b", 2, 8, True),
             ("gpipe", 4, 8, True),
             ("eager_1f1b", 4, 8, False),
@@ -94,7 +94,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(ARGUMENTS, "clip", full=["accumulate", "skip", "16-mixed"]))
+@pytest.mark.parametrize("name", thinned(ARGUMENTS, full=["clip", "accumulate", "skip", "16-mixed"]))
 def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
     """Whole batches, so that dropout draws alike. What `fsdp` does is compared with loops by hand elsewhere."""
     batches = sized(*[8] * 20)
@@ -145,7 +145,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("inner", thinned(INNER, "copies", full=["tensor", "ddp"]))
+@pytest.mark.parametrize("inner", thinned(INNER, full=["copies", "tensor", "ddp"]))
 def test_a_strategy_within_a_rank_has_the_mesh_that_it_asks_for(inner: str) -> None:
     expected, module = layered(), layered()
     by_microbatches(expected, BATCHES, 2)
@@ -206,6 +206,7 @@ def test_a_loss_that_is_a_sum_is_that_of_all_rows() -> None:
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_stages_have_names_on_the_screen_and_the_module_is_whole_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
     module = layered()
     trainer = fit(module, BATCHES, strategy=Pipeline(2, layers="layers"), devices=2)

@@ -35,7 +35,7 @@ def test_a_strategy_trains_like_a_single_device(
     assert len(check(strategy, devices, accumulate, clip, precision)) == 1
 
 
-@pytest.mark.parametrize(("accumulate", "clip", "precision"), thinned(BY_HAND, (3, 0.1, "32-true")))
+@pytest.mark.parametrize(("accumulate", "clip", "precision"), thinned(BY_HAND, full=[(3, 0.1, "32-true")]))
 def test_a_single_device_trains_like_a_loop_that_is_written_by_hand(
     accumulate: int, clip: float | None, precision: str
 ) -> None:

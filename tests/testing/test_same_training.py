@@ -167,6 +167,7 @@ def test_random_models_are_compared_with_another_strategy_never_with_themselves(
         compare("shard_map", wrong, module=Random, steps=1, compare=("grads",))
 
 
+@pytest.mark.full
 def test_random_keys_do_not_widen_the_tolerance_of_parameters():
     with pytest.raises(AssertionError, match=r"params hidden\.bias: single on auto and wrong on 2 differ"):
         compare(Shifted(), module=Random, steps=1, compare=("params",))
@@ -176,6 +177,7 @@ def test_two_objects_of_one_class_are_told_apart():
     assert [*compare(jl.strategies.DDP(), jl.strategies.DDP(), steps=1)] == ["DDP on 2", "DDP on 2 #2"]
 
 
+@pytest.mark.full
 def test_each_value_of_a_factor_is_trained_under_and_told_of():
     precisions, given = ("32-true", "bf16-mixed"), []
 
@@ -190,6 +192,7 @@ def test_each_value_of_a_factor_is_trained_under_and_told_of():
     assert exact <= 1e-5 < rounded <= 2e-2
 
 
+@pytest.mark.full
 def test_a_strategy_that_is_wrong_with_one_value_of_a_factor_is_found():
     compare(Accumulating(), steps=1)
     with pytest.raises(AssertionError, match="single on auto, accumulate_grad_batches=2 and wrong on 2, accumulate"):
