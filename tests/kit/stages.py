@@ -80,7 +80,8 @@ class Language(jl.TrainModule):
     Batches are `(rows, LENGTH + 1)` int32 below `WORDS`, 0 where there is no word.
     """
 
-    def __init__(self, blocks: int = 4, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, blocks: int = 4, rate: float = 0.1, *, rngs: nnx.Rngs) -> None:
+        self.rate = rate
         self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs=rngs) for _ in range(blocks)])
         self.seen = nnx.BatchStat(jnp.zeros(()))
@@ -105,7 +106,7 @@ class Language(jl.TrainModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.1)
+        return optax.sgd(self.rate)
 
 
 def sentences(rows: int, batches: int) -> list[np.ndarray]:
@@ -114,14 +115,22 @@ def sentences(rows: int, batches: int) -> list[np.ndarray]:
     return [draw.integers(0, WORDS, size=(rows, LENGTH + 1)).astype(np.int32) for _ in range(batches)]
 
 
-def by_microbatches(module: Any, batches: Sequence[Any], count: int) -> list[float]:
-    """Train a module in place by plain nnx, a step a batch, each in so many passes; returns the batches' losses."""
+def by_microbatches(module: Any, batches: Sequence[Any], count: int | Sequence[Sequence[int]]) -> list[float]:
+    """Train a module in place by plain nnx, a step a batch; returns the batches' losses.
+
+    Args:
+        module: The module.
+        batches: The batches.
+        count: In how many passes each, or the rows of each pass.
+    """
     optimizer = nnx.Optimizer(module, module.configure_optimizers(), wrt=nnx.Param)
     gradient = nnx.jit(nnx.value_and_grad(lambda module, part: module.loss(part)))
     losses = []
-    for batch in batches:
+    for i, batch in enumerate(batches):
         rows = len(jax.tree.leaves(batch)[0])
-        ends = np.cumsum([0, *(len(x) for x in np.array_split(np.arange(rows), min(count, rows)))])
+        even = isinstance(count, int)
+        parts = [len(x) for x in np.array_split(np.arange(rows), min(count, rows))] if even else count[i]
+        ends = np.cumsum([0, *parts])
         total, loss = None, 0.0
         for begin, end in itertools.pairwise(ends):
             part = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], batch)
