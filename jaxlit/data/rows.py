@@ -24,7 +24,7 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
     Raises:
         DataError: Saying how its rows become batches.
     """
-    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(loader).__mro__}
+    kinds = _kinds(loader)
     leaves = _leaves(batch)
     has_number = any(isinstance(x, _PLAIN) or getattr(x, "shape", None) == () for x in leaves)
     if _TORCH[0] in kinds and _TORCH[1] not in kinds:
@@ -32,7 +32,7 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
             "torch.utils.data.DataLoader(dataset, batch_size=32). One whose elements are batches already goes into "
             "DataLoader(dataset, batch_size=None)"
         )
-    elif kinds.intersection(_HUGGING_FACE) and has_number:
+    elif is_hugging_face(loader) and has_number:
         how = 'dataset.with_format("numpy").iter(batch_size=32), in an object that can be iterated again'
     elif _is_sequence(loader) and has_number and not any(getattr(x, "shape", ()) for x in leaves):
         how = ".batch(32)" if type(loader).__module__.partition(".")[0] == "grain" else _BY_STACKING
@@ -44,6 +44,11 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
     )
 
 
+def is_hugging_face(loader: Any) -> bool:
+    """Tell whether a loader is a dataset of Hugging Face's `datasets`, whose elements may be rows or batches."""
+    return bool(_kinds(loader).intersection(_HUGGING_FACE))
+
+
 def doubted_rows(loader: Any, batch: Any, argument: str) -> str | None:
     """Return why the elements of a sequence seem to be rows: a whole number, a label say, stands beside an array."""
     leaves = [np.asarray(x) for x in _leaves(batch)] if _is_sequence(loader) else []
@@ -53,6 +58,10 @@ def doubted_rows(loader: Any, batch: Any, argument: str) -> str | None:
         f"{argument} gives a whole number beside an array, {_shown(batch)} first, which all rows of the batch share. "
         f"If these are rows, batch them, by {_BY_STACKING}."
     )
+
+
+def _kinds(loader: Any) -> set[str]:
+    return {f"{kind.__module__}.{kind.__name__}" for kind in type(loader).__mro__}
 
 
 def _leaves(batch: Any) -> list[Any]:

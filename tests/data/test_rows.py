@@ -13,6 +13,8 @@ from kit.trainers import fit
 from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.errors import DataError
 
+TORCH, ARROW = "torch.utils.data.dataset.Dataset", "datasets.arrow_dataset.Dataset"
+
 
 class Sequence:
     """A dataset as torch and Hugging Face have them: elements by index, and their number."""
@@ -30,14 +32,14 @@ class Sequence:
 def of_library(name: str, rows: list[Any]) -> Any:
     """Return a dataset whose class is derived from one that is called as a library's."""
     module, _, kind = name.rpartition(".")
-    return type("Mine", (type(kind, (Sequence,), {"__module__": module}),), {})(rows)
+    members = {"__module__": module} | ({"shape": (len(rows), 2)} if name == ARROW else {})
+    return type("Mine", (type(kind, (Sequence,), members),), {})(rows)
 
 
 NUMBERS = [{"x": 1.0, "y": 2}] * 8
 VECTORS = [{"x": np.ones(3, np.float32), "y": np.ones(3, np.float32)}] * 8
 LABELLED = [{"x": np.ones((4, 4), np.float32), "y": 3}] * 8
 TOKENS = [{"x": [1, 2, 3], "text": "a b c"}] * 8
-TORCH, ARROW = "torch.utils.data.dataset.Dataset", "datasets.arrow_dataset.Dataset"
 STACK = r"by jl\.ArrayLoader\(jax\.tree\.map\(lambda \*x: np\.stack\(x\), \*rows\), batch_size=32\)"
 ROWS = {
     "a list": (NUMBERS, "list", STACK),
