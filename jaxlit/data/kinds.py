@@ -85,7 +85,8 @@ def _are_columns(arrays: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and not is_hugging_face(x)  # whose tables have a shape as well
+    # Hugging Face's tables have a shape as well, and so have its dicts of them.
+    return hasattr(x, "shape") and not isinstance(x, dict) and not is_hugging_face(x)
 
 
 def _is_surely_loader(x: Any) -> bool:

@@ -33,7 +33,7 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
             "DataLoader(dataset, batch_size=None)"
         )
     elif is_hugging_face(loader) and has_number:
-        how = 'dataset.with_format("numpy").iter(batch_size=32), in an object that can be iterated again'
+        how = 'dataset.with_format("numpy").batch(32)'
     elif _is_sequence(loader) and has_number and not any(getattr(x, "shape", ()) for x in leaves):
         how = ".batch(32)" if type(loader).__module__.partition(".")[0] == "grain" else _BY_STACKING
     else:

@@ -44,6 +44,8 @@ _, again, _ = train()
 for found, expected in zip(sum(again, []), sum(drawn, []), strict=True):
     np.testing.assert_array_equal(found, expected)
 
+for batches in TAKEN:
+    jl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False).fit(Line(), batches)
 for rows in REFUSED:
     try:
         jl.Trainer(max_epochs=1, logger=False).fit(Line(), rows)
@@ -52,12 +54,15 @@ for rows in REFUSED:
     else:
         raise AssertionError(rows)
 """
+TAKEN = {
+    "torch": "[torch.utils.data.DataLoader(samples, batch_size=32)]",
+    "datasets": "[dataset.batch(32), dataset.to_iterable_dataset().batch(32)]",
+}
 REFUSED = {
     "torch": "[samples, torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(x))]",
     "datasets": "[dataset, datasets.Dataset.from_dict(rows), dataset.to_iterable_dataset()]",
-    "tensorflow": "[]",
-    "webdataset": "[]",
 }
+GIVEN = {"TAKEN": TAKEN, "REFUSED": REFUSED}
 
 
 def write_shards(folder: Path) -> list[str]:
@@ -80,7 +85,15 @@ def write_shards(folder: Path) -> list[str]:
 def test_a_recipe_gives_each_row_once_an_epoch_in_an_order_of_the_epoch(package: str, tmp_path: Path) -> None:
     parts = [block_with(PAGE, "class Line"), block_with(PAGE, "class Epochs"), f"shards = {write_shards(tmp_path)}"]
     run_script(
-        tmp_path / "train.py", "\n".join([*parts, recipe(PAGE, package), f"REFUSED = {REFUSED[package]}", CHECK])
+        tmp_path / "train.py",
+        "\n".join(
+            [
+                *parts,
+                recipe(PAGE, package),
+                *(f"{name} = {given.get(package, [])}" for name, given in GIVEN.items()),
+                CHECK,
+            ]
+        ),
     )
 
 

@@ -48,7 +48,7 @@ ROWS = {
     "a sequence": (Sequence(NUMBERS), "Sequence", STACK),
     "grain": (grain.MapDataset.source(NUMBERS), "MapDataset", r"by \.batch\(32\)\."),
     "torch": (of_library(TORCH, VECTORS), "Mine", r"by torch\.utils\.data\.DataLoader\(dataset, batch_size=32\)"),
-    "Hugging Face": (of_library(ARROW, LABELLED), "Mine", r"""with_format\("numpy"\)\.iter\(batch_size=32\)"""),
+    "Hugging Face": (of_library(ARROW, LABELLED), "Mine", r"""by dataset\.with_format\("numpy"\)\.batch\(32\)\."""),
 }
 
 
