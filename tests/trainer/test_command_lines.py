@@ -1,11 +1,12 @@
 """The command lines of docs/scripts.md, with the packages that make them where they are installed."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kit.pages import block_with, needing, recipe, recipes, run_script
+from kit.pages import DOCS, block_with, needing, recipe, recipes, run_script
 
 PAGE = "scripts.md"
 TOLD = """
@@ -40,9 +41,12 @@ def test_jsonargparse_makes_options_of_the_constructors_arguments(package: str, 
         code = code.replace("parser.instantiate(", "parser.instantiate_classes(")
     code += "module, trainer = made.model, made.trainer\n" + TOLD
     code += "assert type(trainer.callbacks[0]) is jl.callbacks.EarlyStopping, trainer.callbacks\n"
-    (tmp_path / "run.yaml").write_text("trainer: {max_epochs: 2, strategy: ddp, logger: false}\nmodel: {lr: 0.05}\n")
-    callback = ("--trainer.callbacks+=jaxlit.callbacks.EarlyStopping", "--trainer.callbacks.monitor=val/error")
-    told(tmp_path / "train.py", code, "--config=run.yaml", "--trainer.max_epochs=3", *callback)
+    (tmp_path / "run.yaml").write_text("trainer: {max_epochs: 2, logger: false}\nmodel: {lr: 0.1}\n")
+    (words,) = re.findall(r"```text\npython train\.py (.*?)```", (DOCS / PAGE).read_text(), re.S)
+    told(tmp_path / "train.py", code, "--config=run.yaml", *words.replace("\\\n", " ").split())
+    assert "--trainer.val_check_interval" in run_script(
+        tmp_path / "train.py", (tmp_path / "train.py").read_text(), "--help"
+    )
 
 
 @pytest.mark.parametrize("package", needing("hydra"))
