@@ -2,10 +2,12 @@
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
+from kit.pages import DOCS, PAGES, blocks
 from kit.trainers import thinned
 
 from jaxlit.strategies import registry
@@ -45,7 +47,7 @@ def test_public_classes_have_an_example() -> None:
 
 
 @pytest.fixture(scope="module")
-def blocks() -> list[str]:
+def programs() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
@@ -58,11 +60,11 @@ def without_numbers(screen: str) -> list[str]:
 
 @pytest.mark.full
 def test_the_readmes_first_example_prints_the_screen_below_it(
-    blocks: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    programs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     scope: dict[str, object] = {}
-    exec(blocks[0], scope)
+    exec(programs[0], scope)
     out, (screen, *_) = (
         capsys.readouterr().out,
         re.findall(r"```\n(jaxlit .*?)```", (ROOT / "README.md").read_text(), re.S),
@@ -72,18 +74,38 @@ def test_the_readmes_first_example_prints_the_screen_below_it(
     assert best == sorted(set(best)) and best[-1] >= 0.95
 
 
-def test_the_readmes_first_example_is_short(blocks: list[str]) -> None:
-    lines = [line for line in blocks[0].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
+def test_the_readmes_first_example_is_short(programs: list[str]) -> None:
+    lines = [line for line in programs[0].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
     assert len(lines) <= 25
 
 
-PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+def page_text(page: str) -> str:
+    return (DOCS / page).read_text()
 
 
 @pytest.mark.parametrize("page", thinned(PAGES, "training.md"))
 def test_the_examples_of_a_page_run(page: str) -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-    exec("\n".join(examples), {})
+    exec("\n".join(blocks(page)), {})
+
+
+def test_pages_are_short() -> None:
+    assert {page: lines for page in PAGES if (lines := len(page_text(page).splitlines())) > 280} == {}
+
+
+def test_the_index_has_one_line_for_each_page() -> None:
+    links = re.findall(r"^[-*] \[[^]]+\]\(([\w.]+\.md)\)[^\n]+$", page_text("index.md"), re.M)
+    assert sorted(links) == [page for page in PAGES if page != "index.md"]
+
+
+def test_links_between_pages_lead_to_a_heading() -> None:
+    headings = {page: re.findall(r"^#+ (.*)$", page_text(page), re.M) for page in PAGES}
+    anchors = {page: {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings[page]} for page in PAGES}
+    broken = []
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((\w+\.md)?(?:#([\w-]+))?\)", page_text(page)):
+            if (anchor and anchor not in anchors[target or page]) or (target and target not in PAGES):
+                broken.append((page, target, anchor))
+    assert broken == []
 
 
 def test_the_readme_links_every_page() -> None:
@@ -92,9 +114,11 @@ def test_the_readme_links_every_page() -> None:
 
 
 def test_each_difference_from_lightning_is_shown_by_a_test_that_exists() -> None:
-    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / "lightning.md").read_text(), re.M)
-    rows = [row for row in rows if "shown by" not in row and "---" not in row]
-    assert len(rows) > 20
-    for row in rows:
-        (found,) = re.findall(r"`([\w/]+\.py)::(\w+)` \|$", row)
-        assert f"def {found[1]}(" in (ROOT / "tests" / found[0]).read_text(), row
+    shown_by = json.loads((ROOT / "tests" / "data" / "lightning_differences.json").read_text())
+    tables = re.findall(r"^\| Lightning \| jaxlit \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page_text("lightning.md"), re.M)
+    differences = [row.split(" | ")[0].removeprefix("| ") for table in tables for row in table.splitlines()]
+    assert len(differences) == len(set(differences)) > 50
+    assert sorted(differences) == sorted(shown_by)
+    for difference, test in shown_by.items():
+        file, name = test.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), difference

@@ -203,11 +203,27 @@ def check_scalar(name: str, value: Any, where: str) -> None:
     if shape is None and not isinstance(value, (bool, int, float)):
         raise LogError(f"self.log({name!r}, value) in {where} takes a scalar number, got {type(value).__name__}.")
     if shape:
-        raise LogError(f"self.log({name!r}, value) in {where} takes a scalar, got shape {shape}. Log value.mean().")
+        raise LogError(
+            f"self.log({name!r}, value) in {where} takes a scalar, got shape {shape}. Log value.mean(). "
+            f"{_elsewhere(where)}"
+        )
     if dtype is not None and not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
         raise LogError(f"self.log({name!r}, value) in {where} takes a number, got dtype {dtype}.")
     if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
         raise LogError(f"self.log({name!r}, value) in {where} takes a real number, got {dtype}. Log abs(value).")
+
+
+def _elsewhere(where: str) -> str:
+    """Return where an array goes that no mean of batches tells."""
+    stage, _, end = where.rpartition("_")
+    if end != "step":
+        return "trainer.logger.log_table, log_histogram and log_image take more than a number."
+    returned = "{'loss': loss, 'confusion': matrix}" if stage == "training" else "it"
+    hook = f"on_{'train' if stage == 'training' else stage}_batch_end(outputs, batch, batch_idx)"
+    return (
+        f"What is no mean, a confusion matrix say, is added up by hand: return {returned} from the step, and {hook} "
+        "gets it."
+    )
 
 
 def check_weight(name: str, batch_size: Any) -> None:

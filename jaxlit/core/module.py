@@ -264,10 +264,18 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
             f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform. A schedule goes into "
             "it: optax.adamw(schedule)."
         )
-    raise ModuleError(
-        f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {made!r}. "
-        "Return optax.adamw(1e-3), say."
-    )
+    raise ModuleError(f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {_other(made)}")
+
+
+def _other(made: Any) -> str:
+    """Return what else `configure_optimizers` returned, and what to return in its place."""
+    if isinstance(made, nnx.Optimizer):
+        return f"an {type(made).__name__} of nnx. Return its tx: what it keeps is kept in the training state."
+    if isinstance(made, dict):
+        keys = ", ".join(map(repr, made)) or "nothing"
+        return f"a dict of {keys}. Return the optimizer alone, with the schedule inside: optax.adamw(schedule)."
+    text = " ".join(repr(made).split())
+    return f"{text if len(text) <= 100 else type(made).__name__}. Return optax.adamw(1e-3), say."
 
 
 def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Callable[[Any, jax.Array], Any]:

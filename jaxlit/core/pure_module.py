@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
+from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.plain_attributes import each_attribute
@@ -185,6 +186,7 @@ class PureModule:
         except Exception as error:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
+            note_linen(error)
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "

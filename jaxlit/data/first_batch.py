@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxlit.control import Control, Interrupted
 from jaxlit.data.intake import Intake
+from jaxlit.data.rows import check_rows
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 
@@ -27,6 +28,7 @@ def check_first(source: Source, limit: int | None, intake: Intake, watchdog: Wat
     try:
         for batch in _peek(source, watchdog.control):
             if not intake.prepares:  # what a hook makes of a batch is looked at in its turn
+                check_rows(source.loader, batch, source.argument)
                 intake(batch)
             if (doubts := source.doubts(batch)) is not None:
                 _logger.warning(doubts)

@@ -239,7 +239,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
         if _is_number_list(node):
             raise DataError(
                 f"{where}: batch{''.join(map(_subscript, path))} is a list of Python numbers, which jax takes for as "
-                "many scalars. Make it an array, by np.asarray."
+                "many scalars. Make it an array, by np.asarray; if it is a row's, batch the rows."
             )
     sizes: dict[str, int] = {}
     for name, leaf in leaves:
@@ -265,9 +265,15 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
         if x.ndim:
             sizes[name] = x.shape[0]
     if not sizes:
-        raise DataError(f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows.")
+        raise DataError(
+            f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows: if this is "
+            "a single row, batch the rows."
+        )
     if len(set(sizes.values())) > 1:
-        raise DataError(f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch.")
+        raise DataError(
+            f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this is "
+            "a single row, batch the rows."
+        )
     if 0 in sizes.values() and not may_be_empty:
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
 

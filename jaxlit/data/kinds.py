@@ -7,6 +7,7 @@ from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.data.array_source import ArraySource
 from jaxlit.data.grain_source import GrainSource, kind_of
 from jaxlit.data.plain_source import PlainSource
+from jaxlit.data.rows import is_hugging_face
 from jaxlit.data.source import Source
 from jaxlit.errors import ArgumentTypeError
 
@@ -39,10 +40,10 @@ def check_loader(loader: Any, argument: str) -> None:
     Raises:
         ArgumentTypeError: Naming what was given.
     """
-    if isinstance(loader, (str, bytes, dict, type)) or hasattr(loader, "shape") or not _iterable(loader):
+    if isinstance(loader, (str, bytes, dict, type)) or _is_array(loader) or not _iterable(loader):
         hint = (
             "Wrap arrays as jl.ArrayLoader(arrays, batch_size)."
-            if hasattr(loader, "shape")
+            if _is_array(loader)
             else ("Pass a jl.ArrayLoader, a grain dataset of batches, or another iterable of batches.")
         )
         raise ArgumentTypeError(f"{argument} is no loader: got {_shown(loader)}. {hint}")
@@ -83,13 +84,18 @@ def _are_columns(arrays: Any) -> bool:
     return isinstance(arrays, tuple) or len({(x.shape[1:], x.dtype) for x in arrays}) > 1
 
 
+def _is_array(x: Any) -> bool:
+    # Hugging Face's tables have a shape as well, and so have its dicts of them.
+    return hasattr(x, "shape") and not isinstance(x, dict) and not is_hugging_face(x)
+
+
 def _is_surely_loader(x: Any) -> bool:
     return _is_loader(x) and not isinstance(x, list)
 
 
 def _is_loader(x: Any) -> bool:
     # A list of batches is a loader itself; a list of loaders is several. Batches are pytrees of arrays.
-    if isinstance(x, (Mapping, tuple, str, bytes)) or hasattr(x, "shape") or not _iterable(x):
+    if isinstance(x, (Mapping, tuple, str, bytes)) or _is_array(x) or not _iterable(x):
         return False
     return not isinstance(x, list) or not x or not hasattr(x[0], "shape")
 

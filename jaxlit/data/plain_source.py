@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from jaxlit.data.rows import doubted_rows
 from jaxlit.data.source import Source
 
 _FEW = 1000  # batches that are drawn again to come to the next one
@@ -47,6 +48,10 @@ class PlainSource(Source):
         if isinstance(loader, (list, tuple)):
             return zip(loader[at or 0 :], itertools.count((at or 0) + 1), strict=False)
         return itertools.islice(zip(loader, itertools.count(1), strict=False), at or 0, None)
+
+    def doubts(self, batch: Any) -> str | None:
+        """Return why the first batch seems to be a single row."""
+        return doubted_rows(self.loader, batch, self.argument)
 
     def may_start(self, at: Any) -> bool:
         """Tell whether `at` is a count of batches; a state is the loader's own affair, and so is what it compares."""

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from jaxlit.core.extras import ArrayKeeper
+from jaxlit.core.linen import AS_NNX, linen_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.state import TrainState, Window
@@ -64,15 +65,24 @@ def init_state(
     return jax.tree.map(jnp.copy, state)
 
 
-def check_trainable(tx: optax.GradientTransformation, params: Any, name: str) -> None:
+def check_trainable(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:
     """Refuse what the optimizer cannot train.
+
+    Args:
+        tx: The optimizer.
+        params: The variables that it is to train.
+        module: The module that they are of.
 
     Raises:
         ModuleError: Naming the variable, or what the optimizer says.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    name, leaves = type(module).__name__, jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
-        raise ModuleError(f"{name} has no variable to train. Give it an nnx.Param, or widen jl.Optimizer(wrt=...).")
+        held = linen_in(module)
+        linen = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {AS_NNX}"
+        raise ModuleError(
+            f"{name} has no variable to train{linen}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
+        )
     for path, x in leaves:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ModuleError(

@@ -97,7 +97,7 @@ class Engine:
         variables = self.pure.split(module)
         # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
         if optimizer:
-            check_trainable(self.tx, variables[0], type(module).__name__)
+            check_trainable(self.tx, variables[0], module)
         held = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
         self.extras = extras = check_extras(extras, held, leaves_out)
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
@@ -16,7 +17,7 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.side_tables import set_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies.base import Strategy
 
 
@@ -78,7 +79,17 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
         graphs.append(graphdef)
         return nnx.as_pure(params), nnx.as_pure(rest)
 
-    params, rest = jax.eval_shape(strategy.in_mesh(init))
+    try:
+        params, rest = jax.eval_shape(strategy.in_mesh(init))
+    except TraceContextError as error:
+        if "Rng" not in str(error):
+            raise
+        name = model.cls.__name__
+        raise ModuleError(
+            f"jl.lazy({name}) builds {name} while it is traced, and its __init__ draws from an nnx.Rngs that was made "
+            "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "
+            "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
+        ) from error
     blank, pure = _abstract_state(params, rest), PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
     shardings = strategy.state_sharding(blank, pure, None)  # known before an array is: none is ever whole on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))

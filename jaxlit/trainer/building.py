@@ -4,9 +4,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from flax import nnx
+
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
@@ -72,6 +75,10 @@ def check_model(model: Any, stage: Stage) -> None:
     if not isinstance(model, (TrainModule, lazy)):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
+        if is_linen(model):
+            hint = f" It is a linen module, which a TrainModule can hold: {AS_NNX}."
+        elif isinstance(model, nnx.Module):
+            hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
     cls = model.cls if isinstance(model, lazy) else type(model)
     if getattr(cls, stage.step) is getattr(TrainModule, stage.step):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from flax.errors import CallCompactUnboundModuleError
 from kit.batches import numbered, random, sized
 from kit.by_hand import HandLoop, assert_same, params_of
 from kit.journal import Rows, hooks
@@ -326,3 +327,14 @@ def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -
     assert len(jax.tree.leaves(trainer.state.params)) == 3
     assert trainer.module.encode.kernel is trainer.module.decode.kernel
     assert_same(trainer.module, tied_by_hand())
+
+
+def test_a_linen_module_that_is_called_as_it_is_says_how_it_gets_variables() -> None:
+    def init(self: Any) -> None:
+        Mean.__init__(self)
+        self.net = linen.Dense(1)
+
+    made = module(lambda self, batch: jnp.mean(self.net(batch["x"]) - self.w), init=init)
+    with pytest.raises(CallCompactUnboundModuleError) as caught:
+        fit(made, numbered(1))
+    assert any("self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x)" in x for x in caught.value.__notes__)

@@ -102,7 +102,7 @@ BAD = {
     "dates": (replaced(id=np.array(["2020-01-01"] * 4, "datetime64[D]")), (ID, "datetime64", "host_keys")),
 }
 NOTHING = {"nothing": ({}, ("no array",)), "none": (None, ("no array",)), "a class": (Record, ("which is no pytree",))}
-NOTHING |= {"scalars": ({"x": 1.0, "scale": np.float32(2)}, ("no array with rows",))}
+NOTHING |= {"scalars": ({"x": 1.0, "scale": np.float32(2)}, ("These are rows: batch them",))}
 
 
 @pytest.mark.parametrize("name", [*BAD, *NOTHING])

@@ -75,6 +75,24 @@ def test_what_is_no_class_of_a_module_that_can_be_trained_is_refused() -> None:
     fit_refuses(ModuleError, "Empty has no training_step", model=jl.lazy(type("Empty", (jl.TrainModule,), {})))
 
 
+def test_a_constructor_that_draws_from_a_generator_made_outside_is_told_to_take_one() -> None:
+    outside = nnx.Rngs(0)
+
+    def draws(self: Any, drawn: nnx.Rngs) -> None:
+        Mean.__init__(self)
+        self.layer = nnx.Linear(1, 1, rngs=drawn)
+
+    words = (
+        r"jl\.lazy\(Made\)",
+        "draws from an nnx.Rngs that was made before",
+        r"def __init__\(self, \.\.\., \*, rngs\)",
+    )
+    made = type("Made", (Mean,), {"__init__": lambda self: draws(self, outside)})
+    refuses(ModuleError, lambda: fit(jl.lazy(made), numbered(1)), *words)
+    fit(jl.lazy(type("Made", (Mean,), {"__init__": lambda self: draws(self, nnx.Rngs(0))})), numbered(1))
+    fit(jl.lazy(type("Made", (Mean,), {"__init__": lambda self, *, rngs: draws(self, rngs)})), numbered(1))
+
+
 def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     shapes, concrete = [], []
 

@@ -1,5 +1,6 @@
 """A device without memory left is told in one error, with what has taken it."""
 
+import re
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from kit.batches import random
 from kit.inside import lowered
 from kit.journal import hooks
 from kit.modules import Linear
+from kit.pages import DOCS
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
@@ -67,6 +69,9 @@ def test_a_first_call_without_memory_names_the_program_and_what_each_part_takes_
     assert told.startswith("The devices ran out of memory in train_step, in its first call: RESOURCE_EXHAUSTED: Out of")
     assert "17179869184 bytes. On the device that holds the most: " in told and "More of jax's own" not in told
     batch = 8 * (3 + 1) * 4
+    (shown,) = re.findall(r"```text\n(The devices ran out.*?)```", (DOCS / "first_errors.md").read_text(), re.S)
+    pieces = [" ".join(piece.split()) for piece in re.split(r"\.\.\.|[\d.]+ [MG]iB", shown)]
+    assert len(pieces) > 5 and [piece for piece in pieces if piece not in told] == []
     expected = f"{STATE}, batch {batch} B, temporaries of train_step {size(memory.temp_size_in_bytes)}."
     assert expected in told
 

@@ -47,6 +47,27 @@ def test_a_count_is_that_of_the_whole_batch(strategy: str, rows: int, verb: str)
     assert found["correct"] == (batches[0]["x"][:, 0] > 0).sum() > 2
 
 
+CLASSES = 3
+
+
+def confusion(module: Any, batch: Any) -> dict[str, jax.Array]:
+    true, found = ((x > 0).astype(jnp.int32) + (x > 0.8) for x in (batch["x"][:, 0], batch["x"].sum(1)))
+    return {"confusion": jnp.zeros((CLASSES, CLASSES), jnp.int32).at[true, found].add(1), "true": true}
+
+
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "zero2", "hsdp", *REPLICAS], "fsdp", "shard_map"))
+def test_confusion_matrices_of_batches_and_tails_add_up_to_that_of_all_rows(strategy: str) -> None:
+    # The tails do not divide among 8 devices, and one has as many rows as the matrix.
+    batches = make_batches(16, 24, 13, CLASSES)
+    found = outputs_of("validate", returning(confusion), batches, strategy)
+    x = np.concatenate([batch["x"] for batch in batches])
+    true, guess = ((v > 0).astype(int) + (v > np.float32(0.8)) for v in (x[:, 0], x[:, 0] + x[:, 1]))
+    expected = np.zeros((CLASSES, CLASSES), int)
+    np.add.at(expected, (true, guess), 1)
+    np.testing.assert_array_equal(sum(batch["confusion"] for batch in found), expected)
+    np.testing.assert_array_equal(np.concatenate([batch["true"] for batch in found]), true)
+
+
 def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
     return {"largest": batch["x"][:, 0].argmax()}
 

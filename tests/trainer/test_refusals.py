@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from kit.batches import Stream, numbered, random
 from kit.modules import Linear, Mean, module
 from kit.refusals import fit_refuses, refuses
@@ -180,6 +180,8 @@ FIT: list[tuple[Any, ...]] = [
     ("fit(model class, not instance)", Type, {"model": Mean}, "class Mean", "instance", r"jl\.lazy"),
     ("", Type, {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}, "jaxlit.TrainModule as model", "Linear"),
     ("", Type, {"model": {}}, "takes a jaxlit.TrainModule as model, got dict"),
+    ("", Type, {"model": nnx.BatchNorm(1, rngs=nnx.Rngs(0))}, "Subclass jl.TrainModule in place of nnx.Module"),
+    ("", Type, {"model": linen.Dense(1)}, "linen module, which a TrainModule can hold", r"nnx\.bridge\.ToNNX\("),
     ("fit without training_step", ModuleError, {"model": Bare()}, r"Bare has no training_step\. Define training_step"),
     ("", ModuleError, {"model": bare("No", **STEP)}, r"fit needs No\.configure_optimizers", "optax.adamw"),
     (
@@ -204,8 +206,8 @@ FIT: list[tuple[Any, ...]] = [
     ("", Type, {"train": COLUMNS}, COLUMNS_WORDS),
     ("", Type, {"val": [jl.ArrayLoader(numbered(1)[0], 2), None]}, r"val_dataloaders=\.\.\.\)\[1\] is no loader"),
     ("", DataError, {"train": []}, "train_dataloaders", "no batch", "empty"),
-    ("", DataError, {"train": [5, 6]}, "no array with rows"),
-    ("", DataError, {"train": Samples()}, "train_dataloaders", r"batch\['x'\].* 3.*batch\['y'\].* 1", "row"),
+    ("", DataError, {"train": [5, 6]}, r"first element is 5\. These are rows: batch them"),
+    ("", DataError, {"train": Samples()}, "train_dataloaders", r"batch\['x'\].* 3.*batch\['y'\].* 1", "batch the rows"),
     ("", Arg, {"val": ENDLESS}, "val_dataloaders.*without end.*limit_val_batches"),
     (
         *("limit_train_batches=0.5 with IterableDataset", Arg, {"train": ONE_WAY, "limit_train_batches": 0.5}),
@@ -258,7 +260,9 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
     ("", optax.sgd, "function sgd"),
     ("", SCHEDULE, f"{RETURN} <function"),
     ("", jl.Optimizer("adam"), r"must return an optax\.GradientTransformation"),
-    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} \{{\}}", "adamw"),
+    ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} an Optimizer of nnx\. Return its tx: [^\n]{{,80}}$"),
+    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} a dict of nothing", "adamw"),
+    ("", jl.Optimizer(np.ones((64, 64))), rf"{RETURN} Optimizer\. Return optax.adamw"),
     ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "lr_scheduler"),
     ("lr_scheduler dict unknown key", scheduled({"scheduler": SCHEDULE, "freq": 2}), RETURN, "lr_scheduler"),
     ("ReduceLROnPlateau monitor missing metric", scheduled(PLATEAU), RETURN, "lr_scheduler"),
@@ -286,7 +290,9 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
         self.ids = nnx.Param(jnp.arange(3))
 
     empty = module(lambda self, batch: jnp.mean(batch["x"]), init=lambda self: None, tx=SGD)
-    fit_refuses(ModuleError, "Made has no variable to train", "wrt=", model=empty)
+    fit_refuses(ModuleError, r"Made has no variable to train\. Give", "wrt=", model=empty)
+    held = module(init=lambda self: setattr(self, "net", linen.Dense(1)))
+    fit_refuses(ModuleError, "no variable to train; net is a linen module", r"nnx\.bridge\.ToNNX\(", model=held)
     fit_refuses(ModuleError, "Made: ids is int32", "nnx.Variable", model=module(init=with_ids))
     added = module(configure_callbacks=lambda self: jl.callbacks.CSVLogger())
     fit_refuses(Arg, r"two loggers that write to metrics\.csv", model=added)

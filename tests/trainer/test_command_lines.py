@@ -1,0 +1,71 @@
+"""The command lines of docs/scripts.md, with the packages that make them where they are installed."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.pages import DOCS, block_with, needing, recipe, recipes, run_script
+
+PAGE = "scripts.md"
+TOLD = """
+import json
+print(json.dumps([module.hparams, float(module.slope[...]), trainer.max_epochs, type(trainer.strategy).__name__]))
+"""
+
+
+def slope_by_hand(lr: float, epochs: int) -> float:
+    """Return the slope of whole batches, in any order: each step is one on all of x."""
+    x, slope = np.linspace(-1, 1, 60), 0.0
+    for _ in range(epochs):
+        slope -= lr * np.mean(2 * (slope - 3) * x * x)
+    return slope
+
+
+def told(path: Path, code: str, *arguments: str) -> None:
+    """Run a script, and see it train as it was told to."""
+    model = block_with(PAGE, "class Line").replace("batch_size=10", "batch_size=60")
+    *_, last = run_script(path, f"{model}\n{code}", *arguments).strip().splitlines()
+    hparams, slope, epochs, strategy = json.loads(last)
+    assert (hparams, epochs, strategy) == ({"slope": 0.0, "lr": 0.05}, 3, "DDP")
+    assert slope == pytest.approx(slope_by_hand(0.05, 3), rel=1e-5)
+
+
+@pytest.mark.parametrize("package", needing("jsonargparse"))
+def test_jsonargparse_makes_options_of_the_constructors_arguments(package: str, tmp_path: Path) -> None:
+    from jsonargparse import ArgumentParser
+
+    code = recipe(PAGE, package)
+    if not hasattr(ArgumentParser, "instantiate"):
+        code = code.replace("parser.instantiate(", "parser.instantiate_classes(")
+    code += "module, trainer = made.model, made.trainer\n" + TOLD
+    code += "assert type(trainer.callbacks[0]) is jl.callbacks.EarlyStopping, trainer.callbacks\n"
+    (tmp_path / "run.yaml").write_text("trainer: {max_epochs: 2, logger: false}\nmodel: {lr: 0.1}\n")
+    (words,) = re.findall(r"```text\npython train\.py (.*?)```", (DOCS / PAGE).read_text(), re.S)
+    told(tmp_path / "train.py", code, "--config=run.yaml", *words.replace("\\\n", " ").split())
+    assert "--trainer.val_check_interval" in run_script(
+        tmp_path / "train.py", (tmp_path / "train.py").read_text(), "--help"
+    )
+
+
+@pytest.mark.parametrize("package", needing("hydra"))
+def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -> None:
+    code = recipe(PAGE, package)
+    whole = '    jl.Trainer(**given["trainer"]).fit(Line(**given["model"]), data, data)\n'
+    assert whole in code
+    kept = (
+        '    trainer, module = jl.Trainer(**given["trainer"]), Line(**given["model"])\n    trainer.fit(module, data)\n'
+    )
+    kept += "".join(f"    {line}\n" for line in TOLD.strip().splitlines())
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text(
+        "trainer: {max_epochs: 2, strategy: ddp, logger: false}\nmodel: {lr: 0.1}\n"
+    )
+    told(tmp_path / "train.py", code.replace(whole, kept), "trainer.max_epochs=3", "model.lr=0.05")
+
+
+def test_each_command_line_is_tried_and_can_be_compiled() -> None:
+    assert sorted(recipes(PAGE)) == ["hydra", "jsonargparse"]
+    for package, code in recipes(PAGE).items():
+        compile(code, package, "exec")
