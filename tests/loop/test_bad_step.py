@@ -128,7 +128,9 @@ PAIRS_ON = [tuple(case.values()) for case in pairwise(GOING_ON)]
 GONE_ON = list(dict.fromkeys([*SOME, *PAIRS_ON, *itertools.product(*GOING_ON.values())]))
 
 
-@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::6]))
+@pytest.mark.parametrize(
+    ("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::6])
+)
 def test_training_goes_on_behind_a_step_that_it_leaves_out_or_takes(kind, where, accumulate, strategy, policy) -> None:
     windows = [trapped(kind, where)[i : i + accumulate] for i in range(0, COUNT, accumulate)]
     given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, "nan_policy": policy}
