@@ -289,7 +289,7 @@ class ProgressBar(Callback):
         # What comes before the first step of training is told with it.
         if self._compiled or not self._fitting:
             lines = [*lines, self._compiles.rest()]
-        if text := "\n".join(filter(None, lines)):
+        if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
             self._close(text)
 
     def _results(self, trainer: "Trainer", done: str) -> str:
