@@ -19,13 +19,13 @@ class CompileLines:
         self._rows: dict[tuple[str, int | None], set[int]] = {}  # of the batches that each was compiled for, by loader
         self._first: dict[str, float] = {}  # seconds of those that were compiled once, and are not told of yet
 
-    def update(self, trainer: "Trainer", batch: Any, batch_idx: int, loader: int | None = None) -> list[str]:
+    def update(self, trainer: "Trainer", batch: Any, *, last: bool, loader: int | None = None) -> list[str]:
         """Take note of what was compiled for a batch.
 
         Args:
             trainer: The Trainer.
             batch: The host batch that a step has taken.
-            batch_idx: Its index.
+            last: Whether it is known to be the last of its loader.
             loader: The loader of an evaluation; None in training.
 
         Returns:
@@ -44,8 +44,8 @@ class CompileLines:
             if not seen or (name in self._first and rows in seen):
                 self._first[name] = self._first.get(name, 0.0) + more
             else:
-                again = "again" if rows in seen else _batch(trainer, rows, last=_is_last(trainer, batch_idx, loader))
-                advice = "" if rows in seen or loader is not None else _advice(trainer, batch_idx)
+                again = "again" if rows in seen else _batch(trainer, rows, last=last)
+                advice = _advice(trainer) if last and rows not in seen and loader is None else ""
                 lines += [self.rest(), f"compiled {name} {again} in {clock(more)}{advice}"]
             seen.add(rows)
         return lines
@@ -56,11 +56,6 @@ class CompileLines:
         return f"compiled {each}" if each else ""
 
 
-def _is_last(trainer: "Trainer", batch_idx: int, loader: int | None) -> bool:
-    totals = [trainer.num_training_batches] if loader is None else trainer.num_val_batches
-    return batch_idx + 1 in totals[loader or 0 :][:1]
-
-
 def _batch(trainer: "Trainer", rows: int, *, last: bool) -> str:
     which = "the last" if last else "a"
     if trainer.strategy.num_processes > 1:  # the rows are those of this process
@@ -68,9 +63,9 @@ def _batch(trainer: "Trainer", rows: int, *, last: bool) -> str:
     return f"for {which} batch of {rows:,} row{'s' * (rows != 1)}"
 
 
-def _advice(trainer: "Trainer", batch_idx: int) -> str:
+def _advice(trainer: "Trainer") -> str:
     """Return how to do without a short last batch, where the loader has an argument for it."""
     loader = trainer.train_dataloader
     # grain's `batch` has it as well.
     knows = hasattr(loader, "drop_remainder") or type(loader).__module__.split(".")[0] == "grain"
-    return "; drop_remainder=True saves it" if knows and _is_last(trainer, batch_idx, None) else ""
+    return "; drop_remainder=True saves it" if knows else ""

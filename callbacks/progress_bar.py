@@ -131,7 +131,7 @@ class ProgressBar(Callback):
     ) -> None:
         """Count the batch; draw when it is time."""
         self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
-        lines = self._compiles.update(trainer, batch, batch_idx)
+        lines = self._compiles.update(trainer, batch, last=batch_idx + 1 == trainer.num_training_batches)
         if self._first is None:
             self._first = batch_idx
             if not self._compiled:
@@ -178,7 +178,9 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        self._evaluating(trainer, "validating", trainer.num_val_batches, batch, batch_idx, dataloader_idx)
+        self._evaluating(
+            trainer, "validating", trainer.num_val_batches if self._fitting else (), batch, batch_idx, dataloader_idx
+        )
 
     def on_test_batch_end(
         self,
@@ -230,10 +232,11 @@ class ProgressBar(Callback):
     def _evaluating(
         self, trainer: "Trainer", what: str, totals: Any, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        self._tell_compiled(self._compiles.update(trainer, batch, batch_idx, dataloader_idx))
+        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
+        last = batch_idx + 1 == total
+        self._tell_compiled(self._compiles.update(trainer, batch, last=last, loader=dataloader_idx))
         if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
             self._next = now + self._interval
-            total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
             count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")
             self._draw(trainer, count)
 

@@ -199,6 +199,15 @@ def test_the_seconds_of_compiling_at_the_end_are_those_that_were_named(capsys):
     assert abs(float(told) - whole) <= 0.05
 
 
+def test_an_evaluation_alone_names_what_it_compiles_too(capsys):
+    x = np.zeros((3, 1), np.float32)
+    trainer = trainers.make_trainer(logger=False)
+    trainer.test(Mean(), jl.ArrayLoader({"x": x}, 2))
+    first, other, tested = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"compiled test_step in [\d.]+ s", first) and tested == "tested  test 0"
+    assert re.fullmatch(r"compiled test_step for a batch of 1 row in [\d.]+ s", other)  # of how many is not known
+
+
 def test_an_endless_loader_has_no_total(make_trainer, capsys):
     fit(make_trainer(num_training_batches=float("inf"), max_epochs=None))
     line = epoch_lines(capsys)[0]
