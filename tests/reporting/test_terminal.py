@@ -196,7 +196,7 @@ def test_a_dumb_terminal_has_lines_that_are_not_broken_in_a_word(columns, monkey
     lines = stdout.getvalue().splitlines()
     assert "\x1b" not in stdout.getvalue() and max(map(len, lines)) <= columns
     header = " ".join(line.strip() for line in lines[: [line[:1] for line in lines].index("┏")])
-    assert header.endswith(f"1 of 8 x cpu{' ·' * (columns == 80)} SingleDevice on mesh data=1 · run run")
+    assert header.replace(" ·", "").endswith(" 1 of 8 x cpu SingleDevice on mesh data=1 run run")
 
 
 def test_a_second_fit_says_again_only_what_is_new(capsys):
