@@ -53,4 +53,4 @@ def cannot_write(folder: Path, error: OSError) -> LoggerError:
 def rows_beside(trainer: "Trainer") -> str:
     """Return the files that have the rows as well; "" if there are none."""
     names = [logger.filename for logger in trainer.loggers if isinstance(logger, FileLogger)]
-    return ", ".join(str(short_path(Path(trainer.run_dir) / name)) for name in names)
+    return f"{' and '.join(names)} in {short_path(Path(trainer.run_dir))}" if names else ""

@@ -105,7 +105,7 @@ def _open_offline(
     said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training goes on"
     there = short_path(Path(arguments["dir"]) / "wandb")
     rows = f"rows: {rows}, and {there} as soon as it is" if rows else f"rows: {there} as soon as it is"
-    say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"]))
+    say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"], in_file=100))
     when_done(opening, tell)
     return opening
 
