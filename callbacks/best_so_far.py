@@ -1,6 +1,7 @@
 """The best value so far of what is monitored, for people to see."""
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,19 @@ class BestSoFar:
         if (found := _monitored(trainer)) is None or found[0] not in trainer.callback_metrics:
             return False
         return self._take(float(trainer.callback_metrics[found[0]]), trainer.global_step, found[1])
+
+    def mark(self, trainer: "Trainer", shown: Collection[str]) -> str:
+        """Take the newest value; returns an epoch's mark, or as many spaces, and "" where nothing is monitored.
+
+        Args:
+            trainer: The Trainer.
+            shown: The metrics that stand beside the mark; of another one it tells the name and the value.
+        """
+        if (found := _monitored(trainer)) is None:
+            return ""
+        best, name = self.update(trainer), found[0]
+        told = "" if name in shown else f" {name} {self._best[0] if self._best else math.nan:<7.4g}"
+        return f"* best{told}" if best else " " * len(f"* best{told}")
 
     def describe(self, trainer: "Trainer") -> str:
         """Return it in words; "" if there is none."""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("jaxlit")
 
+_FILE_WIDTH = 100  # where a line of several places is broken in a file
+
 
 def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
     """Return the last lines of a training.
@@ -33,7 +35,8 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
     checkpoints = _checkpoints(trainer)
     for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer))):
-        lines += [join([f"  {name:<10}  {places[0]}", *places[1:]], indent=" " * 14)] if places else []
+        parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []
+        lines += [join(parts, indent=" " * 14, in_file=_FILE_WIDTH)] if parts else []
     if checkpoints:
         lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
     return "\n".join(lines)

@@ -49,6 +49,11 @@ class FileLogger(Logger, ABC):
         """The file."""
         return None if self.path is None else str(self.path)
 
+    @property
+    def experiment(self) -> Path | None:
+        """The folder that the file is in; None before its first row."""
+        return None if self.path is None else self.path.parent
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hyperparameters to `hparams.json` beside the rows, without secrets; what is no JSON value as its text.
 

@@ -14,7 +14,7 @@ from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, placement
 from jaxlit.reporting.table import size
-from jaxlit.reporting.terminal import line_width, say
+from jaxlit.reporting.terminal import join, line_width, say
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -39,8 +39,8 @@ class Row:
 class ModelSummary(Callback):
     """Print the parameters, their shardings and their bytes on each device before training.
 
-    Nothing is computed and no array is read. The last line counts the parameters and their bytes, the
-    optimizer's bytes, and what the whole state takes on each device.
+    A fit whose summary is that of the one before prints none. Nothing is computed and no array is read. The last line
+    counts the parameters and their bytes, the optimizer's bytes, and what the whole state takes on each device.
 
     Args:
         max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for
@@ -55,15 +55,19 @@ class ModelSummary(Callback):
         if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
             raise ArgumentError(f"ModelSummary(max_depth=...) takes an int of at least -1, got {max_depth!r}.")
         self.max_depth = max_depth
+        self._said = ""
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the summary."""
         if not trainer.is_global_zero:
             return
-        state = trainer.state
+        state, lines = trainer.state, list[str]()
         if self.max_depth:
-            say(_table(summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)))
-        say("\n".join([totals(state), *trainer.strategy.describe().split("\n")[1:]]))
+            lines.append(_table(summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)))
+        text = "\n".join([*lines, totals(state), *trainer.strategy.describe().split("\n")[1:]])
+        if text != self._said:
+            say(text)
+        self._said = text
 
 
 def summarize(
@@ -116,10 +120,8 @@ def totals(state: "TrainState") -> str:
     )
     whole, optimizer = (bytes_of(jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.opt_state))
     held = jax.tree.leaves(_held(state))
-    return (
-        f"{params:,} params ({trained:,} trained), {size(whole)}, optimizer {size(optimizer)}, "
-        f"{size(bytes_per_device(held))} per device{_not_split(held)}"
-    )
+    parts = [f"{params:,} params ({trained:,} trained)", size(whole), f"optimizer {size(optimizer)}"]
+    return join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ") + _not_split(held)
 
 
 def _not_split(held: list[Any]) -> str:
@@ -127,7 +129,8 @@ def _not_split(held: list[Any]) -> str:
     whole = [x for x in held if x.sharding.is_fully_replicated]
     if not whole or len(whole) == len(held):
         return ""
-    return f"\n  {size(bytes_of(whole))} of that unsplit, the same on any number of devices"
+    parts = [f"  {size(bytes_of(whole))} of that unsplit", "the same on any number of devices"]
+    return f"\n{join(parts, between=', ')}"
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:
@@ -151,8 +154,9 @@ def _table(rows: list[Row]) -> str:
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
     width = line_width() or 200  # a file has no width
-    if sum(max(map(len, column)) + 3 for column in columns.values()) + 1 > width:
-        del columns["type"]  # tells the least; a path in two lines is hard to read
+    for name in ("type", "per device", "shape"):  # what tells the least first: a path in two lines is hard to read
+        if sum(max(map(len, column)) + 3 for column in columns.values()) + 1 > width:
+            del columns[name]
     table = Table()
     for name in columns:
         table.add_column(name, justify="right" if name in ("params", "per device") else "left", overflow="fold")

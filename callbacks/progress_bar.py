@@ -11,17 +11,17 @@ import jax
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
+from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.errors import ArgumentError
+from jaxlit.reporting.epoch_line import epoch_line, live_line
 from jaxlit.reporting.terminal import (
     LiveLine,
     NotebookLine,
     TerminalLine,
-    bar,
     clock,
     in_notebook,
     is_terminal,
     join,
-    line_width,
     say,
     short_path,
 )
@@ -37,7 +37,8 @@ class ProgressBar(Callback):
 
     Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the line shows those of
     the last logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
-    that monitors one) is the best so far is marked.
+    that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
+    batch of another size.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -60,7 +61,7 @@ class ProgressBar(Callback):
         self._active = self._fitting = self._compiled = False
         self._start, self._from_validation = 0.0, set[str]()
         self._error: BaseException | None = None
-        self._best = BestSoFar()
+        self._best, self._compiles, self._header = BestSoFar(), CompileLines(), ""
         self._begin()
 
     # The run ----------------------------------------------------------------------------------------
@@ -71,6 +72,7 @@ class ProgressBar(Callback):
         self._start = time.monotonic()
         self._next = self._start if self._active and is_terminal() else math.inf
         self._error, self._best, self._from_validation = None, BestSoFar(), set()
+        self._compiles = CompileLines()
         self._begin()
         if stage != "fit":
             return
@@ -83,7 +85,9 @@ class ProgressBar(Callback):
             trainer.strategy.describe().split("\n")[0],
             f"run {short_path(trainer.run_dir)}" if writes else "",
         ]
-        self._print(join(parts))
+        if (header := join(parts)) != self._header:  # a second fit says nothing new
+            self._print(header)
+        self._header = header
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Take the best value of a training that goes on."""
@@ -127,6 +131,7 @@ class ProgressBar(Callback):
     ) -> None:
         """Count the batch; draw when it is time."""
         self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
+        lines = self._compiles.update(trainer, batch, last=batch_idx + 1 == trainer.num_training_batches)
         if self._first is None:
             self._first = batch_idx
             if not self._compiled:
@@ -134,7 +139,7 @@ class ProgressBar(Callback):
                 # What it was compiled in is no part of the rate.
                 self._first, self._epoch_start = batch_idx + 1, self._last
                 self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
-                self._tell_compiling(trainer)
+        self._tell_compiled(lines)
         if self._last >= self._next:
             self._next = self._last + self._interval
             self._draw(trainer)
@@ -153,12 +158,10 @@ class ProgressBar(Callback):
             self._shown = {k: v for k, v in self._shown.items() if k not in self._from_validation}
         if not (self._paused or trainer.interrupted):
             self._last = time.monotonic()  # the device has done by now what was sent to it
-        epoch, numbers, width = _epoch(trainer), self._numbers(trainer), line_width()
         # At the end, where they do not move the columns of the lines before and after.
-        numbers += ["* best" if self._best.update(trainer) else "", self._waiting(trainer)]
-        full = "  ".join(filter(None, [epoch, bar(self._batches, trainer.num_training_batches), *numbers])).rstrip()
-        fits = width is not None and len(full) <= width
-        self._close(full if fits else join([epoch, *numbers], " " * (len(epoch) + 2), between="  "))
+        marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
+        numbers = [*self._numbers(trainer), *marks]
+        self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done by now what was sent to it."""
@@ -175,7 +178,9 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        self._evaluating(trainer, "validating", trainer.num_val_batches, batch_idx, dataloader_idx)
+        self._evaluating(
+            trainer, "validating", trainer.num_val_batches if self._fitting else (), batch, batch_idx, dataloader_idx
+        )
 
     def on_test_batch_end(
         self,
@@ -187,7 +192,7 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        self._evaluating(trainer, "testing", (), batch_idx, dataloader_idx)
+        self._evaluating(trainer, "testing", (), batch, batch_idx, dataloader_idx)
 
     def on_predict_batch_end(
         self,
@@ -199,7 +204,7 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        self._evaluating(trainer, "predicting", (), batch_idx, dataloader_idx)
+        self._evaluating(trainer, "predicting", (), batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the metrics if validation is all that runs, or let the clock of the rate go on."""
@@ -224,10 +229,14 @@ class ProgressBar(Callback):
         self._shown: dict[str, float] = {}
         self._last = self._epoch_start  # when the newest batch was done
 
-    def _evaluating(self, trainer: "Trainer", what: str, totals: Any, batch_idx: int, dataloader_idx: int) -> None:
+    def _evaluating(
+        self, trainer: "Trainer", what: str, totals: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
+        last = batch_idx + 1 == total
+        self._tell_compiled(self._compiles.update(trainer, batch, last=last, loader=dataloader_idx))
         if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
             self._next = now + self._interval
-            total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
             count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")
             self._draw(trainer, count)
 
@@ -236,9 +245,7 @@ class ProgressBar(Callback):
         text, total = doing, trainer.num_training_batches
         if self._fitting:
             numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, live=True), self._waiting(trainer)]))
-            # A narrow terminal has a shorter bar, down to where it tells nothing.
-            width = min(max((line_width() or 200) - len(f"{_epoch(trainer)}{numbers}") - 8, 8), 18)
-            text = f"{_epoch(trainer)}  {bar(self._batches, total, width)}  {numbers}"
+            text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
             if self._line is None:
@@ -249,11 +256,14 @@ class ProgressBar(Callback):
 
     def _close(self, text: str | None = None) -> None:
         """Take the live line away, and leave a text behind."""
-        line, self._line = self._line, None
-        if line is not None:
-            self._safely(lambda: line.close(text))
-        elif text is not None:
-            self._print(text)
+        line = self._line
+        if line is None:
+            if text is not None:
+                self._print(text)
+            return
+        if text is None or not line.stays:
+            self._line = None
+        self._safely(lambda: line.close(text))
 
     def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
         """Return count, rate and metrics, as wide as those of most other epochs."""
@@ -278,15 +288,19 @@ class ProgressBar(Callback):
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _tell_compiling(self, trainer: "Trainer") -> None:
-        if seconds := trainer.compile_seconds:
-            # In place of the line that said so: in a notebook what is printed stands below it.
-            self._close("compiled " + ", ".join(f"{name} in {clock(s)}" for name, s in seconds.items()))
+    def _tell_compiled(self, lines: list[str]) -> None:
+        # What comes before the first step of training is told with it.
+        if self._compiled or not self._fitting:
+            lines = [*lines, self._compiles.rest()]
+        if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
+            self._close(text)
 
     def _results(self, trainer: "Trainer", done: str) -> str:
         return done + "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
 
     def _conclude(self, trainer: "Trainer") -> None:
+        if text := self._compiles.rest():  # no step came behind it
+            self._print(text)
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe(trainer)
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))

@@ -2,8 +2,6 @@
 
 import os
 import secrets
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ import numpy as np
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
+from jaxlit.callbacks.wandb_place import cannot_write, check_room, open_already, rows_beside
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -20,7 +19,7 @@ from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
 from jaxlit.reporting.redaction import redacted, scrub
-from jaxlit.reporting.terminal import say, short_path
+from jaxlit.reporting.terminal import say
 from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import open_run
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_ROOM = 2**17  # bytes that a run needs at its start
 _MOST_BINS = 512  # of W&B's histograms
 
 
@@ -116,7 +114,8 @@ class WandbLogger(Logger):
         self._offline_id: str | None = None  # of the run on the disk that stands for it, if it could not be opened
         self._trainer: Trainer | None = None  # while one runs
         self._run: WandbRun | None = None
-        self._location: str | None = None
+        self._last: wandb.Run | None = None  # the newest that was finished
+        self._asked: str | None = None  # the id that the newest should have
         self._opened = self._failed = False
 
     @property
@@ -126,19 +125,24 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> "wandb.Run | None":
-        """W&B's run while a fit goes on, in the processes that have one; else None."""
-        return self._run.run if self._run is not None else self._given
+        """W&B's run, in the processes that have one: the open one, or behind a fit the one that it has finished.
+
+        None before it is open.
+        """
+        return self._run.run if self._run is not None else self._last or self._given
 
     @property
     def location(self) -> str | None:
         """The run's address, or its folder if it is offline; None before it is opened, or if there is none."""
-        return self._location
+        if (run := self.experiment) is None or run.disabled or not self._opened:
+            return None
+        return str(Path(run.dir).parent) if run.offline else run.url
 
     # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin anew; the run is opened when a checkpoint has told which it is."""
-        self._trainer, self._module, self._location = trainer, module, None
+        self._trainer, self._module = trainer, module
         self._opened = self._failed = False
         self._sent: set[str] = set()  # checkpoints
 
@@ -297,22 +301,19 @@ class WandbLogger(Logger):
         if self._opened:
             return
         self._opened, raises = True, self.on_error == "raise"
-        run = self._given or self._find_open()
+        run = self._given or open_already(self._wanted_id)
         own, self._id = run is None, self._id if run is None else run.id
         self._find_id(trainer)
         if not trainer.is_global_zero and self.processes == "first":
             return
         if own and self._prepare(trainer):
             arguments, settings, alone = run_arguments(self, trainer, self._module, self._folder(trainer))
-            run = open_run(
-                arguments, settings, alone=alone, earlier=self._offline_id, offline=self.offline, raises=raises
-            )
-            if run is not None and run.id != arguments["id"]:
-                self._offline_id = run.id
+            self._asked = arguments["id"]
+            given = {"alone": alone, "earlier": self._offline_id, "offline": self.offline, "raises": raises}
+            run = open_run(arguments, settings, **given, rows=rows_beside(trainer))
         if run is None:
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
-        self._location = None if run.disabled else str(self._run.folder) if run.offline else run.url
         if not own:
             self._run.update_config(config_of(trainer, self._module, self.config))
         # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume say.
@@ -320,14 +321,6 @@ class WandbLogger(Logger):
         self._run.define_metric("*", step_metric=STEP)
         for name, mode in monitored(trainer).items():
             self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
-
-    def _find_open(self) -> "wandb.Run | None":
-        """Return the run that the program has opened itself, as the agents of sweeps ask for, unless it is another."""
-        run = getattr(sys.modules.get("wandb"), "run", None)
-        if run is None or self._wanted_id not in (None, run.id):
-            return None
-        say(f"W&B {short_path(Path(run.dir).parent) if run.offline else run.url} (the run that is open)")
-        return run
 
     def _prepare(self, trainer: "Trainer") -> bool:
         """Make the folder and note the id; returns whether that could be done.
@@ -337,16 +330,12 @@ class WandbLogger(Logger):
         """
         folder = self._folder(trainer)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(_ROOM))  # on a full disk the SDK would print a traceback for every row
+            check_room(folder)
             if trainer.is_global_zero and trainer.resume == "auto":
                 write_id(Path(trainer.run_dir), self._key, str(self._id))
         except OSError as error:
-            if isinstance(error, (NotADirectoryError, FileExistsError, PermissionError)) or self.on_error == "raise":
-                raise LoggerError(
-                    f"WandbLogger cannot write to {folder}: {error}. Pass another WandbLogger(save_dir=...)."
-                ) from error
+            if self.on_error == "raise":
+                raise cannot_write(folder, error) from error
             say(f"W&B: off for this run ({error})")
             return False
         return True
@@ -369,7 +358,12 @@ class WandbLogger(Logger):
     def _finish(self, *, failed: bool) -> None:
         assert self._run is not None
         run, self._run = self._run, None
-        run.finish(failed=failed)
+        try:
+            run.finish(failed=failed)
+        finally:
+            self._last = run.run
+            if run.own and run.run is not None and run.run.id != self._asked:
+                self._offline_id = run.run.id
 
     def _conclude(self, trainer: "Trainer") -> None:
         """Send what there is at the end of training."""

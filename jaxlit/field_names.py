@@ -147,7 +147,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "Logger": {
         "log_metrics": "self.log in the module, or on_log(trainer, values, step) with a row of one's own.",
-        "experiment": "Only WandbLogger has one; location tells where the rows are.",
+        "experiment": "WandbLogger and the loggers that write files have one; location tells where the rows are.",
         "log_dir": "It is trainer.log_dir; location is the file.",
         "save_dir": "It is trainer.run_dir.",
         "root_dir": "It is trainer.run_dir.",

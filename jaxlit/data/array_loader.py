@@ -71,6 +71,16 @@ class ArrayLoader:
         full, rest = divmod(self.num_rows, self.batch_size)
         return full + (rest > 0 and not self.drop_remainder)
 
+    def __repr__(self) -> str:
+        if "_treedef" not in vars(self):  # it is not made yet, or its arguments were refused
+            return object.__repr__(self)
+        count, rest = len(self), self.num_rows % self.batch_size
+        last = f", {'without ' if self.drop_remainder else 'the last of '}{rest}{' rows' * self.drop_remainder}"
+        return (
+            f"<{type(self).__name__}: {self.num_rows:,} rows, batch_size={self.batch_size}, shuffle={self.shuffle}, "
+            f"{count:,} batch{'es' * (count != 1)}{last if rest else ''}>"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration takes."""
         if epoch != self._epoch:

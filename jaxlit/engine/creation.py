@@ -15,7 +15,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.state import TrainState, Window
 from jaxlit.errors import ModuleError
-from jaxlit.leaf_names import leaf_name
+from jaxlit.leaf_names import is_key, leaf_name
 
 
 def init_state(
@@ -62,7 +62,12 @@ def init_state(
     )
     # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
     # neither two leaves of a donated state nor the state and its caller may share a buffer.
-    return jax.tree.map(jnp.copy, state)
+    return jax.tree.map(_copied, state)
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    # Of a type that is not weak, as jnp.asarray(0.0) makes one: a step returns none, and would compile a second time.
+    return jnp.copy(x) if is_key(x) else jnp.array(x, dtype=x.dtype)
 
 
 def check_trainable(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:

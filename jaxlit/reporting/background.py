@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -55,46 +56,48 @@ class Background:
                 self._idle.notify_all()
 
 
+def begin(work: Callable[[], T], future: Future[T]) -> None:
+    """Run `work` in a thread, whose result goes to a future."""
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="jaxlit-within", daemon=True).start()
+
+
 def within(seconds: float, work: Callable[[], T], *, late: Callable[[T], Any]) -> T:
     """Run `work` in a thread and return what it returns.
 
     Args:
         seconds: How long to wait.
         work: What to do.
-        late: What to do, in the thread, with a result that comes when nobody waits any more.
+        late: What to do with a result that comes when nobody waits any more.
 
     Raises:
         TimeoutError: It took longer.
         Exception: What it raised.
     """
-    results: list[tuple[Any, Exception | None]] = []
-    lock, abandoned = threading.Lock(), threading.Event()
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        with lock:
-            results.append((result, failure))
-        if abandoned.is_set() and failure is None:
-            with contextlib.suppress(Exception):
-                late(result)  # type: ignore[arg-type]
-
-    thread = threading.Thread(target=run, name="jaxlit-within", daemon=True)
-    start = time.monotonic()
+    start, future = time.monotonic(), Future[T]()
     try:
-        thread.start()
-        thread.join(seconds)
+        begin(work, future)
+        wait([future], seconds)
     except BaseException:  # a Ctrl-C: nobody waits any more
-        abandoned.set()
+        when_done(future, late)
         raise
-    with lock:
-        if not results:
-            abandoned.set()
-            raise TimeoutError(f"no answer after {time.monotonic() - start:.0f} s")
-    result, failure = results[0]
-    if failure is not None:
-        raise failure
-    return result
+    if not future.done():
+        when_done(future, late)
+        raise TimeoutError(f"no answer after {time.monotonic() - start:.0f} s")
+    return future.result()
+
+
+def when_done(future: Future[T], do: Callable[[T], Any]) -> None:
+    """Do something with a result when it is there, in the thread that makes it; nothing if that fails."""
+
+    def done(ended: Future[T]) -> None:
+        with contextlib.suppress(Exception):
+            do(ended.result())
+
+    future.add_done_callback(done)

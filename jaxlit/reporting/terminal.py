@@ -29,9 +29,16 @@ def say(text: str, *, aside: bool = False) -> None:
         stream.flush()
 
 
-def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
-    """Return parts as a line, on a terminal as so many lines as its width asks for."""
-    width, lines = line_width(), [""]
+def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_file: int | None = None) -> str:
+    """Return parts as a line, or as so many lines as the width asks for.
+
+    Args:
+        parts: The parts, which are kept whole.
+        indent: What the second line and those behind it begin with.
+        between: What stands between two parts of a line.
+        in_file: The width where there is no terminal; None for no limit.
+    """
+    width, lines = line_width() or in_file, [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
         if width is not None and len(longer.rstrip()) > width and lines[-1]:
@@ -43,8 +50,8 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> 
 
 
 def line_width() -> int | None:
-    """Return how many characters a line of the terminal has; None if there is none."""
-    return shutil.get_terminal_size().columns if is_terminal() and not in_notebook() else None
+    """Return how many characters a line of the terminal has, also of a dumb one; None if there is none."""
+    return shutil.get_terminal_size().columns if _is_tty() and not in_notebook() else None
 
 
 def bar(done: int, total: float, width: int = _BAR_WIDTH) -> str:
@@ -78,12 +85,7 @@ def absolute(path: Path) -> Path:
 
 def is_terminal() -> bool:
     """Tell whether a line can change in place: on a terminal, or in a notebook."""
-    # Not Rich's answer, which is yes for a file too where FORCE_COLOR is set, as build servers do.
-    stdout = _stdout()
-    try:
-        moves = stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    except (AttributeError, ValueError):  # it is None, somebody's own object, or closed
-        moves = False
+    moves = _is_tty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return moves or in_notebook()
 
 
@@ -92,6 +94,14 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+def _is_tty() -> bool:
+    # Not Rich's answer, which is yes for a file too where FORCE_COLOR is set, as build servers do.
+    try:
+        return _stdout().isatty()
+    except (AttributeError, ValueError):  # it is None, somebody's own object, or closed
+        return False
 
 
 def _stdout() -> Any:
@@ -110,7 +120,13 @@ def _writable(text: str) -> str:
 
 
 class LiveLine(ABC):
-    """One line that changes in place, until it is closed."""
+    """One line that changes in place, until it is closed.
+
+    Attributes:
+        stays: Whether it goes on when it was closed with a text.
+    """
+
+    stays = False
 
     @abstractmethod
     def show(self, text: str) -> None:
@@ -154,27 +170,30 @@ class TerminalLine(LiveLine):
 
 
 class NotebookLine(LiveLine):
-    """An output of a notebook's cell that is replaced each time."""
+    """An output of a notebook's cell that is replaced each time; lines that stay are printed below it.
+
+    So they are one output, in the order in which they and a user's own came, and a notebook that is kept has no bars.
+    """
+
+    stays = True
 
     def __init__(self) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
 
-        self._handle: Any = display(_Plain(""), display_id=True)
+        self._handle: Any = display(_in_notebook(""), raw=True, display_id=True)
 
     def show(self, text: str) -> None:
         """Replace the output."""
-        self._handle.update(_Plain(text))
+        self._handle.update(_in_notebook(text), raw=True)
 
     def close(self, text: str | None = None) -> None:
-        """Leave the last text as the output."""
-        self._handle.update(_Plain(text or ""))
+        """Print the text; without one leave an output that takes no room."""
+        if text is None:
+            self._handle.update(_in_notebook(""), raw=True)
+        else:
+            say(text)
 
 
-class _Plain:
-    """An object that a notebook shows as a text."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
+def _in_notebook(text: str) -> dict[str, str]:
+    # An empty line of text would take the room of one.
+    return {"text/plain": text} if text else {"text/html": ""}

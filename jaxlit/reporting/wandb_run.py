@@ -7,12 +7,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.reporting.background import Background
 from jaxlit.reporting.terminal import say, short_path
-from jaxlit.reporting.wandb_start import MARGIN, WandbError, first_line, limit_exit
+from jaxlit.reporting.wandb_start import MARGIN, PATIENCE, WandbError, first_line, limit_exit
 
 if TYPE_CHECKING:
     import wandb
@@ -30,14 +31,22 @@ class WandbRun:
     A row that fails is told in one line, and the run is left alone from then on; training goes on.
 
     Args:
-        run: The SDK's run.
+        run: The SDK's run, or what it will be in: rows wait for it.
         finish_timeout: Seconds to wait at the end.
         raises: Whether a failure is raised, at the next call, in place of being told.
         own: Whether the run is to be finished: it was opened for this training.
+
+    Attributes:
+        run: The SDK's run; None until it is open.
+        own: See above.
     """
 
-    def __init__(self, run: "wandb.Run", finish_timeout: float, *, raises: bool, own: bool = True) -> None:
-        self.run, self._finish_timeout, self._raises, self._own = run, finish_timeout, raises, own
+    def __init__(
+        self, run: "wandb.Run | Future[wandb.Run]", finish_timeout: float, *, raises: bool, own: bool = True
+    ) -> None:
+        self._opening = run if isinstance(run, Future) else None
+        self.run: Any = None if isinstance(run, Future) else run
+        self._finish_timeout, self._raises, self.own = finish_timeout, raises, own
         self._error: Exception | None = None
         self._copies = 0  # of checkpoints, until they are sent
         self._sending_since = math.inf  # when the newest of them began to be sent; inf if none is
@@ -46,11 +55,18 @@ class WandbRun:
         self._told: set[str] = set()
         self._send_until = math.inf  # what is not sent by then is left out
         self._rows, self._uploads = Background("wandb", self._fail), Background("wandb-upload", self._fail)
+        if self._opening is not None:
+            self._rows.submit(self._open)
+            self._uploads.submit(self._open)
 
     @property
-    def folder(self) -> Path:
-        """Where its files are."""
-        return Path(self.run.dir).parent
+    def folder(self) -> Path | None:
+        """Where its files are; None until it is open."""
+        return None if self.run is None else Path(self.run.dir).parent
+
+    def _open(self) -> None:
+        assert self._opening is not None
+        self.run = self._opening.result()
 
     def define_metric(self, name: str, **given: Any) -> None:
         """Say what a metric's axis is, or what stands in the summary."""
@@ -143,25 +159,32 @@ class WandbRun:
             self._finish(start, problems, failed=failed)
         except BaseException:  # a second Ctrl-C
             limit_exit()
-            say(f"W&B: the upload was interrupted; later: wandb sync {short_path(self.folder)}")
+            say(f"W&B: the upload was interrupted{self._later()}")
             raise
         if problems:
             limit_exit()
         if self._raises and (error := next(iter(problems), self._error)) is not None:
-            raise WandbError(f"W&B could not finish run {self.run.id}: {first_line(error)}.") from error
+            name = "that did not open" if self.run is None else self.run.id
+            raise WandbError(f"W&B could not finish run {name}: {first_line(error)}.") from error
         if problems:
             self._failed = True  # what hangs may go on later, and then says nothing more
-            why, folder = first_line(problems[0]), short_path(self.folder)
-            say(f"W&B: the upload did not finish ({why}); later: wandb sync {folder}")
+            say(f"W&B: the upload did not finish ({first_line(problems[0])}){self._later()}")
+
+    def _later(self) -> str:
+        return "" if self.folder is None else f"; later: wandb sync {short_path(self.folder)}"
 
     def _finish(self, start: float, problems: list[Exception], *, failed: bool) -> None:
+        if self._opening is not None and not self._opening.done():
+            say("W&B: training has ended, and waits for the offline run to open; Ctrl-C leaves it")
+            wait([self._opening], PATIENCE)
+            start = time.monotonic()
         # Half of it for what is still to be sent, then the SDK's own limit.
         self._send_until = start + self._finish_timeout / 2
         self._uploads.join(self._finish_timeout / 2)
 
         def close() -> None:
             try:
-                if self._own:
+                if self.own and self.run is not None:
                     self.run.finish(exit_code=int(failed))
             except Exception as error:
                 problems.append(error)

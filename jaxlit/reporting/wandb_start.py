@@ -8,18 +8,20 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.errors import JaxlitError
-from jaxlit.reporting.background import within
+from jaxlit.reporting.background import begin, when_done, within
 from jaxlit.reporting.terminal import join, say, short_path
 
 if TYPE_CHECKING:
     import wandb
 
 MARGIN = 10.0  # seconds beyond W&B's own limits, which do not cover its every wait
+PATIENCE = 600.0  # seconds that a run on the disk has to open: nobody else has to answer, but the machine may be busy
 _EXIT = 5.0  # seconds that the SDK's service has at the end of a process in which it did not do its work
 _limited: list[Any] = []  # services whose end is limited
 
@@ -36,8 +38,11 @@ def open_run(
     earlier: str | None,
     offline: bool,
     raises: bool,
-) -> "wandb.Run | None":
+    rows: str = "",
+) -> "wandb.Run | Future[wandb.Run] | None":
     """Open a run online; if that fails, offline; if that fails as well, do without. One line tells which it is.
+
+    A run on the disk may still open when this returns, on a busy machine.
 
     Args:
         arguments: Those of `wandb.init`, without mode and settings.
@@ -46,9 +51,10 @@ def open_run(
         earlier: The id of the offline run that stands for it, if it could not be opened online before.
         offline: Whether not to try online at all.
         raises: Whether the first failure is raised.
+        rows: Where the rows are beside W&B, "" for nowhere.
 
     Returns:
-        The SDK's run; None if there is none.
+        The SDK's run, or what it will be in; None if there is none.
 
     Raises:
         WandbError: The SDK is not installed.
@@ -56,27 +62,66 @@ def open_run(
     """
     wandb = import_wandb()
     why, changes, wanted = "", {"id": earlier} if earlier else {}, {**arguments, **alone}["id"]
-    run = None
     if not (offline or earlier or os.environ.get("WANDB_MODE") == "offline"):
         try:
-            run = _init(arguments, settings)
+            with _without_prompt():
+                run = within(settings["init_timeout"] + MARGIN, _init(arguments, settings), late=_give_up)
+            _tell(run, wanted, "")
+            return run
         except BaseException as error:
             limit_exit()
             if raises or not isinstance(error, Exception):
                 raise
-            why = f" ({first_line(error)})"
+            late = isinstance(error, TimeoutError) or "timed out" in str(error)  # the SDK's own has no class
+            why = f" ({first_line(error)}{'; WandbLogger(init_timeout=...) waits longer' if late else ''})"
             # The SDK holds a failed run's id until the process ends; without a key there is no run yet.
             if not isinstance(error, wandb.errors.UsageError):
                 changes = {"id": secrets.token_hex(4)}
-    if run is None:
-        try:
-            kept = {k: v for k, v in settings.items() if not k.startswith("x_")}  # those are of a shared run
-            run = _init({**arguments, **alone, **changes}, {**kept, "mode": "offline"})
-        except Exception as error:
-            if raises:
-                raise
-            say(f"W&B: off for this run ({first_line(error)})")
-            return None
+    kept = {k: v for k, v in settings.items() if not k.startswith("x_")}  # those are of a shared run
+    try:
+        return _open_offline({**arguments, **alone, **changes}, kept, lambda run: _tell(run, wanted, why), rows)
+    except Exception as error:
+        if raises:
+            raise
+        say(join([f"W&B: off for this run ({first_line(error)})", f"rows: {rows}" if rows else ""]))
+        return None
+
+
+def _open_offline(
+    arguments: Mapping[str, Any], settings: Mapping[str, Any], tell: Callable[["wandb.Run"], Any], rows: str
+) -> "wandb.Run | Future[wandb.Run]":
+    start, limit = time.monotonic(), settings["init_timeout"] + MARGIN
+    opening: Future[wandb.Run] = Future()
+    try:
+        with _without_prompt():
+            begin(_init(arguments, {**settings, "mode": "offline", "init_timeout": PATIENCE}), opening)
+            wait([opening], limit)
+    except BaseException:  # a Ctrl-C
+        when_done(opening, _give_up)
+        raise
+    if opening.done():
+        tell(opening.result())
+        return opening.result()
+    said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training goes on"
+    there = short_path(Path(arguments["dir"]) / "wandb")
+    rows = f"rows: {rows}, and {there} as soon as it is" if rows else f"rows: {there} as soon as it is"
+    say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"], in_file=100))
+    when_done(opening, tell)
+    return opening
+
+
+def _give_up(run: "wandb.Run") -> None:
+    run.finish(exit_code=1)
+
+
+def _tell(run: "wandb.Run", wanted: str, why: str) -> None:
+    """Say in a line where a run is.
+
+    Args:
+        run: The run.
+        wanted: The id that it should have.
+        why: Why it is not online.
+    """
     folder = Path(run.dir).parent
     if run.disabled:
         say("W&B disabled")
@@ -85,10 +130,10 @@ def open_run(
         say(join([f"W&B offline{why}", f"upload: wandb sync {onto}{short_path(folder)}"]))
     else:
         say(f"W&B {run.url}")
-    return run
 
 
-def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> "wandb.Run":
+def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Callable[[], "wandb.Run"]:
+    """Return what opens a run; it starts the SDK's service, if that is not there yet."""
     wandb = import_wandb()
     asked = os.environ.get("WANDB_MODE")  # the SDK has read it at its first use
     mode = asked if asked == "disabled" else settings.get("mode") or asked
@@ -103,6 +148,9 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> "wandb.R
     known = {k: v for k, v in settings.items() if k in wandb.Settings.model_fields and k != "mode"}
 
     def init() -> "wandb.Run":
+        if wandb.run is None:  # else the SDK is set up already, as somebody wants it
+            # Silent, since its lines come also from outside of runs.
+            wandb.setup(settings=wandb.Settings(silent=True, x_service_wait=PATIENCE))
         return wandb.init(
             **arguments,
             mode=mode,
@@ -114,16 +162,13 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> "wandb.R
 
     # Its reports of its own errors would keep the process from its end if the server does not answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    with _without_prompt():
-        if wandb.run is None:  # else the SDK is set up already, as somebody wants it
-            wandb.setup(settings=wandb.Settings(silent=True))  # its lines come also from outside of runs
-        return within(settings["init_timeout"] + MARGIN, init, late=lambda run: run.finish(exit_code=1))
+    return init
 
 
 def limit_exit() -> None:
     """Limit how long the SDK keeps the process from its end: it waits for its service, which may hang, for ever."""
-    # The SDK shows it nowhere.
-    connection = getattr(import_wandb().setup(), "_connection", None)
+    # The SDK shows it nowhere, and `setup` would wait for a service that is being started.
+    connection = getattr(import_wandb().sdk.wandb_setup._singleton, "_connection", None)
     service = getattr(getattr(connection, "_proc", None), "_process", None)
     if service is None or any(service is other for other in _limited):
         return

@@ -141,10 +141,21 @@ def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
 
 def _hooks(hooks: Sequence[HookTime]) -> list[str]:
     rows: list[tuple[str, ...]] = [("owner", "hook", "calls", "total", "mean", "longest")]
-    for x in hooks:
+    for x in _with_others(hooks):
         times = (x.seconds, x.seconds / x.calls, x.longest)
         rows.append((x.owner, x.hook, f"{x.calls:,}", *map(duration, times)))
     return table(rows, texts=2)
+
+
+def _with_others(hooks: Sequence[HookTime]) -> list[HookTime]:
+    """Return hooks with those that took under 1 % of the time of all as one."""
+    least = 0.01 * sum(x.seconds for x in hooks)
+    small = [x for x in hooks if x.seconds < least]
+    if len(small) < 2:
+        return list(hooks)
+    calls, seconds = sum(x.calls for x in small), sum(x.seconds for x in small)
+    others = HookTime("others", f"{len(small)} hooks", calls, seconds, max(x.longest for x in small))
+    return [*(x for x in hooks if x.seconds >= least), others]
 
 
 def _shardings(parts: Sequence[StatePart]) -> list[str]:

@@ -13,6 +13,7 @@ from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.log import active_collector
 from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.reporting.terminal import short_path
 from jaxlit.trainer.attributes import argument, fact
 from jaxlit.trainer.session import Session
 
@@ -144,8 +145,27 @@ def val_dataloaders(session: Session) -> list[Any]:
     return [] if session.fitted is None else [source.loader for source, _ in session.fitted.val]
 
 
+def described(session: Session) -> str:
+    """Return in a line what a Trainer is and what it has done; nothing is computed for it."""
+    settings, mesh, folder = session.settings, session.strategy.mesh, session.folder.known
+    parts = [
+        session.strategy.describe().split("\n")[0],
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        f"{session.epoch}{'' if settings.max_epochs is None else f' of {settings.max_epochs}'} epochs",
+        f"{session.position.global_step}{f' of {settings.max_steps}' if settings.max_steps >= 0 else ''} steps",
+        f"run {short_path(folder)}" if folder is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 class Facts:
     """Those attributes of a Trainer that its session is asked for."""
+
+    def __repr__(self) -> str:
+        try:
+            return f"<{type(self).__name__}: {described(vars(self)['_session'])}>"
+        except Exception:  # a debugger shows one that is not made yet, and strategies are users' own
+            return object.__repr__(self)
 
     min_epochs: int = argument("Epochs before which `stop` does not end training.", min_epochs)
     min_steps: int = argument("Optimizer steps before which `stop` does not end training.", min_steps)

@@ -28,6 +28,11 @@ class RunFolder:
         self._path, self._is_ours = self.root, False
 
     @property
+    def known(self) -> Path | None:
+        """The folder, None if it has no name yet."""
+        return self._path
+
+    @property
     def path(self) -> Path:
         """The folder."""
         if self._path is None:

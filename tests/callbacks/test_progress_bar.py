@@ -8,10 +8,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyte
 import pytest
+from kit import trainers
+from kit.modules import Mean
 from kit.refusals import refuses
 
+import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from jaxlit.errors import ArgumentError
 
@@ -129,6 +133,81 @@ def test_without_a_terminal_an_epoch_is_one_line_without_control_codes(make_trai
     assert "4/4" in second and second.endswith("val/loss 0.25")
 
 
+def compiled_in(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled ")]
+
+
+def test_what_is_compiled_again_is_named_when_it_happens(make_trainer, capsys):
+    """A first epoch of batches of 64 rows whose last one has 56, and a validation of 64 and 13 rows."""
+    trainer, bar = make_trainer(num_val_batches=[1, 2]), ProgressBar()
+    trainer.train_dataloader = SimpleNamespace(drop_remainder=False)
+    rows = lambda count: {"x": np.zeros((count, 2))}  # noqa: E731
+    trainer.start(bar)
+
+    def step(seconds, count, index=0, loader=None):
+        trainer.compile_seconds = trainer.compile_seconds | seconds
+        if loader is None:
+            bar.on_train_batch_end(trainer, trainer.module, {}, rows(count), index)
+        else:
+            bar.on_validation_batch_end(trainer, trainer.module, {}, rows(count), index, loader)
+
+    trainer.sanity_checking = True
+    step({"eval_step": 0.25}, 64, 0, 0)
+    step({"eval_step": 0.75}, 64, 0, 1)  # the step of another loader
+    trainer.sanity_checking = False
+    assert compiled_in(capsys) == []
+    bar.on_train_epoch_start(trainer, trainer.module)
+    for index, seconds in enumerate(({"train_step": 2.0}, {}, {"train_step": 2.004}, {"train_step": 3.1})):
+        step(seconds, 56 if index == 3 else 64, index)
+    assert compiled_in(capsys) == [
+        "compiled eval_step in 0.75 s, train_step in 2.0 s",
+        "compiled train_step for the last batch of 56 rows in 1.1 s; drop_remainder=True saves it",
+    ]
+    step({"eval_step": 1.25}, 13, 1, 1)
+    step({"train_step": 3.5, "train_step_traced": 1.0}, 64, 0)
+    trainer.train_dataloader = iter([])  # of which nobody knows what it can leave out
+    step({"train_step": 4.0}, 1, 3)
+    trainer.strategy.num_processes = 2  # and nobody here, how many rows a batch has
+    step({"train_step": 4.5}, 8, 0)
+    trainer.end(bar)
+    assert compiled_in(capsys) == [
+        "compiled eval_step for the last batch of 13 rows in 0.50 s",
+        "compiled train_step again in 0.40 s",
+        "compiled train_step_traced in 1.0 s",
+        "compiled train_step for the last batch of 1 row in 0.50 s",
+        "compiled train_step for a batch of another size in 0.50 s",
+    ]
+
+
+def test_the_seconds_of_compiling_at_the_end_are_those_that_were_named(capsys):
+    x = np.zeros((20, 1), np.float32)
+    trainer = trainers.fit(
+        Mean(), jl.ArrayLoader({"x": x}, 8), jl.ArrayLoader({"x": x[:3]}, 2), logger=False, enable_checkpointing=False
+    )
+    out = capsys.readouterr().out
+    named = re.findall(r"(?:compiled |, )(\w+)(?: for the last batch of (\d) rows?)? in ([\d.]+) s", out)
+    assert [found[:2] for found in named] == [
+        ("eval_step", ""),
+        ("eval_step", "1"),
+        ("train_step", ""),
+        ("train_step", "4"),
+    ]
+    seconds = [float(found[2]) for found in named]
+    whole = sum(trainer.compile_seconds.values())
+    assert abs(sum(seconds) - whole) <= 0.05 * len(seconds)  # each was rounded
+    (told,) = re.findall(r"\(([\d.]+) s compiling\)", out)
+    assert abs(float(told) - whole) <= 0.05
+
+
+def test_an_evaluation_alone_names_what_it_compiles_too(capsys):
+    x = np.zeros((3, 1), np.float32)
+    trainer = trainers.make_trainer(logger=False)
+    trainer.test(Mean(), jl.ArrayLoader({"x": x}, 2))
+    first, other, tested = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"compiled test_step in [\d.]+ s", first) and tested == "tested  test 0"
+    assert re.fullmatch(r"compiled test_step for a batch of 1 row in [\d.]+ s", other)  # of how many is not known
+
+
 def test_an_endless_loader_has_no_total(make_trainer, capsys):
     fit(make_trainer(num_training_batches=float("inf"), max_epochs=None))
     line = epoch_lines(capsys)[0]
@@ -156,6 +235,44 @@ def test_on_a_terminal_each_epoch_leaves_its_line_which_breaks_between_metrics(m
     fit(trainer)
     assert re.findall(r"(metric_\d) 0.05882", "\n".join(terminal.lines)) == names * 2
     assert re.findall(r"val/loss (\S+)", "\n".join(terminal.lines)) == ["0.5", "0.25"]
+
+
+@pytest.mark.parametrize(
+    ("width", "cells"),
+    [(160, [18] * 3), (95, [18] * 3), (83, [6] * 3), (82, [11] * 3), (80, [9] * 3), (76, [11, 12, 8]), (50, [0] * 3)],
+)
+def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width, cells):
+    """Beside the bar a line has 65 cells, padding among them, and six gaps of two, then of one."""
+    terminal = open_terminal(width)
+    trainer, bar = make_trainer(max_epochs=9), ProgressBar()
+    monitoring(trainer, "val/accuracy", "max")
+    trainer.start(bar)
+    for loss, score in ((0.625, 0.5), (0.5, 0.25), (SEVENTEEN, 0.75)):
+        trainer.callback_metrics.values_of["train/loss"] = loss
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(4):
+            clock.seconds += 0.0195
+            batch(trainer, bar, i)
+        trainer.validate(bar, {"val/accuracy": score})
+        bar.on_train_epoch_end(trainer, trainer.module)
+        trainer.current_epoch += 1
+    lines = [line for line in terminal.lines if re.match("epoch| +val/accuracy", line)]
+    assert max(map(len, lines)) <= width and [line.count("━") for line in lines if "epoch" in line] == cells
+    words = "epoch 1/9 4/4 51.3 it/s train/loss 0.625 val/accuracy 0.5 * best epoch 2/9"
+    assert " ".join(" ".join(lines).replace("━", "").split()).startswith(words)
+
+
+def test_a_star_says_which_metric_it_means_if_that_is_not_on_the_line(make_trainer, capsys, open_terminal):
+    for terminal in (None, 160):
+        if terminal:
+            open_terminal(terminal)
+        trainer = make_trainer()
+        trainer.progress_bar_metrics = type(trainer.callback_metrics)()  # nothing has prog_bar=True
+        monitoring(trainer)
+        fit(trainer, {"val/loss": 0.5}, {"val/loss": 0.75}, {"val/loss": SEVENTEEN})
+        lines = sys.stdout.lines if terminal else capsys.readouterr().out.splitlines()
+        lines = [line for line in lines if line.startswith("epoch ")]
+        assert [line.partition("* ")[2] for line in lines] == ["best val/loss 0.5", "", "best val/loss 0.05882"]
 
 
 def test_the_best_epochs_are_marked_and_those_without_validation_show_no_earlier_one(make_trainer, capsys):

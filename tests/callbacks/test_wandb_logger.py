@@ -18,12 +18,14 @@ from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import thinned
+from kit.waiting import held
 from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, WandbLogger
 from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.reporting import wandb_start
 
 CALLS = {
     "log_text": ("note", "a text"),
@@ -161,7 +163,7 @@ def test_a_run_that_the_user_has_opened_is_used_and_left_open(by):
         logger = WandbLogger(id="mine" if by == "same id" else None, experiment=run if by == "experiment" else None)
         assert logger.id == (None if by == "default" else "mine")
         run_stage(trainer_of(logger, logger=False))
-        assert logger.id == "mine" and ids_in() == [] and logger.experiment is (run if by == "experiment" else None)
+        assert logger.id == "mine" and ids_in() == [] and logger.experiment is run
         run.log({"after": 1})
     rows, config = history("mine"), summary("mine")["config"]
     assert [row["loss"] for row in rows if "loss" in row] == [1.0, (2 - mean([[1]])) ** 2], rows
@@ -195,7 +197,8 @@ def test_an_error_marks_the_run_as_failed_and_the_closing_lines_name_it(capsys):
     assert report.split() == ["report", str(run_files("elsewhere")[0].parent)]
     (run,) = [record["run"] for record in records("elsewhere") if record["type"] == "run"]
     assert (run["project"], run["entity"]) == ("digits", "team")
-    assert summary("elsewhere")["exit_code"] == 1 and logger.experiment is None and not Path("run/wandb").exists()
+    assert summary("elsewhere")["exit_code"] == 1 and logger.experiment.id == run["run_id"] == logger.id
+    assert not Path("run/wandb").exists()
 
 
 def test_a_finished_run_does_not_end_training(capsys):
@@ -211,7 +214,41 @@ def test_a_failure_ends_training_and_the_run_if_asked():
     logger = WandbLogger(offline=True, log_model=True, on_error="raise")
     trainer = trainer_of(gone, logger, ModelCheckpoint())
     refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "cannot send step_00000002: .*No such file")
-    assert summary()["exit_code"] == 1 and logger.experiment is None
+    assert summary()["exit_code"] == 1
+
+
+def test_behind_a_fit_there_is_still_its_run_or_the_folder_of_a_file(capfd):
+    logger, file, seen = WandbLogger("digits", offline=True), jl.callbacks.CSVLogger(), []
+    assert logger.experiment is None and file.experiment is None
+    sees = hooks(on_train_end=lambda t, m: seen.append(logger.experiment))
+    run_stage(trainer_of(sees, logger, file))
+    run = logger.experiment
+    assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
+    assert Path(run.dir).parent == run_files()[0].parent.absolute() and file.experiment == Path("run").absolute()
+    begin(logger, default_root_dir="again")
+    assert logger.experiment is not run and logger.experiment.id == run.id
+
+
+def test_an_offline_run_that_opens_late_keeps_nobody_waiting_and_has_every_row(monkeypatch, capsys):
+    init = wandb.init
+    monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
+    with held() as release:
+        monkeypatch.setattr(wandb, "init", lambda **given: release.wait(30) and init(**given))
+        logger, seen = WandbLogger(offline=True, init_timeout=0.01), []
+        go_on = lambda t, m: (seen.append((logger.experiment, logger.location)), release.set())  # noqa: E731
+        run_stage(trainer_of(logger, hooks(on_train_end=go_on), logger=True, max_epochs=2))
+    assert seen == [(None, None)]
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    found = [{"step": row.pop(STEP), **row} for row in history() if "epoch" in row]
+    assert found == rows and len(rows) == 6 and summary()["exit_code"] == 0
+    *told, longer, said = capsys.readouterr().out.split("\n  ")[:3]
+    assert told == ["W&B offline: the run is not open after 0 s, training goes on"]
+    assert longer == "rows: metrics.csv and metrics.jsonl in run, and run/wandb as soon as it is"
+    said, *others = said.splitlines()
+    assert said == "WandbLogger(init_timeout=...) waits longer"
+    assert others[-1] == f"W&B offline \N{MIDDLE DOT} upload: wandb sync {run_files()[0].parent}"
+    waits = "W&B: training has ended, and waits for the offline run to open; Ctrl-C leaves it"
+    assert others[:-1] in ([], [waits])
 
 
 def test_many_fits_leave_no_threads():
@@ -277,7 +314,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_a_full_disk_is_said(monk
     def full(*args, **given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxlit.callbacks.wandb_logger.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("jaxlit.callbacks.wandb_place.tempfile.TemporaryFile", full)
     fit_refuses(LoggerError, "No space left", callbacks=WandbLogger(offline=True, on_error="raise"))
     capsys.readouterr()
     begin(WandbLogger(offline=True))

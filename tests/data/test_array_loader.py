@@ -135,6 +135,18 @@ def test_it_continues_exactly_where_its_state_was_taken_and_gives_whole_epochs_t
     assert epoch_of(other, 3) == epoch_of(array_loader(shuffle=shuffle), 3)
 
 
+def test_a_repr_says_how_many_rows_and_batches_there_are():
+    x = np.zeros((1400, 2))
+    assert repr(jl.ArrayLoader(x, 64, shuffle=True)) == (
+        "<ArrayLoader: 1,400 rows, batch_size=64, shuffle=True, 22 batches, the last of 56>"
+    )
+    assert repr(jl.ArrayLoader(x, 64, drop_remainder=True)) == (
+        "<ArrayLoader: 1,400 rows, batch_size=64, shuffle=False, 21 batches, without 56 rows>"
+    )
+    assert repr(jl.ArrayLoader(x, 1400)) == "<ArrayLoader: 1,400 rows, batch_size=1400, shuffle=False, 1 batch>"
+    assert repr(jl.ArrayLoader.__new__(jl.ArrayLoader)).startswith("<jaxlit.data.array_loader.ArrayLoader object")
+
+
 def test_it_refuses_the_state_of_another():
     others = [array_loader(11), array_loader(10, 5), array_loader(seed=1), array_loader(shuffle=True)]
     others += [array_loader(drop_remainder=True), jl.ArrayLoader({"other": np.arange(10, dtype=np.float32)}, 4)]

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from kit.batches import random
+from kit.batches import numbered, random
+from kit.compiles import compiles
 from kit.inside import lowered
 from kit.journal import hooks
 from kit.modules import Linear, Net, module
@@ -88,6 +89,16 @@ def test_the_callers_arrays_share_no_buffer_with_the_state() -> None:
     fit(net, random(3))
     for x, copy in zip(held, copies, strict=True):
         np.testing.assert_array_equal(np.asarray(x), copy)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_parameter_made_of_a_python_number_compiles_each_step_once(strategy) -> None:
+    model = module(init=lambda self: setattr(self, "w", nnx.Param(jnp.asarray(0.0))))
+    assert model.w.get_value().aval.weak_type
+    with compiles() as found:
+        fit(model, numbered(3), numbered(1), strategy=strategy, max_epochs=2, **BARE)
+    steps = [name.removeprefix("jit(").removesuffix(")") for name in found if "_step" in name]
+    assert sorted(steps) == ["eval_step", "train_step"]
 
 
 def test_an_optimizer_that_keeps_the_parameters_themselves_is_donated() -> None:
