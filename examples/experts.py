@@ -20,8 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxlit as jl
 
-AXES = ("data", "ep")  # rows are split over both, experts over the second
-
 
 class Experts(nnx.Module):
     """Perceptrons of which each row takes one, chosen by a gate (Fedus et al., 2021, https://arxiv.org/abs/2101.03961)."""
@@ -33,27 +31,18 @@ class Experts(nnx.Module):
         self.down = nnx.Param(init(rngs.params(), (count, 4 * width, width)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return (rows, width) of (rows, width)."""
         chances = jax.nn.softmax(self.gate(x))
         chosen = jax.nn.one_hot(chances.argmax(-1), chances.shape[-1])
+        run = compute
         if "ep" in jax.sharding.get_abstract_mesh().axis_names:
-            split = {"in_specs": (P(AXES), P(AXES), P("ep"), P("ep")), "out_specs": P(AXES)}
+            rows, experts = P(("data", "ep")), P("ep")  # rows are split over both axes, experts over the second
+            split = {"in_specs": (rows, rows, experts, experts), "out_specs": rows}
             run = jax.shard_map(partial(compute, axis="ep"), **split)
-        else:
-            run = compute
         return (chances * chosen).sum(-1, keepdims=True) * run(x, chosen, self.up[...], self.down[...])
 
 
 def compute(x: jax.Array, chosen: jax.Array, up: jax.Array, down: jax.Array, axis: str | None = None) -> jax.Array:
-    """Return what each row's expert makes of it.
-
-    Args:
-        x: (rows, width).
-        chosen: (rows, experts), one in each row is 1.
-        up: (experts, width, hidden), on several devices the device's own experts.
-        down: (experts, hidden, width), likewise.
-        axis: The mesh axis that the experts are split over.
-    """
+    """Return (rows, width), what each row's expert makes of it; `axis` is the mesh axis that experts are split over."""
     sent = jnp.einsum("re,rw->erw", chosen, x)  # each expert has a place for every row
     if axis is not None:  # from all experts of these rows to these experts of all rows
         sent = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=1, tiled=True)
@@ -64,11 +53,8 @@ def compute(x: jax.Array, chosen: jax.Array, up: jax.Array, down: jax.Array, axi
 
 
 class Regressor(jl.TrainModule):
-    """Learns another linear map for each quadrant."""
-
     def __init__(self, experts: int = 8, width: int = 8, *, rngs: nnx.Rngs) -> None:
-        self.experts = Experts(experts, width, rngs=rngs)
-        self.head = nnx.Linear(width, 1, rngs=rngs)
+        self.experts, self.head = Experts(experts, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
 
     def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
         loss = jnp.mean((self.head(batch["x"] + self.experts(batch["x"]))[:, 0] - batch["y"]) ** 2)
@@ -79,24 +65,16 @@ class Regressor(jl.TrainModule):
         return optax.adam(3e-3)
 
 
-def quadrants(rows: int = 4096) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, 8)).astype(np.float32)
-    slopes = rng.normal(size=(4, 8)).astype(np.float32)
-    return {"x": x, "y": (x * slopes[2 * (x[:, 0] > 0) + (x[:, 1] > 0)]).sum(-1)}
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="experts", choices=("experts", "single"))
     parser.add_argument("--epochs", default=3, type=int)
     options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    x, slopes = (rng.normal(size=(rows, 8)).astype(np.float32) for rows in (4096, 4))
+    y = (x * slopes[2 * (x[:, 0] > 0) + (x[:, 1] > 0)]).sum(-1)
     placed = {"strategy": jl.strategies.FSDP(rules={"experts": "ep"}), "mesh": {"data": -1, "ep": 4}}
     where = placed if options.strategy == "experts" else {"strategy": "single"}
     trainer = jl.Trainer(**where, max_epochs=options.epochs, logger=False, enable_checkpointing=False)
-    trainer.fit(jl.lazy(Regressor), jl.ArrayLoader(quadrants(), 64))
+    trainer.fit(jl.lazy(Regressor), jl.ArrayLoader({"x": x, "y": y}, 64))
     print(f"loss {float(trainer.callback_metrics['loss']):.5f}, experts {trainer.module.experts.up.sharding.spec}")
-
-
-if __name__ == "__main__":
-    main()

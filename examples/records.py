@@ -29,8 +29,7 @@ class Records(jl.DataModule):
 
     def prepare_data(self) -> None:
         x, y = load_digits(return_X_y=True)
-        order = np.random.default_rng(0).permutation(len(x))
-        rows = np.concatenate([x, y[:, None]], axis=1).astype(np.uint8)[order]
+        rows = np.random.default_rng(0).permutation(np.concatenate([x, y[:, None]], axis=1).astype(np.uint8))
         for name, part in (("train", rows[:1400]), ("val", rows[1400:])):
             writer = ArrayRecordWriter(str(self.folder / name), "group_size:1")
             for row in part:
@@ -56,8 +55,6 @@ def decode(record: bytes) -> dict[str, Any]:
 
 
 class Digits(jl.TrainModule):
-    """Two layers."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.net = nnx.Sequential(nnx.Linear(64, 256, rngs=rngs), nnx.relu, nnx.Linear(256, 10, rngs=rngs))
 

@@ -1,6 +1,7 @@
 """Makes arrays where they are to lie."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,14 +34,17 @@ def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool 
         groups.setdefault(tuple(lies.mesh.devices.flat), []).append(i)
     made: list[Any] = [None] * len(wanted)
     for places in groups.values():
-        # XLA drops what only the others need.
-        some = lambda *xs, places=tuple(places): [jax.tree.leaves(init(*xs))[i] for i in places]  # noqa: E731
-        alone = len(groups) == 1
+        some, alone = partial(_leaves_at, tuple(places), init), len(groups) == 1
         some, given = (some, inputs) if alone else _of_what_is_used(some, inputs)
         arrays = _on_one_set(some, [wanted[i] for i in places], given, donate=donate and alone)
         for i, array in zip(places, arrays, strict=True):
             made[i] = array
     return treedef.unflatten(made)
+
+
+def _leaves_at(places: tuple[int, ...], init: Callable[..., Any], *inputs: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(init(*inputs))  # XLA drops what only the others need
+    return [leaves[i] for i in places]
 
 
 def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
