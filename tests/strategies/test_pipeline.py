@@ -135,21 +135,24 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate_grad_batches": 3},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "skip": {"nan_policy": "skip"},
+    "ignore": {"nan_policy": "ignore"},
+    "rollback": {"nan_policy": "rollback"},
     "16-mixed": {"precision": "16-mixed"},
 }
 
 
-@pytest.mark.parametrize("name", thinned(ARGUMENTS, full=["clip", "accumulate", "skip", "16-mixed"]))
+@pytest.mark.parametrize("name", thinned(ARGUMENTS, full=["clip", "accumulate", "skip", "rollback", "16-mixed"]))
 def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
     """Whole batches, so that dropout draws alike. What `fsdp` does is compared with loops by hand elsewhere."""
     batches = sized(*[8] * 20)
-    if name == "skip":
+    if name in ("skip", "ignore", "rollback"):
         batches[7]["x"][3] = np.nan
     found = {}
     for strategy, devices in (("fsdp", 4), (Pipeline(4, microbatches=1, layers="layers"), 4)):
         module, rows, norm = layered(), Rows(), jl.callbacks.GradientNorm()
+        saves = jl.callbacks.ModelCheckpoint(every_n_train_steps=5)
         arguments = {"strategy": strategy, "devices": devices, "log_every_n_steps": 1} | ARGUMENTS[name]
-        trainer = fit(module, batches, batches[:2], rows, norm, **arguments)
+        trainer = fit(module, batches, batches[:2], rows, norm, saves, **arguments)
         predicted = trainer.predict(module, batches[:2])
         applied = trainer.apply(lambda module, x: module(x), batches[0]["x"])
         found[strategy] = module, rows.rows, [*predicted, applied]
