@@ -19,7 +19,9 @@ _REMEDIES = (
 
 def is_exhausted(error: BaseException) -> bool:
     """Tell whether an error is jax's of a device without memory left."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    # A CPU may say INTERNAL: Out of memory allocating ...
+    words = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in words)
 
 
 def out_of_memory(

@@ -18,6 +18,7 @@ from jaxlit.reporting.table import size
 from jaxlit.strategies import FSDP, SingleDevice
 
 ALLOCATING = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nMore of jax's own."
+OF_A_CPU = "INTERNAL: Error dispatching computation: INTERNAL: Out of memory allocating 17179869184 bytes."
 COMPILING = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm."
 STATE = r"parameters 16 B, optimizer 16 B"  # a 3 x 1 kernel and a bias in float32, and their momenta
 REMEDIES = ("accumulate_grad_batches", "fsdp", "zero1", "remat", "bf16-mixed", "bf16-true")
@@ -74,6 +75,11 @@ def test_a_first_call_without_memory_names_the_program_and_what_each_part_takes_
     assert len(pieces) > 5 and [piece for piece in pieces if piece not in told] == []
     expected = f"{STATE}, batch {batch} B, temporaries of train_step {size(memory.temp_size_in_bytes)}."
     assert expected in told
+
+
+def test_a_cpu_without_memory_is_told_of_alike() -> None:
+    told = str(error_of(small("train_step", 1, OF_A_CPU)))
+    assert "in train_step, in its first call: INTERNAL: Error" in told and STATE in told
 
 
 def test_parts_are_those_of_one_device_where_they_are_split() -> None:
