@@ -13,9 +13,11 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.wandb_logger import WandbLogger
+from jaxlit.callbacks.weight_averaging import EMA, WeightAveraging
 from jaxlit.field_names import no_such_name
 
 __all__ = [
+    "EMA",
     "CSVLogger",
     "Callback",
     "EarlyStopping",
@@ -28,6 +30,7 @@ __all__ = [
     "ProgressBar",
     "ReduceLROnPlateau",
     "WandbLogger",
+    "WeightAveraging",
 ]
 
 

@@ -362,6 +362,19 @@ class Callback:
         """
         return arrays, params
 
+    def eval_params(self, arrays: Any) -> Any:
+        """Return which of the arrays evaluations see in place of the parameters, while a fit lasts.
+
+        For averages of the weights: validations and `trainer.apply` run with them, and nothing is copied. One callback
+        of a training may define it.
+
+        Args:
+            arrays: A pytree like what `init_arrays` made, of something that stands for each array.
+
+        Returns:
+            A pytree like the parameters, of leaves of `arrays` as they are; None for the parameters themselves.
+        """
+
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Run when training raised, before `teardown`; the exception is raised again."""
 

@@ -37,10 +37,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "TQDMProgressBar": "It is jl.callbacks.ProgressBar.",
         "RichModelSummary": "It is jl.callbacks.ModelSummary.",
         "Timer": "Pass Trainer(max_time='00:01:00:00').",
-        "EMA": _ARRAYS,
-        "EMAWeightAveraging": _ARRAYS,
-        "WeightAveraging": _ARRAYS,
-        "StochasticWeightAveraging": _ARRAYS,
+        "EMAWeightAveraging": "It is jl.callbacks.EMA(decay).",
+        "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
+        "optimizer's schedule says the learning rate.",
         "LambdaCallback": "Subclass jl.Callback and define the hook.",
         "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",

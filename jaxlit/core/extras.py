@@ -1,11 +1,12 @@
 """Arrays of callbacks that live in the training state: what a callback must provide, and what is refused."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.leaf_names import named_leaves
 
@@ -19,6 +20,9 @@ class ArrayKeeper(Protocol):
     def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
         """Return the arrays and the parameters after an optimizer step."""
         ...
+
+    def eval_params(self, arrays: Any) -> Any:
+        """Return which arrays evaluations see in place of the parameters, None for these themselves."""
 
 
 def check_extras(
@@ -48,6 +52,38 @@ def check_extras(
             continue
         kept[key] = keeper
     return kept
+
+
+def eval_places(keepers: Mapping[str, ArrayKeeper], at: TrainState, leaves: Sequence[Any]) -> Any:
+    """Return the place in the state of what evaluations see as each parameter, a pytree like the parameters.
+
+    Args:
+        keepers: The callbacks that keep arrays, by their keys.
+        at: The places of the state's arrays.
+        leaves: The arrays.
+
+    Raises:
+        ModuleError: Two callbacks ask for it, or one gives something else than its arrays, each like its parameter.
+    """
+    chosen = {key: found for key, x in keepers.items() if (found := x.eval_params(at.extras[key])) is not None}
+    if len(chosen) > 1:
+        raise ModuleError(
+            f"{' and '.join(chosen)} both say by eval_params what evaluations see in place of the parameters. Leave "
+            "one of them out."
+        )
+    for key, places in chosen.items():
+        where, own = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(at.extras[key])}
+        same = jax.tree.structure(places) == jax.tree.structure(at.params)
+        if not same or not all(isinstance(x, int) and x in own for x in jax.tree.leaves(places)):
+            raise ModuleError(
+                f"{where} must return leaves of its arrays as they are, in a pytree like the parameters. What is "
+                "computed belongs into update_arrays."
+            )
+        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, at.params)]
+        if kinds[0] != kinds[1]:
+            raise ModuleError(f"{where} must return an array of each parameter's own shape and dtype.")
+        return places
+    return at.params
 
 
 def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:

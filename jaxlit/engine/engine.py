@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.eval_step import EvalStep
-from jaxlit.core.extras import ArrayKeeper, check_extras
+from jaxlit.core.extras import ArrayKeeper, check_extras, eval_places
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
@@ -104,6 +104,7 @@ class Engine:
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
         self.state = FlatState(self.pure, strategy, init, variables, donate=own, example=example)
+        self.state.eval_at = self.state.evaluated(eval_places(extras, self.state.at, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.

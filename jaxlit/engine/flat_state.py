@@ -77,11 +77,15 @@ class FlatState:
         at = self.at = jax.tree.unflatten(self.layout.treedef, range(len(self.leaves)))
         own = set(jax.tree.leaves(at.window)) if self.has_own else set()
         self.lying = [Lying(sharding, own=i in own) for i, sharding in enumerate(self.shardings)]
-        self.eval_at: list[int] = jax.tree.leaves((at.counters, at.params, at.frozen, at.model_state))
+        self.eval_at = self.evaluated(at.params)
         self.eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
         self._variable_at: list[int] = []  # the place of each Variable of the module
         self._keys: dict[int, tuple[jax.Array, jax.Array]] = {}  # data and key of those that were handed out
         self._all_finite: Callable[..., jax.Array] | None = None
+
+    def evaluated(self, params: Any) -> list[int]:
+        """Return the places of what an evaluation reads, with the parameters at these."""
+        return jax.tree.leaves((self.at.counters, params, self.at.frozen, self.at.model_state))
 
     def unflatten(self) -> TrainState:
         """Return the newest state as a `TrainState`."""
@@ -105,9 +109,10 @@ class FlatState:
         return jax.tree.unflatten(self.layout.treedef, held)
 
     def branch(self) -> "FlatState":
-        """Return a state of the same arrays: what is written to one of the two is not in the other."""
+        """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
         found = copy.copy(self)
         found.leaves, found._keys = list(self.leaves), dict(self._keys)
+        found.eval_at = self.evaluated(self.at.params)  # a callback's averages are those of another module
         return found
 
     @property

@@ -1,0 +1,198 @@
+"""Averages of the weights are those of numpy, evaluations see them, and training never does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import Stream, random
+from kit.checkpoints import names
+from kit.journal import Rows, at_batch, hooks
+from kit.modules import Linear
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import BARE, FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import EMA, WeightAveraging
+from jaxlit.errors import ArgumentError, ModuleError
+
+BATCHES, RATE = random(10), 0.1
+
+
+class Validated(Linear):
+    """A linear model by SGD, whose validation tells its loss."""
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean((batch["x"] @ self.kernel[...] + self.bias[...] - batch["y"]) ** 2))
+
+    def configure_optimizers(self) -> Any:
+        return optax.sgd(RATE)
+
+
+def by_hand(steps: int) -> list[list[np.ndarray]]:
+    """Return the weights behind each step of plain SGD, in float64."""
+    start = Linear()
+    params, found = [np.asarray(start.kernel[...], np.float64), np.zeros(1)], []
+    for k in range(steps):
+        x, y = (np.asarray(BATCHES[k % len(BATCHES)][name], np.float64) for name in "xy")
+        error = x @ params[0] + params[1] - y
+        params = [params[0] - RATE * 2 * x.T @ error / len(x), params[1] - RATE * 2 * error.mean(0)]
+        found.append(params)
+    return found
+
+
+def ema(weights: list[Any], decay: float) -> list[np.ndarray]:
+    average = weights[0]
+    for w in weights[1:]:
+        average = [decay * a + (1 - decay) * b for a, b in zip(average, w, strict=True)]
+    return average
+
+
+def mean(weights: list[Any]) -> list[np.ndarray]:
+    return [np.mean(w, axis=0) for w in zip(*weights, strict=True)]
+
+
+def loss(params: list[np.ndarray]) -> float:
+    return float(np.mean([np.mean((b["x"] @ params[0] + params[1] - b["y"]) ** 2) for b in BATCHES]))
+
+
+AVERAGES: dict[str, Any] = {
+    "ema": (lambda: EMA(0.9), lambda w: ema(w, 0.9)),
+    "seldom": (lambda: EMA(0.5, update_every_n_steps=3, update_starting_at_step=6), lambda w: ema(w[6::3], 0.5)),
+    "mean": (lambda: WeightAveraging(update_starting_at_epoch=2), lambda w: mean(w[20:])),
+}
+OFTEN = [("ema", "fsdp"), ("mean", "single")]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    thinned(
+        [(name, strategy) for name in AVERAGES for strategy in STRATEGIES],
+        *OFTEN,
+        full=[("seldom", "single"), ("ema", "pmap"), ("mean", "shard_map")],
+    ),
+)
+def test_an_average_of_fifty_steps_is_numpys_also_in_validations_and_behind_the_fit(name: str, strategy: str) -> None:
+    make, expected = AVERAGES[name]
+    weights, model, rows = by_hand(50), Validated(), Rows()
+    callback = make()
+    trainer = fit(model, BATCHES, BATCHES, rows, callback, strategy=splitting(strategy), max_epochs=5, **BARE)
+    average = expected(weights)
+    for mine, theirs in zip((model.kernel[...], model.bias[...]), average, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    began = 20 if name == "mean" else 0
+    seen = [loss(expected(weights[: 10 * k]) if 10 * k > began else weights[10 * k - 1]) for k in range(1, 6)]
+    np.testing.assert_allclose(rows.of("val"), seen, rtol=1e-5)
+    assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-3)  # what is trained has another one
+    (later,) = trainer.validate(model, BATCHES)
+    assert later["val"] == pytest.approx(loss(average), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=FOUR))
+def test_a_resumed_training_has_the_same_average_and_weights_bit_by_bit(strategy: str) -> None:
+    def train(folder: str, **arguments: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        held: list[Any] = []
+        keep = hooks(
+            on_train_end=lambda trainer, module: held.extend(jax.device_get(jax.tree.leaves(trainer.state.params)))
+        )
+        callback, model = EMA(0.9), Validated()
+        given = {"max_epochs": 3, "strategy": splitting(strategy), "default_root_dir": folder} | arguments
+        fit(model, BATCHES, BATCHES[:2], callback, keep, **given)
+        return held, jax.device_get([model.kernel[...], model.bias[...]])
+
+    train("parts", max_epochs=2, max_steps=17)
+    assert names("parts/checkpoints")
+    parts, whole = train("parts", resume="auto"), train("whole")
+    for mine, theirs in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    # What was trained is not what it is an average of.
+    assert not np.array_equal(whole[0][0], whole[1][0])
+
+
+def test_an_average_is_not_of_16_bits_and_an_evaluation_of_16_bits_sees_it() -> None:
+    callback = EMA(0.999)
+    seen: list[Any] = []
+    apply = at_batch(
+        8, lambda trainer, module: seen.append(trainer.apply(lambda m: m.kernel[...].dtype.itemsize * m.kernel[...]))
+    )
+    trainer = fit(Validated(), BATCHES, BATCHES, callback, apply, precision="bf16-true", **BARE)
+    arrays = trainer.callback_arrays(callback)
+    assert {x.dtype for x in jax.tree.leaves(arrays["average"])} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(arrays["rounded"])} == {jnp.dtype("bfloat16")}
+    assert seen[0].dtype == jnp.bfloat16 and trainer.callback_metrics["val"] > 0
+
+
+class Chooses(jl.Callback):
+    """Says what evaluations see."""
+
+    def __init__(self, choose: Any) -> None:
+        self.choose = choose
+
+    def init_arrays(self, params: Any) -> Any:
+        return {"a": params, "n": jnp.zeros(())}
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: Any) -> Any:
+        return arrays, params
+
+    def eval_params(self, arrays: Any) -> Any:
+        return self.choose(arrays)
+
+
+CHOICES: dict[str, Any] = {
+    "what is computed": (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays as they are"),
+    "another tree": (lambda a: a["n"], "in a pytree like the parameters"),
+    "another shape": (lambda a: jax.tree.map(lambda x: a["n"], a["a"]), "each parameter's own shape and dtype"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_a_choice_that_is_no_array_of_each_parameter_is_refused_before_the_first_step(case: str) -> None:
+    choose, words = CHOICES[case]
+    fit_refuses(
+        ModuleError, "Chooses.eval_params", words, model=Validated(), train=BATCHES, callbacks=[Chooses(choose)]
+    )
+
+
+def test_two_that_choose_and_one_without_arrays_are_refused() -> None:
+    both = [EMA(0.9), WeightAveraging()]
+    fit_refuses(ModuleError, "EMA and WeightAveraging both", model=Validated(), train=BATCHES, callbacks=both)
+    without = hooks(eval_params=lambda arrays: arrays)
+    fit_refuses(ModuleError, "neither init_arrays", model=Validated(), train=BATCHES, callbacks=[without])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"decay": 1.0}, "decay"),
+        ({"decay": "0.9"}, "decay"),
+        ({"update_every_n_steps": 0}, "update_every_n_steps"),
+        ({"update_starting_at_step": -1}, "update_starting_at_step"),
+        ({"update_starting_at_step": 1, "update_starting_at_epoch": 1}, "got both"),
+    ],
+)
+def test_arguments_out_of_their_sets_are_refused(given: dict[str, Any], words: str) -> None:
+    refuses(ArgumentError, lambda: EMA(**given), words)
+
+
+def test_an_epoch_of_a_loader_without_a_length_is_refused() -> None:
+    callback = WeightAveraging(update_starting_at_epoch=1)
+    with pytest.raises(ArgumentError, match="Give update_starting_at_step"):
+        make_trainer(callback, max_epochs=2, **BARE).fit(Validated(), Stream(BATCHES))
+
+
+def test_a_module_keeps_its_other_variables() -> None:
+    class Counted(Validated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nnx.BatchStat(jnp.zeros(()))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            self.seen[...] += 1
+            return super().training_step(batch)
+
+    model = Counted()
+    fit(model, BATCHES, None, EMA(0.9), **BARE)
+    assert float(model.seen[...]) == 10
