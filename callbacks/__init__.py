@@ -7,6 +7,7 @@ from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
+from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
@@ -23,6 +24,7 @@ __all__ = [
     "EarlyStopping",
     "GradientNorm",
     "JSONLLogger",
+    "LambdaCallback",
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",

@@ -40,7 +40,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "EMAWeightAveraging": "It is jl.callbacks.EMA(decay).",
         "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
         "optimizer's schedule says the learning rate.",
-        "LambdaCallback": "Subclass jl.Callback and define the hook.",
         "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",

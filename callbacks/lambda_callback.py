@@ -1,0 +1,36 @@
+"""Hooks as plain functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+
+_HOOKS = [
+    name for name, x in vars(Callback).items() if callable(x) and name[0] != "_" and name not in ("log", "log_dict")
+]
+
+
+class LambdaCallback(Callback):
+    """Make a callback of functions, each the hook that it is given as.
+
+    Args:
+        **functions: By a hook's name a function of the hook's arguments, `trainer` and `module` first in most.
+
+    Raises:
+        ArgumentError: There is no such hook.
+        ArgumentTypeError: What is given is no function.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> told = jl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=told, logger=False)
+    """
+
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            if name not in _HOOKS:
+                raise ArgumentError(f"LambdaCallback has no hook {name!r}.{did_you_mean(name, _HOOKS)}")
+            if not callable(function):
+                raise ArgumentTypeError(f"LambdaCallback({name}=...) takes a function, got {function!r}.")
+            setattr(self, name, function)

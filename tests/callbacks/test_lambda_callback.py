@@ -1,0 +1,36 @@
+"""Functions are called as the hooks that they are given as, and others are refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kit.batches import random
+from kit.modules import Linear
+from kit.refusals import refuses
+from kit.trainers import BARE, fit
+
+from jaxlit.callbacks import LambdaCallback
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+
+def test_each_function_is_called_as_its_hook_and_arrays_are_kept() -> None:
+    seen: list[Any] = []
+    callback = LambdaCallback(
+        setup=lambda trainer, module, stage: seen.append(stage),
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append(batch_idx),
+        init_arrays=lambda params: jnp.zeros((), jnp.int32),
+        update_arrays=lambda arrays, params, grads, global_step: (arrays + 1, jax.tree.map(jnp.zeros_like, params)),
+        state_dict=lambda: {"seen": len(seen)},
+        on_fit_end=lambda trainer, module: seen.append(float(module.kernel[...].sum())),
+    )
+    trainer = fit(Linear(), random(2), None, callback, **BARE)
+    assert seen == ["fit", 0, 1, 0.0] and int(trainer.callback_arrays(callback)) == 2
+
+
+def test_a_hook_that_there_is_not_and_what_is_no_function_are_refused() -> None:
+    refuses(
+        ArgumentError, lambda: LambdaCallback(on_train_epoch_ends=print), "on_train_epoch_ends", "on_train_epoch_end'"
+    )
+    refuses(ArgumentError, lambda: LambdaCallback(log=print), "no hook 'log'")
+    given: Any = 3
+    refuses(ArgumentTypeError, lambda: LambdaCallback(setup=given), "setup", "got 3")
