@@ -19,7 +19,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.pipeline.layers import Layers
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
-from jaxlit.pipeline.places import Places, Rows, check_processes, within_processes
+from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
 from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import simulate
@@ -48,7 +48,7 @@ class Pipeline(Strategy):
     (Qi et al., arXiv 2401.10241), and pipelines of whole programs (JaxPP, arXiv 2412.14374).
 
     Args:
-        stages: Ranks, the size of the mesh axis `stage`; None for as many as there are devices.
+        stages: Ranks, the size of the mesh axis `stage`; None for as many as a process has devices.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv", or a `Schedule`; the interleaved
             one and "zbv" cut the model into twice as many stages as there are ranks.
         microbatches: Into how many parts a batch is split; None for as many as there are ranks. A batch of fewer rows
@@ -120,7 +120,7 @@ class Pipeline(Strategy):
         Raises:
             ArgumentError: The ranks do not divide the devices.
         """
-        stages = device_count if self.stages is None else self.stages
+        stages = device_count // jax.process_count() if self.stages is None else self.stages
         if device_count % stages:
             raise ArgumentError(
                 f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
@@ -133,10 +133,14 @@ class Pipeline(Strategy):
 
     def setup(self, devices: Sequence[jax.Device]) -> None:
         """Build the mesh, and that of each rank."""
+        mesh = None
         if not isinstance(self.given_mesh, Mesh):
             shape: Any = self.mesh_shape(len(devices)) if self.given_mesh is None else self.given_mesh
-            devices = within_processes(devices, shape)
-        super().setup(devices)
+            mesh = mesh_within_processes(devices, shape)
+        if mesh is None:
+            super().setup(devices)
+        else:
+            self.mesh = mesh
         if "stage" not in self.mesh.axis_names:
             raise ArgumentError(
                 f"{type(self).__name__} takes a mesh with an axis 'stage', whose size is the number of ranks, got axes "
@@ -236,17 +240,10 @@ class Pipeline(Strategy):
         """Return the arrays on the first device, or on the host where it has no room for them; one line says so."""
         if len({self.places.rank_of(x) for x in arrays}) == 1:
             return arrays
-        if self.places.several:
-            if jax.process_index() == 0:
-                say(f"the module is gathered from {len(self.places.meshes)} ranks to the devices of the first")
-            return self.places.send(arrays, [0] * len(arrays))
-        device, needed = self.mesh.devices.flat[0], sum(x.nbytes for x in arrays)
-        held = device.memory_stats() or {}
-        room = held.get("bytes_limit", needed) - held.get("bytes_in_use", 0)
-        to = device if needed <= room else jax.devices("cpu")[0]
-        where = str(to) if to is device else "the host: no device has room for all of it"
-        say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
-        return jax.device_put(arrays, to)
+        found, where = self.places.gather(arrays)
+        if jax.process_index() == 0:
+            say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
+        return found
 
     # The batch --------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from jaxlit.programs.jaxpr import bind
 _TINY = 16  # elements of a result of weights alone that is sent, where otherwise the weights would be
 
 
-class Kind(Enum):
+class Role(Enum):
     """What an input of a program is to the cut."""
 
     WEIGHT = "weight"  # lives on one stage; a stage that uses another's is sent a copy
@@ -29,12 +29,12 @@ class Input:
     """An input of a program.
 
     Attributes:
-        kind: What it is.
+        role: What it is.
         stage: Where it lives, None if the cut decides.
         update: The place among the outputs of the value that takes its place, None if it stays as it is.
     """
 
-    kind: Kind
+    role: Role
     stage: int | None = None
     update: int | None = None
 
@@ -168,9 +168,9 @@ class _Cutting:
 
     def _place(self) -> None:
         for i, (var, given) in enumerate(zip(self.jaxpr.invars, self.inputs, strict=True)):
-            if given.kind is Kind.WEIGHT:
+            if given.role is Role.WEIGHT:
                 self.weights[var] = frozenset([i])
-            elif given.kind is Kind.BATCH:
+            elif given.role is Role.BATCH:
                 self.batch.add(var)
                 if given.stage is not None:
                     self.stage[var] = given.stage
@@ -269,7 +269,7 @@ class _Cutting:
         return [self._home(i, given) for i, given in enumerate(self.inputs)]
 
     def _home(self, place: int, given: Input) -> int | None:
-        if given.stage is not None or given.kind is Kind.BATCH:
+        if given.stage is not None or given.role is Role.BATCH:
             return given.stage
         users = [piece.stage for piece in self.pieces if place in piece.inputs]
         if (known := self.known[place]) in users:

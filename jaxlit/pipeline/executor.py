@@ -41,16 +41,12 @@ class Made:
         grads: The sum of each parameter's gradients, by its place in the state; None for one that has none.
         tables: Each microbatch's table.
         outputs: The outputs of each microbatch.
-        peak_live: The most (stage, microbatch) pairs that each rank held at once between forward and backward.
-        peak_bytes: The most bytes that each rank held for them.
     """
 
     written: list[Any] = field(default_factory=list)
     grads: list[Any] = field(default_factory=list)
     tables: list[Any] = field(default_factory=list)
     outputs: list[list[Any]] = field(default_factory=list)
-    peak_live: list[int] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
 
 
 class StageSet:
@@ -81,7 +77,6 @@ class Executor:
         place_batch: Puts lists of host arrays onto a rank each.
         zeros: Returns arrays that gradients are added to, given a rank and the places of parameters.
         homes: The rank that each array of the state lives on.
-        measure: Count what is held between forward and backward.
     """
 
     def __init__(
@@ -92,10 +87,8 @@ class Executor:
         place_batch: Callable[[Sequence[int], list[list[Any]]], list[list[Any]]],
         zeros: Callable[[int, Sequence[int]], list[jax.Array]],
         homes: Sequence[int],
-        *,
-        measure: bool = False,
     ) -> None:
-        self.places, self.schedule, self.passes, self.homes, self.measure = places, schedule, passes, homes, measure
+        self.places, self.schedule, self.passes, self.homes = places, schedule, passes, homes
         self._place_batch, self._zeros = place_batch, zeros
 
     def __call__(
@@ -135,8 +128,6 @@ class _Batch:
         self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
         self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.found: dict[tuple[int, int], Any] = {}  # outputs by microbatch and place
-        self.live, self.peaks, self.bytes = ([0] * len(of.places.meshes) for _ in range(3))
-        self.held = [0] * len(of.places.meshes)
 
     def run(self, order: Sequence[Task | FusedTask]) -> Made:
         run = {
@@ -158,7 +149,7 @@ class _Batch:
         tables = [self.found[mb, 1 + n] for mb in range(len(self.microbatches))]
         rest = range(2 + n, len(cut.made_at))
         outputs = [[self.found[mb, i] for mb in range(len(self.microbatches))] for i in rest]
-        return Made(written, self._grads(), tables, outputs, self.peaks, self.bytes)
+        return Made(written, self._grads(), tables, outputs)
 
     # Tasks ------------------------------------------------------------------------------------------
 
@@ -166,8 +157,7 @@ class _Batch:
         stage, inputs, ins = self._given(task)
         outs, results, residuals = stage.forward(inputs, ins)
         self._results(task, results)
-        kept = self.kept[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
-        self._holds(task, 1, kept)
+        self.kept[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
         self._push(task, outs)
 
     def fused(self, task: Task) -> None:
@@ -175,8 +165,6 @@ class _Batch:
         totals, scale = self.totals[task.stage], self.scale[task.stage]
         results, sent, self.totals[task.stage] = stage.fused(inputs, ins, totals, self._rows(task), scale)
         self._results(task, results)
-        self._holds(task, 1, None)
-        self._holds(task, -1, None)
         self._push_back(task, sent)
 
     def backward(self, task: Task) -> None:
@@ -185,7 +173,6 @@ class _Batch:
         sent, self.totals[task.stage] = stage.backward(
             given, kept.residuals, cotangents, totals, self._rows(task), scale
         )
-        self._holds(task, -1, kept)
         self._push_back(task, sent)
 
     def backward_input(self, task: Task) -> None:
@@ -200,7 +187,6 @@ class _Batch:
         stage, (given, crossing) = self._stage(task), self.halves.pop((task.stage, task.mb))
         totals, scale = self.totals[task.stage], self.scale[task.stage]
         self.totals[task.stage] = stage.backward_weight(given, crossing, totals, self._rows(task), scale)
-        self._holds(task, -1, self.kept.pop((task.stage, task.mb)))
 
     def _fuses(self, tasks: Sequence[Task]) -> bool:
         """Tell whether tasks are one program: a forward pass whose backward can follow at once."""
@@ -255,15 +241,6 @@ class _Batch:
         for (s, k), x in zip(to, arrays, strict=True):
             box = self.cotangents.setdefault((s, task.mb), {j: [] for j in which.stages[s].outs})
             box[k].append(x)
-
-    def _holds(self, task: Task, change: int, kept: Kept | None) -> None:
-        if not self.of.measure:
-            return
-        rank = self.of.rank(task.stage)
-        self.live[rank] += change
-        self.held[rank] += change * (0 if kept is None else kept.nbytes)
-        self.peaks[rank] = max(self.peaks[rank], self.live[rank])
-        self.bytes[rank] = max(self.bytes[rank], self.held[rank])
 
     # The beginning and the end ----------------------------------------------------------------------
 

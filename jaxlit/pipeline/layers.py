@@ -1,8 +1,11 @@
 """Marks that are put into a model for the user: behind the layers that a list holds."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+from flax import nnx
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.pipeline.marks import pipeline_yield, restart
@@ -48,22 +51,31 @@ class Layers:
         if self.layers is None:
             return []
         if not isinstance(self.layers, str):
-            return [self._at(module, path) for path in self.layers]
+            return [self._module_at(module, path) for path in self.layers]
         found = self._at(module, self.layers)
         try:
             layers = [*found]
         except TypeError:
             layers = []
-        if len(layers) < 2 or not all(callable(x) for x in layers):
+        modules = [x for x in layers if isinstance(x, nnx.Module)]  # functions between them are nobody's to mark
+        if len(modules) < 2 or not all(callable(x) for x in layers):
             raise ArgumentError(
                 f"{self.owner}(layers={self.layers!r}) names a {type(found).__name__}, and takes a list of modules "
                 "that are called one behind the other."
             )
-        return layers[:-1]
+        return list({id(x): x for x in modules[:-1]}.values())  # one that is called twice marks both calls
+
+    def _module_at(self, module: Any, path: str) -> Any:
+        found = self._at(module, path)
+        if not isinstance(found, nnx.Module):
+            raise ArgumentError(
+                f"{self.owner}(layers={self.layers!r}): {path} is a {type(found).__name__}. Name modules."
+            )
+        return found
 
     def _at(self, module: Any, path: str) -> Any:
         found = module
-        for part in path.split("."):
+        for part in re.findall(r"[^.\[\]]+", path):
             try:
                 found = found[int(part)] if part.isdecimal() else getattr(found, part)
             except (AttributeError, IndexError, KeyError, TypeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError
@@ -35,7 +35,6 @@ class Rows:
 
     ndim = property(lambda self: self.own.ndim)
     dtype = property(lambda self: self.own.dtype)
-    size = property(lambda self: self.processes * self.own.size)
 
     def __getitem__(self, rows: slice) -> "Rows":
         """Return a part, from and to a row that divides by the processes."""
@@ -97,6 +96,23 @@ class Places:
         """Place a pytree of arrays, which may lie on a rank, as a pytree of shardings says."""
         return jax.tree.map(self._put, arrays, lies) if self.several else jax.device_put(arrays, lies)
 
+    def gather(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
+        """Return arrays of all ranks on the first device, or in several processes on the first rank, and where that is.
+
+        Where there is no room they go to the host, and where that is no device of jax they stay.
+        """
+        mesh = self.meshes[0]
+        devices = [*mesh.local_devices] if self.several else [mesh.devices.flat[0]]
+        part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) if self.several else x.size  # noqa: E731
+        needed = sum(part(x) * (x.nbytes // max(x.size, 1)) for x in arrays)
+        if all(needed <= _room(device) for device in devices):
+            if self.several:
+                return self.send(arrays, [0] * len(arrays)), "the devices of the first"
+            return jax.device_put(list(arrays), devices[0]), str(devices[0])
+        if self.several or (host := _host()) is None:
+            return list(arrays), "no device, none of which has room for all of it: each array stays where it is"
+        return jax.device_put(list(arrays), host), "the host: no device has room for all of it"
+
     def _put(self, x: Any, to: NamedSharding) -> jax.Array:
         if isinstance(x, Rows):
             return place(x.own, to)
@@ -105,12 +121,26 @@ class Places:
         return place_whole(x, to)
 
 
-def within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int]) -> list[jax.Device]:
-    """Return devices in an order in which each rank has some of every process.
+def _room(device: jax.Device) -> float:
+    """Return the bytes that a device has left, inf where it does not tell."""
+    held = device.memory_stats() or {}
+    return held.get("bytes_limit", math.inf) - held.get("bytes_in_use", 0)
+
+
+def _host() -> jax.Device | None:
+    """Return the host as a device of jax, None where jax was started without it."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int]) -> Mesh | None:
+    """Return a mesh of which each rank has some devices of every process; None where there is one process.
 
     Args:
         devices: The devices, those of each process as many.
-        shape: The size of each axis of the mesh that they are for, one of them -1 at most.
+        shape: The size of each axis, "stage" among them, one of them -1 at most.
 
     Raises:
         ArgumentError: There are more ranks than devices in a process.
@@ -118,35 +148,39 @@ def within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int]) ->
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
-    if len(by_process) == 1 or "stage" not in shape:
-        return list(devices)
-    held, others = min(map(len, by_process.values())), [size for axis, size in shape.items() if axis != "stage"]
-    stages = len(devices) // math.prod(others) if shape["stage"] == -1 else shape["stage"]
+    sizes = dict(shape)
+    for axis, size in shape.items():
+        if size == -1:
+            sizes[axis] = len(devices) // -math.prod(shape.values())
+    if len(by_process) == 1 or "stage" not in sizes or math.prod(sizes.values()) != len(devices):
+        return None
+    held, stages = min(map(len, by_process.values())), sizes["stage"]
     if held % stages:
         raise ArgumentError(
             f"Pipeline(stages={stages}): each of the {len(by_process)} processes has {held} devices, which do not "
             f"divide into {stages} stages. A pipeline goes through the devices of each process, and its ranks span "
-            f"them all: give stages={held} or a divisor."
+            f"them all: give stages={held} or a divisor, or start one process for all devices of a host."
         )
+    # Not by jax.make_mesh, which may order devices by their network.
     grid = np.array([*by_process.values()]).reshape(len(by_process), stages, -1).swapaxes(0, 1)
-    grid = grid.reshape(stages, *(others or [-1]))
-    return list(np.moveaxis(grid, 0, [*shape].index("stage")).flat)
+    grid = grid.reshape(stages, *(size for axis, size in sizes.items() if axis != "stage"))
+    grid = grid.reshape(stages) if len(sizes) == 1 else np.moveaxis(grid, 0, [*sizes].index("stage"))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def check_processes(meshes: Sequence[Mesh]) -> None:
-    """Refuse ranks that do not span all processes.
+    """Refuse ranks whose devices are not of the same processes, one by one: nothing is sent between them.
 
     Args:
         meshes: The mesh of each rank.
 
     Raises:
-        ArgumentError: One has not as many devices of each.
+        ArgumentError: They are not.
     """
-    every = range(jax.process_count())
-    held = [[sum(d.process_index == p for d in mesh.devices.flat) for p in every] for mesh in meshes]
-    if len({count for counts in held for count in counts}) > 1:
+    processes = [[device.process_index for device in mesh.devices.flat] for mesh in meshes]
+    if any(row != processes[0] for row in processes):
         raise ArgumentError(
-            f"Pipeline: its ranks have {held} devices of each process. A pipeline goes through the devices of each "
-            "process, and each of its ranks spans them all: give a mesh whose axis 'stage' lies within processes, or "
-            "leave mesh out."
+            f"Pipeline: the devices of its ranks are of processes {processes}. The k-th device of each rank must be of "
+            "the same process, which sends from one to the next: give a mesh whose axis 'stage' lies within processes, "
+            "or leave mesh out."
         )

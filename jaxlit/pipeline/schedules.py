@@ -265,7 +265,9 @@ class FromCSV(Schedule):
         """
         own = 1 + max(task.mb for row in self._rows for task in flat(row))
         if count_of(num_microbatches, self) != own:
-            raise ArgumentError(f"{self!r} is a schedule of {own} microbatches, got {num_microbatches}.")
+            raise ArgumentError(
+                f"{self!r} is a schedule of {own} microbatches, got {num_microbatches}. Give microbatches={own}."
+            )
         return [[*row] for row in self._rows]
 
 

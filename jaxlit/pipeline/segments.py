@@ -60,7 +60,8 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
             raise ArgumentError(
                 f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
-                f"whose sum is {parts}, as training_step has {count} marks."
+                f"whose sum is {parts}, or {parts - 1} where a mark stands behind the last layer: training_step has "
+                f"{count} marks."
             )
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     return Segments(marks, [*stages, num_stages - 1][:parts])

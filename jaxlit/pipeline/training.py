@@ -14,7 +14,7 @@ from jaxlit.core.replica import num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
-from jaxlit.pipeline.cut import Cut, Input, Kind, StateOnTwoStages, cut
+from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
 from jaxlit.pipeline.executor import Executor, Microbatch, StageSet
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.report import StageFacts, facts_of, residuals_of
@@ -22,8 +22,7 @@ from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.segments import holds_mark
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.stages import Stage, flow_of
-from jaxlit.pipeline.tasks import FusedTask, Task
-from jaxlit.pipeline.tasks import Kind as Pass
+from jaxlit.pipeline.tasks import FusedTask, Kind, Task
 from jaxlit.programs.inline import inline
 
 
@@ -89,10 +88,10 @@ class Homes:
         inputs = []
         for i, var in enumerate(jaxpr.invars):
             if i >= count:
-                inputs.append(Input(Kind.BATCH))
+                inputs.append(Input(Role.BATCH))
                 continue
             update = None if jaxpr.outvars[1 + i] is var else 1 + i
-            inputs.append(Input(Kind.WEIGHT if i < num_weights else Kind.STATE, update=update))
+            inputs.append(Input(Role.WEIGHT if i < num_weights else Role.STATE, update=update))
         found = _cut(closed, inputs, self.schedule.num_stages, self.balance, names)
         homes = found.home_of[:count]
         # What nothing uses lives beside what stands before it.
@@ -143,9 +142,7 @@ class Microbatched:
         self._shapes: list[Any] = []
         self.residuals: Callable[[], list[int]] | None = None  # the bytes that each stage keeps of a microbatch
         self._combine = jax.jit(self._combined)
-        self.executor = Executor(
-            strategy.places, strategy.schedule, passes, self._place, self._zeros, self._ranks, measure=False
-        )
+        self.executor = Executor(strategy.places, strategy.schedule, passes, self._place, self._zeros, self._ranks)
 
     def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Run the program."""
@@ -195,8 +192,8 @@ class Microbatched:
                     raise
                 # A tail of fewer rows than microbatches, of which the schedule knows no order.
                 stages = range(schedule.num_stages)
-                ahead = [Task(stage, mb, Pass.FWD) for mb in range(count) for stage in stages]
-                back = [Task(stage, mb, Pass.BWD) for mb in range(count) for stage in reversed(stages)]
+                ahead = [Task(stage, mb, Kind.FWD) for mb in range(count) for stage in stages]
+                back = [Task(stage, mb, Kind.BWD) for mb in range(count) for stage in reversed(stages)]
                 self._orders[count] = [*ahead, *back]
         return self._orders[count]
 
@@ -240,15 +237,15 @@ class Microbatched:
         closed = inline(closed, also=holds_mark)
         weights = {*jax.tree.leaves((passes.at.params, passes.at.frozen))}
         updates = {place: 1 + k for k, place in enumerate(passes.written)}
-        inputs = [Input(Kind.WEIGHT if i in weights else Kind.STATE, update=updates.get(i)) for i in range(count)]
-        inputs += [Input(Kind.BATCH)] * len(shapes)
+        inputs = [Input(Role.WEIGHT if i in weights else Role.STATE, update=updates.get(i)) for i in range(count)]
+        inputs += [Input(Role.BATCH)] * len(shapes)
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
         found = _cut(closed, inputs, strategy.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = []
         for piece in found.pieces:
             stages.append(Stage(found, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
-        self.residuals = lambda: residuals_of(stages, [*self._shapes, *shapes])
+        self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
         return StageSet(found, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:

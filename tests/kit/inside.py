@@ -1,6 +1,7 @@
 """What tests know of jaxlit's private parts: all of it stands here."""
 
 import time
+from collections import Counter
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
 from jaxlit.loop.run import Run
-from jaxlit.pipeline.executor import Executor
+from jaxlit.pipeline.executor import _Batch
 from jaxlit.pipeline.places import Places
 from jaxlit.strategies import registry
 from jaxlit.trainer import session
@@ -139,14 +140,21 @@ def evaluated(trainer: jl.Trainer) -> Any:
 
 def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, ...]) -> tuple[list[int], int]:
     """Train in a pipeline; returns the most that each rank held at once, and how many arrays of a shape were sent."""
-    peaks, sent = list[int](), 0
-    call, send = Executor.__call__, Places.send
+    live, peaks, sent, send = Counter[int](), Counter[int](), 0, Places.send
 
-    def measured(self: Executor, *args: Any) -> Any:
-        self.measure = True
-        made = call(self, *args)
-        peaks[:] = made.peak_live
-        return made
+    def counting(change: int, method: Any) -> Any:
+        def call(self: Any, task: Any) -> None:
+            rank = self.of.rank(task.stage)
+            live[rank] += change
+            peaks[rank] = max(peaks[rank], live[rank])
+            method(self, task)
+
+        return call
+
+    def fused(self: Any, task: Any) -> None:
+        rank = self.of.rank(task.stage)
+        peaks[rank] = max(peaks[rank], live[rank] + 1)
+        fuses(self, task)
 
     def counted(self: Places, arrays: Any, ranks: Any) -> Any:
         nonlocal sent
@@ -155,7 +163,10 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
         return send(self, arrays, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Executor, "__call__", measured)
+        for name, change in (("forward", 1), ("backward", -1), ("backward_weight", -1)):
+            patch.setattr(_Batch, name, counting(change, getattr(_Batch, name)))
+        fuses = _Batch.fused
+        patch.setattr(_Batch, "fused", fused)
         patch.setattr(Places, "send", counted)
         trainer.fit(module, batches)
-    return peaks, sent
+    return [peaks[rank] for rank in sorted(peaks)], sent

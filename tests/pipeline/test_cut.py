@@ -10,12 +10,12 @@ import pytest
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.cut import Cut, Input, Kind, StateOnTwoStages, cut
+from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.segments import holds_mark
 from jaxlit.programs.inline import inline
 
-KINDS = {"w": Kind.WEIGHT, "s": Kind.STATE, "b": Kind.BATCH}
+KINDS = {"w": Role.WEIGHT, "s": Role.STATE, "b": Role.BATCH}
 ROWS, WIDTH = 8, 6
 
 

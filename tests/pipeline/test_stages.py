@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxlit as jl
-from jaxlit.pipeline.cut import Input, Kind, cut
+from jaxlit.pipeline.cut import Input, Role, cut
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.stages import Stage, flow_of
 
@@ -30,7 +30,7 @@ def arrays() -> list[jax.Array]:
 def stages(request: pytest.FixtureRequest) -> list[Stage]:
     with marking():
         closed = jax.make_jaxpr(loss)(*arrays())
-    inputs = [Input(Kind.WEIGHT), Input(Kind.WEIGHT), Input(Kind.STATE), Input(Kind.BATCH)]
+    inputs = [Input(Role.WEIGHT), Input(Role.WEIGHT), Input(Role.STATE), Input(Role.BATCH)]
     found, flow = cut(closed, inputs, 2, balance="count"), flow_of(closed.jaxpr, [0, 1])
     jit = lambda fn, what, **options: jax.jit(fn, **options)  # noqa: E731
     return [Stage(found, piece, flow, PASSES, jit, request.param) for piece in found.pieces]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -268,3 +269,30 @@ def test_stages_have_names_on_the_screen_and_the_module_is_whole_afterwards(caps
     lines = trainer.strategy.describe().split("\n")
     assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 2 microbatches"
     assert lines[2].split()[:5] == ["0", "0", "inward,", "layers[0-1]", "176"]  # 3 * 8 + 8 and twice 8 * 8 + 8
+
+
+class Mixed(Layered):
+    """Layers with functions between them, one of the layers twice."""
+
+    def __init__(self, tx: Any = None, *, rngs: nnx.Rngs) -> None:
+        super().__init__(1, tx, rngs=rngs)
+        first, second = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.layers = nnx.List([first, jax.nn.relu, second, jnp.tanh, first, second])
+
+
+@pytest.mark.full
+def test_functions_among_layers_and_layers_that_are_called_twice_are_left_as_they_are() -> None:
+    relu, expected, module = type(jax.nn.relu), Mixed(rngs=nnx.Rngs(0)), Mixed(rngs=nnx.Rngs(0))
+    by_microbatches(expected, BATCHES, 4)
+    fit(module, BATCHES, strategy=Pipeline(4, layers="layers"), devices=4)
+    assert_close(module, expected)
+    assert type(jax.nn.relu) is relu
+
+
+@pytest.mark.full
+def test_what_a_microbatch_keeps_is_told_of_whole_ones() -> None:
+    told = []
+    for rows in ((8,), (8, 4)):
+        trainer = fit(layered(), sized(*rows), strategy=Pipeline(4, layers="layers"), devices=4, **BARE)
+        told.append(trainer.strategy.describe())
+    assert told[0] == told[1]
