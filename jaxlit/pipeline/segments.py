@@ -47,7 +47,7 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         raise ArgumentError(
             f"{owner} cuts a model into {num_stages} stages, and its training_step has {count} marks, so "
             f"{count + 1} part{'s' * bool(count)}. Call jl.pipeline_yield(x) between layers, name the list of layers "
-            "(layers='blocks'), or take fewer stages."
+            "(layers='blocks'; each is marked where it is called, module(x)), or take fewer stages."
         )
     parts = count + 1
     if balance == "flops":
