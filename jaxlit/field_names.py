@@ -1,8 +1,10 @@
 """What the names of PyTorch Lightning, Keras and Flax trainers are called here, where they are not called the same."""
 
+import inspect
+import sys
 from collections.abc import Iterable, Mapping
 
-from jaxlit.errors import did_you_mean
+from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 _WATCH = "Log it: self.log('lr', schedule(self.global_step))."
 _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
@@ -10,6 +12,9 @@ _LOGGER = "Subclass jl.callbacks.Logger: on_log(trainer, values, step) takes eve
 _ONE_STEP = "The optimizer's update is compiled into the step; a loop of your own takes jl.compile_step."
 _CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(jl.Trainer, 'trainer')."
 _PARTS = "Give parts optimizers of their own: optax.multi_transform, and jax.lax.stop_gradient in the loss."
+_FOLDER = "The run's folder holds the file: Trainer(default_root_dir='logs')."
+_FLUSHED = "Every row is flushed as it comes."
+_TOLD = "The last lines of a run tell what it did."
 _PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
 _RANK = "Ask jax.process_index(), or trainer.is_global_zero."
 
@@ -26,6 +31,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "Fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
         "profilers": "Call trainer.explain(), or jax.profiler.trace(folder) around fit.",
         "plugins": "What they do is said by Trainer(strategy=..., precision=...).",
+        "DataLoader": "It is jl.ArrayLoader for arrays in memory; a DataLoader of torch is taken as it is.",
+        "Tuner": "There is no tuner: fit with max_steps for each value.",
+        "rank_zero_only": "Ask trainer.is_global_zero in the hook: if trainer.is_global_zero: ...",
     },
     "jl.callbacks": {
         "LearningRateMonitor": _WATCH,
@@ -84,6 +92,13 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "zero_grad": "Gradients are values of each step: there is nothing to reset.",
         "example_input_array": "The first batch is looked at: nothing has to be given.",
         "to_onnx": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
+        "backward": _ONE_STEP,
+        "optimizer_step": _ONE_STEP,
+        "lr_scheduler_step": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "automatic_optimization": f"It always is automatic. {_PARTS}",
+        "requires_grad_": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
+        "log_grad_norm": "Pass Trainer(callbacks=jl.callbacks.GradientNorm()).",
+        "half": "Pass Trainer(precision='16-mixed').",
         "to_torchscript": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
     },
     "Trainer": {
@@ -102,6 +117,13 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "tune": "There is no tuner: fit with max_steps for each value.",
         "training": "A hook knows by its name; trainer.is_running tells whether a run goes on.",
         "optimizer": "trainer.state.opt_state is its state.",
+        "lr_schedulers": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "default_root_dir": "It is trainer.run_dir.",
+        "lightning_module": "It is trainer.model.",
+        "accelerator": "trainer.strategy.mesh.devices are what it trains on.",
+        "print": "print, where trainer.is_global_zero.",
+        "lr_find": "There is no tuner: fit with max_steps for each rate.",
+        "profiler": "Call trainer.explain() after fit, or jax.profiler.trace(folder) around it.",
     },
     "Trainer argument": {
         "accelerator": "jax takes the devices that it finds; JAX_PLATFORMS=cpu in the environment chooses others.",
@@ -135,6 +157,31 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "metrics": "Log them in a step: self.log('accuracy', value).",
         "verbose": "Pass enable_progress_bar=False, or logging.getLogger('jaxlit').setLevel(...).",
     },
+    "CSVLogger argument": {
+        "save_dir": _FOLDER,
+        "name": _FOLDER,
+        "version": _FOLDER,
+        "flush_logs_every_n_steps": _FLUSHED,
+    },
+    "JSONLLogger argument": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
+    "EarlyStopping argument": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
+    "ModelCheckpoint argument": {
+        "verbose": _TOLD,
+        "save_weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
+        "auto_insert_metric_name": "Names stand in the file name as filename= has them: '{epoch}-{val/loss:.3f}'.",
+        "save_on_train_epoch_end": "A checkpoint that falls on a validation knows its metrics.",
+        "enable_version_counter": "Names begin with the step, and do not meet.",
+        "every_n_steps": "Pass every_n_train_steps=.",
+    },
+    "ArrayLoader argument": {
+        "drop_last": "Pass drop_remainder=.",
+        "num_workers": "Rows are taken by one index; for work on each use grain with worker processes.",
+        "sampler": "Pass shuffle=True: several processes take their shares by themselves.",
+        "collate_fn": "Pass arrays with a row for each row: a batch is taken by one index.",
+        "pin_memory": "The next batch is placed while the devices compute.",
+        "persistent_workers": "There are none: a batch is taken by one index.",
+        "generator": "Pass seed=.",
+    },
     "DataModule": {
         "save_hyperparameters": "Keep what you need as attributes: self.batch_size = batch_size.",
         "hparams": "Keep what you need as attributes: self.batch_size = batch_size.",
@@ -158,7 +205,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError:
+def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError | ImportError:
     """Return the error of a name that is not there: with what takes its place, or a name that is spelt like it.
 
     Args:
@@ -167,5 +214,30 @@ def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: st
         known: Those that are there.
         called: What the owner is called in the message; its key if left out.
     """
-    hint = f" {advice}" if (advice := ADVICE[owner].get(name)) else did_you_mean(name, known)
-    return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
+    advice = ADVICE[owner].get(name)
+    text = f"{called or owner} has no attribute {name!r}.{f' {advice}' if advice else did_you_mean(name, known)}"
+    # `from jaxlit import name` asks in this frame, and puts words of its own in the place of an AttributeError.
+    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    return ImportError(text, name=name) if advice and imports else AttributeError(text)
+
+
+def refuse_unknown(cls: type, given: Iterable[str], *, called: str = "") -> None:
+    """Refuse an argument that a constructor does not have.
+
+    Args:
+        cls: Whose constructor it is.
+        given: The names of the arguments that it was given.
+        called: What help knows it by; its arguments are listed if left out.
+
+    Raises:
+        ArgumentTypeError: With what takes its place, or one that is spelt like it.
+    """
+    none = cls.__init__ is object.__init__
+    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    advice = {k: v for base in reversed(cls.__mro__) for k, v in ADVICE.get(f"{base.__name__} argument", {}).items()}
+    for name in given:
+        if name not in known:
+            listed = f"help({called}) lists those it has" if called else f"It has {', '.join(known) or 'none'}"
+            hint = f" {advice[name]}" if name in advice else f"{did_you_mean(name, known)} {listed}."
+            raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}.{hint}")

@@ -1,7 +1,10 @@
 """Names of Lightning and others: they work, or say what takes their place."""
 
+import copy
+import functools
+import pickle
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +48,59 @@ def test_an_argument_of_the_field_says_what_takes_its_place(name: str) -> None:
     refuses(
         ArgumentTypeError, lambda: jl.Trainer(**{name: 1}), rf"Trainer has no argument '{name}'\. {re.escape(advice)}$"
     )
+
+
+CLASSES = {
+    "CSVLogger": jl.callbacks.CSVLogger,
+    "JSONLLogger": jl.callbacks.JSONLLogger,
+    "EarlyStopping": functools.partial(jl.callbacks.EarlyStopping, "loss"),
+    "ModelCheckpoint": jl.callbacks.ModelCheckpoint,
+    "ArrayLoader": functools.partial(jl.ArrayLoader, jnp.ones(2), 1),
+}
+ARGUMENTS = [(name, argument) for name in CLASSES for argument in ADVICE[f"{name} argument"]]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_an_argument_of_a_callback_or_loader_says_what_takes_its_place(name: str, argument: str) -> None:
+    advice = re.escape(ADVICE[f"{name} argument"][argument])
+    refuses(
+        ArgumentTypeError, lambda: CLASSES[name](**{argument: 1}), rf"{name} has no argument '{argument}'\. {advice}$"
+    )
+
+
+def test_a_callback_refuses_an_argument_that_it_does_not_have() -> None:
+    class Mine(jl.callbacks.CSVLogger):
+        def __init__(self, folder: str = "x") -> None:
+            super().__init__()
+
+    class Plain(jl.Callback):
+        """Takes nothing."""
+
+    class Free(jl.Callback):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self.given = given, named
+
+    refuses(
+        ArgumentTypeError, lambda: cast(Any, Mine)(foldr=1), r"no argument 'foldr'. Did .* 'folder'\? It has folder.$"
+    )
+    refuses(
+        ArgumentTypeError, lambda: cast(Any, Mine)(save_dir="x"), r"Mine has no argument 'save_dir'. The run's folder"
+    )
+    refuses(ArgumentTypeError, lambda: cast(Any, Plain)(rate=1), r"Plain has no argument 'rate'. It has none.$")
+    refuses(ArgumentTypeError, lambda: cast(Any, Plain)(3), r"Plain takes no arguments, got 3. Define __init__")
+    assert Free(1, rate=2).given == ((1,), {"rate": 2})
+    assert copy.deepcopy(Free(3)).given == ((3,), {}) and isinstance(
+        pickle.loads(pickle.dumps(jl.Callback())), jl.Callback
+    )
+
+
+@pytest.mark.parametrize("owner", ["jl", "jl.callbacks", "jl.strategies"])
+def test_an_import_of_a_name_of_the_field_says_what_takes_its_place(owner: str) -> None:
+    for name, advice in ADVICE[owner].items():
+        with pytest.raises(ImportError, match=rf"^{owner} has no attribute '{name}'\. {re.escape(advice)}$"):
+            exec(f"from {OWNERS[owner].__name__} import {name}")
+        assert getattr(OWNERS[owner], name, None) is None  # as everywhere else, an AttributeError
+    exec(f"from {OWNERS[owner].__name__} import *")
 
 
 def test_what_an_advice_names_is_there() -> None:

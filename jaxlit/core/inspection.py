@@ -46,7 +46,8 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         for i, written in enumerate(traced.changed)
     )
     _check_rounding(pure, *args[:3])
-    _warn_of_no_gradient(pure.name, program, args[0])
+    if not any(traced.changed[: len(jax.tree.leaves(args[0]))]):  # a step may train its parameters itself
+        _warn_of_no_gradient(pure.name, program, args[0])
     _warn_of_constants(closed, pure.origin)
     if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
         _warn_of_chance(pure, replica, args)

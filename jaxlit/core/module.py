@@ -261,8 +261,9 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     if isinstance(made, (list, tuple)):
         kind = "optimizers" if all(isinstance(x, optax.GradientTransformation) for x in made) else "things"
         raise ModuleError(
-            f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform. A schedule goes into "
-            "it: optax.adamw(schedule)."
+            f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform with labels by path: "
+            "lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params). A schedule goes into it: "
+            "optax.adamw(schedule)."
         )
     raise ModuleError(f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {_other(made)}")
 

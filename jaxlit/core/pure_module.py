@@ -25,6 +25,7 @@ from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
+from jaxlit.core.tensors import note_torch
 from jaxlit.core.untraced_calls import telling_of_untraced_calls
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
@@ -187,6 +188,7 @@ class PureModule:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
             note_linen(error)
+            note_torch(error)
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "

@@ -11,6 +11,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
+from jaxlit.field_names import refuse_unknown
 from jaxlit.leaf_names import leaf_name
 
 
@@ -29,6 +30,7 @@ class ArrayLoader:
 
     Raises:
         ArgumentError: An argument is out of its range, or leading sizes differ.
+        ArgumentTypeError: There is no argument of a name.
 
     Example:
         >>> import jaxlit as jl, numpy as np
@@ -38,8 +40,16 @@ class ArrayLoader:
     """
 
     def __init__(
-        self, arrays: Any, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
+        self,
+        arrays: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(ArrayLoader, unknown)
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
         if not leaves:
             raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")

@@ -102,7 +102,7 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
         raise ModuleError(
             f"{name}.configure_optimizers: the optimizer cannot be set up for the parameters: {what}. Give masks of "
             "optax.masked and the labels of optax.multi_transform as functions of params: lambda params: "
-            "jax.tree.map(..., params)."
+            "jax.tree.map_with_path(lambda path, _: path[0].key, params)."
         ) from error
 
 

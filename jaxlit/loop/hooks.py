@@ -250,8 +250,9 @@ def _refuse_gone(owner: Any) -> None:
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
     if getattr(owner, "automatic_optimization", True) is False:
         raise ModuleError(
-            f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Write your own "
-            "loop with jl.compile_step, or an optax transform."
+            f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Give parts "
+            "optimizers of their own, optax.multi_transform with jax.lax.stop_gradient in the loss, or write your own "
+            "loop with jl.compile_step."
         )
 
 

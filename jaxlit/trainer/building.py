@@ -1,6 +1,5 @@
 """From what a user passes as model and data to a module and loaders that a run can begin with."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,24 +15,10 @@ from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import build_lazy, lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.field_names import ADVICE
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import Given
-
-
-def refuse_unknown(trainer: type, unknown: Mapping[str, Any]) -> None:
-    """Refuse an argument that the Trainer does not have.
-
-    Raises:
-        ArgumentTypeError: Naming it.
-    """
-    for name in unknown:
-        known = [p for p in inspect.signature(trainer).parameters if p != "unknown"]
-        hint = ADVICE["Trainer argument"].get(name)
-        hint = f" {hint}" if hint else f"{did_you_mean(name, known)} help(jaxlit.Trainer) lists those it has."
-        raise ArgumentTypeError(f"Trainer has no argument {name!r}.{hint}")
 
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:

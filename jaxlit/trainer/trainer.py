@@ -13,14 +13,14 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.field_names import no_such_name
+from jaxlit.field_names import no_such_name, refuse_unknown
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
-from jaxlit.trainer.building import check_predictions, config_of, refuse_unknown
+from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts
@@ -143,7 +143,7 @@ class Trainer(Facts):
         **unknown: Any,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
-        refuse_unknown(Trainer, unknown)
+        refuse_unknown(Trainer, unknown, called="jaxlit.Trainer")
         settings = Settings(**given).of_trial()
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here

@@ -5,12 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit.batches import random
+from kit.by_hand import assert_same
 from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
 from kit.trainers import THREE, fit, thinned
+
+import jaxlit as jl
 
 
 @pytest.mark.parametrize(
@@ -94,3 +98,40 @@ def test_a_large_constant_in_a_step_is_told_with_its_size_its_name_and_the_step(
     assert len(found) == (rows > 64)
     for message in found:
         assert "Made.training_step captures table, an array of 65 MiB" in message and "nnx.Variable" in message
+
+
+def test_a_step_that_trains_its_parameters_itself_takes_the_steps_of_a_loop(caplog: pytest.LogCaptureFixture) -> None:
+    class Alternates(jl.TrainModule):
+        """An optimizer for each of two layers; the second layer's step sees the first one's."""
+
+        def __init__(self, *, rngs: nnx.Rngs) -> None:
+            self.first, self.second = nnx.Linear(3, 2, rngs=rngs), nnx.Linear(2, 1, rngs=rngs)
+            self.of_first = nnx.Optimizer(self.first, optax.adam(0.1), wrt=nnx.Param)
+            self.of_second = nnx.Optimizer(self.second, optax.adam(0.1), wrt=nnx.Param)
+
+        def training_step(self, batch: Any) -> jax.Array:
+            loss = lambda first, second: jnp.mean((second(first(batch["x"])) - batch["y"]) ** 2)  # noqa: E731
+            grads = nnx.grad(lambda first: loss(first, self.second))(self.first)
+            self.of_first.update(self.first, grads)
+            value, grads = nnx.value_and_grad(lambda second: loss(self.first, second))(self.second)
+            self.of_second.update(self.second, grads)
+            return jax.lax.stop_gradient(value)
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.set_to_zero()
+
+    def loss(first: Any, second: Any, batch: Any) -> jax.Array:
+        hidden = batch["x"] @ first["kernel"] + first["bias"]
+        return jnp.mean((hidden @ second["kernel"] + second["bias"] - batch["y"]) ** 2)
+
+    model, adam = Alternates(rngs=nnx.Rngs(0)), optax.adam(0.1)
+    layers = [{"kernel": jnp.copy(x.kernel[...]), "bias": jnp.copy(x.bias[...])} for x in (model.first, model.second)]
+    states = [adam.init(layer) for layer in layers]
+    fit(model, random(3), max_epochs=1)
+    assert warnings_of(caplog) == []
+    for batch in random(3):
+        for i in (0, 1):
+            updates, states[i] = adam.update(jax.grad(loss, i)(*layers, batch), states[i])
+            layers[i] = optax.apply_updates(layers[i], updates)
+    for layer, expected in zip((model.first, model.second), layers, strict=True):
+        assert_same({"kernel": layer.kernel[...], "bias": layer.bias[...]}, expected)

@@ -1,6 +1,7 @@
 """What a step may do with its module, what it may return, and what it sees while it is traced."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -338,3 +339,27 @@ def test_a_linen_module_that_is_called_as_it_is_says_how_it_gets_variables() -> 
     with pytest.raises(CallCompactUnboundModuleError) as caught:
         fit(made, numbered(1))
     assert any("self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x)" in x for x in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "note"),
+    [
+        (lambda x: x.detach(), AttributeError, r"no detach\(\). In its place: jax.lax.stop_gradient\(x\)"),
+        (lambda x: x.view(x.size(0), -1), TypeError, r"If this was x.size\(\): .* In its place: x.shape"),
+        (lambda x: x.view(1, -1), NotImplementedError, r"In its place: x.reshape\(shape\)"),
+        (lambda x: x.mean(dim=0), TypeError, r"axis= in place of dim="),
+    ],
+)
+def test_a_method_of_a_tensor_is_told_with_what_arrays_have(
+    call: Callable[[Any], Any], kind: type[Exception], note: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        fit(module(lambda self, batch: call(batch["x"]).sum()), random(1))
+    assert any(re.search(note, text) for text in caught.value.__notes__), caught.value.__notes__
+
+
+def test_an_attribute_that_no_tensor_has_is_told_as_it_is() -> None:
+    for call in (lambda x: x.quite_another, lambda x: object().detach):
+        with pytest.raises(AttributeError) as caught:
+            fit(module(lambda self, batch, call=call: call(batch["x"]).sum()), random(1))
+        assert not any("In its place" in text for text in caught.value.__notes__)
