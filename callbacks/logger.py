@@ -1,20 +1,41 @@
 """The base of callbacks that send rows somewhere."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.field_names import no_such_name
+from jaxlit.reporting.media_folder import MediaFolder
+
+_MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
+
+
+def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on."""
+
+    @wraps(method)
+    def log(self: "Logger", *args: Any, **named: Any) -> None:
+        try:
+            method(self, *args, **named)
+        except Exception as error:
+            media = self._media
+            if self.on_error == "raise" or media is None or not media.goes_on():
+                raise
+            media.stand_in(type(self).__name__, method.__name__, error, args, named)
+
+    return log
 
 
 class Logger(Callback):
     """A callback that sends rows somewhere: `on_log` takes them, and what is no number has methods of its own.
 
-    A logger of one's own overrides `on_log`, and of the others what it can hold; the rest is refused by name. What it
-    may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values; `trainer.config`,
-    the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes first makes; and
-    `trainer.is_global_zero`, the one process that writes.
+    A logger of one's own overrides `on_log`, and of the others what it can hold. The rest goes to files in
+    `media/<key>` of the run's folder, and so does what one of them fails to take while a training goes on, unless
+    `on_error` is "raise". What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are
+    JSON values; `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which
+    whoever writes first makes; and `trainer.is_global_zero`, the one process that writes.
 
     Example:
         >>> import jaxlit as jl
@@ -32,7 +53,15 @@ class Logger(Callback):
             return super().__getattribute__(name)
         raise no_such_name("Logger", name, dir(self), called=type(self).__name__)
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        """See to it that no method that takes a picture or the like ends a training."""
+        super().__init_subclass__(**given)
+        for name in _MEDIA:
+            if name in vars(cls):
+                setattr(cls, name, _never_ends_a_training(vars(cls)[name]))
+
     in_fast_dev_run = False
+    _media: MediaFolder | None = None  # the Trainer's
 
     on_error: str = "warn"
     """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
@@ -55,8 +84,12 @@ class Logger(Callback):
         Args:
             params: Values by name.
         """
-        raise self._cannot("hyperparameters")
+        raise LoggerError(
+            f"{type(self).__name__} cannot hold hyperparameters. Log them to a jl.callbacks.CSVLogger, JSONLLogger or "
+            "WandbLogger: trainer.loggers has those that are used."
+        )
 
+    @_never_ends_a_training
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Log a text.
 
@@ -65,8 +98,9 @@ class Logger(Callback):
             text: The text.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a text")
+        self._folder(key).log_text(key, text, step=step)
 
+    @_never_ends_a_training
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
@@ -78,8 +112,9 @@ class Logger(Callback):
             data: Its rows, each with a cell for each column.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a table")
+        self._folder(key).log_table(key, columns, data, step=step)
 
+    @_never_ends_a_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Log how numbers are distributed.
 
@@ -89,8 +124,9 @@ class Logger(Callback):
             bins: How many bins of equal width.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a histogram")
+        self._folder(key).log_histogram(key, values, bins=bins, step=step)
 
+    @_never_ends_a_training
     def log_image(
         self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
     ) -> None:
@@ -103,8 +139,9 @@ class Logger(Callback):
             captions: A text for each.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("an image")
+        self._folder(key).log_image(key, images, captions=captions, step=step)
 
+    @_never_ends_a_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Log a matplotlib figure, as an image.
 
@@ -113,13 +150,15 @@ class Logger(Callback):
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a figure")
+        self._folder(key).log_figure(key, figure, step=step)
 
-    def _cannot(self, what: str) -> LoggerError:
-        return LoggerError(
-            f"{type(self).__name__} cannot hold {what}. Log it to a logger that can, "
-            "jl.callbacks.WandbLogger or jl.callbacks.JSONLLogger say: both are in trainer.loggers if they are used."
-        )
+    def _folder(self, key: str) -> MediaFolder:
+        self._check_key(key)
+        if self._media is None:
+            raise LoggerError(
+                f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
+            )
+        return self._media
 
     def _check_key(self, key: object) -> None:
         if not isinstance(key, str) or not key or key in ("step", "epoch"):
@@ -130,7 +169,10 @@ class Logger(Callback):
 
 
 class NoLogger(Logger):
-    """Takes everything and keeps nothing: `trainer.logger` where there is none, in `fast_dev_run` say.
+    """Takes rows and hyperparameters and keeps none; pictures and the like go to the run's folder.
+
+    It is `trainer.logger` where there is none. In `fast_dev_run` a picture is made, so that a mistake in it is raised,
+    and not kept.
 
     Example:
         >>> import jaxlit as jl
@@ -138,24 +180,7 @@ class NoLogger(Logger):
         >>> trainer.logger.log_text("note", "goes nowhere")
     """
 
+    _media = MediaFolder()
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Drop hyperparameters."""
-
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Drop a text."""
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
-    ) -> None:
-        """Drop a table."""
-
-    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Drop a histogram."""
-
-    def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
-    ) -> None:
-        """Drop images."""
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Drop a figure."""
