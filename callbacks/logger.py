@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.field_names import no_such_name
 from jaxlit.reporting.media_folder import MediaFolder
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
 
 _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
@@ -28,20 +32,54 @@ def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
     return log
 
 
-class Logger(Callback):
-    """A callback that sends rows somewhere: `on_log` takes them, and what is no number has methods of its own.
+class _Told:
+    """An attribute that a logger reads from its run, unless it was set or overridden.
 
-    A logger of one's own overrides `on_log`, and of the others what it can hold. The rest goes to files in
-    `media/<key>` of the run's folder, and so does what one of them fails to take while a training goes on, unless
-    `on_error` is "raise". What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are
-    JSON values; `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which
-    whoever writes first makes; and `trainer.is_global_zero`, the one process that writes.
+    Args:
+        read: What reads it.
+    """
+
+    def __init__(self, read: Callable[["Logger"], Any]) -> None:
+        self.__doc__, self._read = read.__doc__, read
+
+    def __get__(self, logger: "Logger | None", owner: type | None = None) -> Any:
+        return self if logger is None else self._read(logger)
+
+
+def _log_dir(logger: "Logger") -> Any:
+    """The run's folder; None before the first run."""
+    return None if logger._attached is None else logger._attached.run_dir
+
+
+def _name(logger: "Logger") -> Any:
+    """The name of the folder that the run's folder is in; None before the first run."""
+    return None if logger.log_dir is None else logger.log_dir.absolute().parent.name
+
+
+def _version(logger: "Logger") -> Any:
+    """The name of the run's folder; None before the first run."""
+    return None if logger.log_dir is None else logger.log_dir.name
+
+
+def _experiment(logger: "Logger") -> Any:
+    """What the logger writes with, for calls of one's own, during a fit and behind it; None where it has no such."""
+    return None
+
+
+class Logger(Callback):
+    """A callback that sends rows somewhere, with the names that Lightning's loggers have.
+
+    A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
+    goes to files in `media/<key>` of the run's folder, and so does what one of them fails to take while a training
+    goes on, unless `on_error` is "raise". What it may rely on, from `setup` on: `module.hparams`, the constructor's
+    arguments that are JSON values; `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the
+    run's folder, which whoever writes first makes; and `trainer.is_global_zero`, the one process that writes.
 
     Example:
         >>> import jaxlit as jl
         >>> class Printer(jl.callbacks.Logger):
-        ...     def on_log(self, trainer, values, step):
-        ...         print(step, values)
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
         ...     def log_text(self, key, text, *, step=None):
         ...         print(key, text)
         >>> trainer = jl.Trainer(max_epochs=1, logger=Printer())
@@ -61,7 +99,14 @@ class Logger(Callback):
                 setattr(cls, name, _never_ends_a_training(vars(cls)[name]))
 
     in_fast_dev_run = False
+    _attached: "Trainer | None" = None
     _media: MediaFolder | None = None  # the Trainer's
+    _failed = False
+
+    name: Any = _Told(_name)
+    version: Any = _Told(_version)
+    log_dir: Any = _Told(_log_dir)
+    experiment: Any = _Told(_experiment)
 
     on_error: str = "warn"
     """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
@@ -74,6 +119,57 @@ class Logger(Callback):
     def location(self) -> str | None:
         """Where the rows can be seen, a file or an address; None while there is nothing to see."""
         return None
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log a row of numbers; a user may call it in a hook, and a run does so with each of its rows.
+
+        Args:
+            metrics: Numbers by name.
+            step: 0-based index of an optimizer step; None for the newest.
+
+        Raises:
+            LoggerError: No run has begun.
+        """
+        if type(self).on_log is Logger.on_log:  # a logger that takes no rows
+            return
+        if (trainer := self._attached) is None:
+            raise LoggerError(
+                f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
+            )
+        at = max(trainer.global_step - 1, 0) if step is None else step
+        self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, at)
+
+    def save(self) -> None:
+        """Write out what is kept back; called behind each row."""
+
+    def finalize(self, status: str) -> None:
+        """Close what is open, at the end of a run.
+
+        Args:
+            status: "success", or "failed" after an error.
+        """
+
+    # Hooks, which call the methods above --------------------------------------------------------------
+
+    def attach(self, trainer: "Trainer", media: MediaFolder) -> None:
+        """Take note of whose run begins, and of where it keeps what the logger does not hold."""
+        self._attached, self._media, self._failed = trainer, media, False
+
+    def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
+        """Log a row, by the process that writes."""
+        if trainer.is_global_zero:
+            self.log_metrics(values, step)
+            self.save()
+
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """Note that the run has failed."""
+        self._failed = True
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Finalize."""
+        self.finalize("failed" if self._failed else "success")
+
+    # What a user logs ---------------------------------------------------------------------------------
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Take hyperparameters of the run; those of a name that is there already take its place.

@@ -265,7 +265,7 @@ class Session:
         self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
         self.callbacks = check_callbacks(self._with_default(mine) + self._added)
         for logger in (c for c in self.callbacks if isinstance(c, Logger)):
-            logger._media = self.media
+            logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
