@@ -29,7 +29,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "jl.callbacks": {
         "LearningRateMonitor": _WATCH,
-        "TensorBoardLogger": _LOGGER,
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
