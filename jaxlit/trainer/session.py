@@ -231,6 +231,7 @@ class Session:
         self.media.begin()
         tell_anew()
         if stage.verb == "fit":
+            self.results.history.clear()
             self.fitted = None  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
             self.control.should_stop, self.control.stop_reason = False, None
