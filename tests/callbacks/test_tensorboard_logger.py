@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import urllib.parse
 import urllib.request
 from io import BytesIO
@@ -110,8 +111,9 @@ def test_rows_and_what_is_no_number_are_in_the_file():
     assert logger.log_dir == Path("run").absolute() and logger.experiment is not None
 
 
-def test_what_is_resumed_takes_back_what_it_makes_again():
-    train(max_epochs=1, log_every_n_steps=1)
+def test_what_is_resumed_takes_back_what_it_makes_again_also_within_a_second(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # which names the files
+    train(max_epochs=1)
     train(max_epochs=2, logger=TensorBoardLogger(), resume="auto")
     starts = [event.step for event in events("run") if event.HasField("session_log")]
     assert starts == [3]
