@@ -50,7 +50,7 @@ class FileLogger(Logger, ABC):
         return None if self.path is None else str(self.path)
 
     @property
-    def experiment(self) -> Path | None:
+    def experiment(self) -> Path | None:  # type: ignore[override]
         """The folder that the file is in; None before its first row."""
         return None if self.path is None else self.path.parent
 
@@ -157,7 +157,7 @@ class FileLogger(Logger, ABC):
         if trainer.resume == "auto" and not trainer.global_step and self.path is None:
             self._drop(trainer, 0)
 
-    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+    def finalize(self, status: str) -> None:
         """Close the file; a later run of the same Trainer goes on with it."""
         self._close()
 

@@ -1,26 +1,85 @@
 """The base of callbacks that send rows somewhere."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.field_names import no_such_name
+from jaxlit.reporting.media_folder import MediaFolder
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
+
+
+def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on."""
+
+    @wraps(method)
+    def log(self: "Logger", *args: Any, **named: Any) -> None:
+        try:
+            method(self, *args, **named)
+        except Exception as error:
+            media = self._media
+            if self.on_error == "raise" or media is None or not media.goes_on():
+                raise
+            media.stand_in(type(self).__name__, method.__name__, error, args, named)
+
+    return log
+
+
+class _Told:
+    """An attribute that a logger reads from its run, unless it was set or overridden.
+
+    Args:
+        read: What reads it.
+    """
+
+    def __init__(self, read: Callable[["Logger"], Any]) -> None:
+        self.__doc__, self._read = read.__doc__, read
+
+    def __get__(self, logger: "Logger | None", owner: type | None = None) -> Any:
+        return self if logger is None else self._read(logger)
+
+
+def _log_dir(logger: "Logger") -> Any:
+    """The run's folder; None before the first run."""
+    return None if logger._attached is None else logger._attached.run_dir
+
+
+def _name(logger: "Logger") -> Any:
+    """The name of the folder that the run's folder is in; None before the first run."""
+    return None if logger.log_dir is None else logger.log_dir.absolute().parent.name
+
+
+def _version(logger: "Logger") -> Any:
+    """The name of the run's folder; None before the first run."""
+    return None if logger.log_dir is None else logger.log_dir.name
+
+
+def _experiment(logger: "Logger") -> Any:
+    """What the logger writes with, for calls of one's own, during a fit and behind it; None where it has no such."""
+    return None
 
 
 class Logger(Callback):
-    """A callback that sends rows somewhere: `on_log` takes them, and what is no number has methods of its own.
+    """A callback that sends rows somewhere, with the names that Lightning's loggers have.
 
-    A logger of one's own overrides `on_log`, and of the others what it can hold; the rest is refused by name. What it
-    may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values; `trainer.config`,
-    the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes first makes; and
-    `trainer.is_global_zero`, the one process that writes.
+    A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
+    goes to files in `media/<key>` of the run's folder, and so does what one of them fails to take while a training
+    goes on, unless `on_error` is "raise". What it may rely on, from `setup` on: `module.hparams`, the constructor's
+    arguments that are JSON values; `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the
+    run's folder, which whoever writes first makes; and `trainer.is_global_zero`, the one process that writes.
 
     Example:
         >>> import jaxlit as jl
         >>> class Printer(jl.callbacks.Logger):
-        ...     def on_log(self, trainer, values, step):
-        ...         print(step, values)
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, metrics)
         ...     def log_text(self, key, text, *, step=None):
         ...         print(key, text)
         >>> trainer = jl.Trainer(max_epochs=1, logger=Printer())
@@ -32,7 +91,22 @@ class Logger(Callback):
             return super().__getattribute__(name)
         raise no_such_name("Logger", name, dir(self), called=type(self).__name__)
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        """See to it that no method that takes a picture or the like ends a training."""
+        super().__init_subclass__(**given)
+        for name in _MEDIA:
+            if name in vars(cls):
+                setattr(cls, name, _never_ends_a_training(vars(cls)[name]))
+
     in_fast_dev_run = False
+    _attached: "Trainer | None" = None
+    _media: MediaFolder | None = None  # the Trainer's
+    _failed = False
+
+    name: Any = _Told(_name)
+    version: Any = _Told(_version)
+    log_dir: Any = _Told(_log_dir)
+    experiment: Any = _Told(_experiment)
 
     on_error: str = "warn"
     """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
@@ -46,6 +120,57 @@ class Logger(Callback):
         """Where the rows can be seen, a file or an address; None while there is nothing to see."""
         return None
 
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log a row of numbers; a user may call it in a hook, and a run does so with each of its rows.
+
+        Args:
+            metrics: Numbers by name.
+            step: 0-based index of an optimizer step; None for the newest.
+
+        Raises:
+            LoggerError: No run has begun.
+        """
+        if type(self).on_log is Logger.on_log:  # a logger that takes no rows
+            return
+        if (trainer := self._attached) is None:
+            raise LoggerError(
+                f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
+            )
+        at = max(trainer.global_step - 1, 0) if step is None else step
+        self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, at)
+
+    def save(self) -> None:
+        """Write out what is kept back; called behind each row."""
+
+    def finalize(self, status: str) -> None:
+        """Close what is open, at the end of a run.
+
+        Args:
+            status: "success", or "failed" after an error.
+        """
+
+    # Hooks, which call the methods above --------------------------------------------------------------
+
+    def attach(self, trainer: "Trainer", media: MediaFolder) -> None:
+        """Take note of whose run begins, and of where it keeps what the logger does not hold."""
+        self._attached, self._media, self._failed = trainer, media, False
+
+    def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
+        """Log a row, by the process that writes."""
+        if trainer.is_global_zero:
+            self.log_metrics(values, step)
+            self.save()
+
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """Note that the run has failed."""
+        self._failed = True
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Finalize."""
+        self.finalize("failed" if self._failed else "success")
+
+    # What a user logs ---------------------------------------------------------------------------------
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Take hyperparameters of the run; those of a name that is there already take its place.
 
@@ -55,8 +180,12 @@ class Logger(Callback):
         Args:
             params: Values by name.
         """
-        raise self._cannot("hyperparameters")
+        raise LoggerError(
+            f"{type(self).__name__} cannot hold hyperparameters. Log them to a jl.callbacks.CSVLogger, JSONLLogger or "
+            "WandbLogger: trainer.loggers has those that are used."
+        )
 
+    @_never_ends_a_training
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Log a text.
 
@@ -65,8 +194,9 @@ class Logger(Callback):
             text: The text.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a text")
+        self._folder(key).log_text(key, text, step=step)
 
+    @_never_ends_a_training
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
@@ -78,8 +208,9 @@ class Logger(Callback):
             data: Its rows, each with a cell for each column.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a table")
+        self._folder(key).log_table(key, columns, data, step=step)
 
+    @_never_ends_a_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Log how numbers are distributed.
 
@@ -89,8 +220,9 @@ class Logger(Callback):
             bins: How many bins of equal width.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a histogram")
+        self._folder(key).log_histogram(key, values, bins=bins, step=step)
 
+    @_never_ends_a_training
     def log_image(
         self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
     ) -> None:
@@ -103,8 +235,9 @@ class Logger(Callback):
             captions: A text for each.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("an image")
+        self._folder(key).log_image(key, images, captions=captions, step=step)
 
+    @_never_ends_a_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Log a matplotlib figure, as an image.
 
@@ -113,13 +246,15 @@ class Logger(Callback):
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        raise self._cannot("a figure")
+        self._folder(key).log_figure(key, figure, step=step)
 
-    def _cannot(self, what: str) -> LoggerError:
-        return LoggerError(
-            f"{type(self).__name__} cannot hold {what}. Log it to a logger that can, "
-            "jl.callbacks.WandbLogger or jl.callbacks.JSONLLogger say: both are in trainer.loggers if they are used."
-        )
+    def _folder(self, key: str) -> MediaFolder:
+        self._check_key(key)
+        if self._media is None:
+            raise LoggerError(
+                f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
+            )
+        return self._media
 
     def _check_key(self, key: object) -> None:
         if not isinstance(key, str) or not key or key in ("step", "epoch"):
@@ -130,7 +265,10 @@ class Logger(Callback):
 
 
 class NoLogger(Logger):
-    """Takes everything and keeps nothing: `trainer.logger` where there is none, in `fast_dev_run` say.
+    """Takes rows and hyperparameters and keeps none; pictures and the like go to the run's folder.
+
+    It is `trainer.logger` where there is none. In `fast_dev_run` a picture is made, so that a mistake in it is raised,
+    and not kept.
 
     Example:
         >>> import jaxlit as jl
@@ -138,24 +276,7 @@ class NoLogger(Logger):
         >>> trainer.logger.log_text("note", "goes nowhere")
     """
 
+    _media = MediaFolder()
+
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Drop hyperparameters."""
-
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Drop a text."""
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
-    ) -> None:
-        """Drop a table."""
-
-    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Drop a histogram."""
-
-    def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
-    ) -> None:
-        """Drop images."""
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Drop a figure."""

@@ -24,6 +24,7 @@ from jaxlit.reporting.terminal import (
     join,
     say,
     short_path,
+    show_picture,
 )
 from jaxlit.version import __version__
 
@@ -38,7 +39,7 @@ class ProgressBar(Callback):
     Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the line shows those of
     the last logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
     that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
-    batch of another size.
+    batch of another size. A notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -104,6 +105,8 @@ class ProgressBar(Callback):
     def on_fit_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the closing lines: the checkpoints are written by now."""
         self._conclude(trainer)
+        if self._active and in_notebook():
+            self._safely(lambda: show_picture(trainer.history))
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Give the terminal back before other callbacks speak of the error."""

@@ -116,11 +116,16 @@ class WandbLogger(Logger):
         self._run: WandbRun | None = None
         self._last: wandb.Run | None = None  # the newest that was finished
         self._asked: str | None = None  # the id that the newest should have
-        self._opened = self._failed = False
+        self._opened = False
 
     @property
     def id(self) -> str | None:
         """The run's id, the same for every fit and for a training that is resumed; None before it is opened."""
+        return self._id
+
+    @property
+    def version(self) -> str | None:
+        """The run's id, as `id`."""
         return self._id
 
     @property
@@ -143,7 +148,7 @@ class WandbLogger(Logger):
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin anew; the run is opened when a checkpoint has told which it is."""
         self._trainer, self._module = trainer, module
-        self._opened = self._failed = False
+        self._opened = False
         self._sent: set[str] = set()  # checkpoints
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -188,10 +193,6 @@ class WandbLogger(Logger):
         if self.log_model == "all":
             self._upload(trainer, callback, path, lasts=False)
 
-    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
-        """Mark the run as failed."""
-        self._failed = True
-
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Finish the run, in bounded time."""
         self._trainer = None
@@ -201,9 +202,14 @@ class WandbLogger(Logger):
             if stage == "fit":
                 self._conclude(trainer)
         except Exception:  # with on_error="raise"; the run ends all the same
-            self._finish(failed=True)
+            self.finalize("failed")
             raise
-        self._finish(failed=self._failed)
+        super().teardown(trainer, module, stage)
+
+    def finalize(self, status: str) -> None:
+        """Finish the run, in bounded time."""
+        if self._run is not None:
+            self._finish(failed=status != "success")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's id."""

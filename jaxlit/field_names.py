@@ -8,7 +8,7 @@ from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 _WATCH = "Log it: self.log('lr', schedule(self.global_step))."
 _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
-_LOGGER = "Subclass jl.callbacks.Logger: on_log(trainer, values, step) takes every row."
+_LOGGER = "Subclass jl.callbacks.Logger: log_metrics(metrics, step) takes every row."
 _ONE_STEP = "The optimizer's update is compiled into the step; a loop of your own takes jl.compile_step."
 _CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(jl.Trainer, 'trainer')."
 _PARTS = "Give parts optimizers of their own: optax.multi_transform, and jax.lax.stop_gradient in the loss."
@@ -37,7 +37,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "jl.callbacks": {
         "LearningRateMonitor": _WATCH,
-        "TensorBoardLogger": _LOGGER,
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
@@ -191,15 +190,10 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "prepare_data_per_node": "prepare_data runs once on each computer.",
     },
     "Logger": {
-        "log_metrics": "self.log in the module, or on_log(trainer, values, step) with a row of one's own.",
-        "experiment": "WandbLogger and the loggers that write files have one; location tells where the rows are.",
-        "log_dir": "It is trainer.log_dir; location is the file.",
         "save_dir": "It is trainer.run_dir.",
         "root_dir": "It is trainer.run_dir.",
-        "name": "The run's folder is its name: trainer.run_dir.name.",
-        "version": "The run's folder is its name: trainer.run_dir.name.",
-        "save": "Rows are written as they come.",
-        "finalize": "Override teardown(trainer, module, stage).",
+        "log_audio": "Write the file yourself, into trainer.run_dir: no logger holds sounds.",
+        "log_video": "Write the file yourself, into trainer.run_dir: no logger holds films.",
         "log_graph": "jax.make_jaxpr(fn)(x) prints a program; log_text keeps it.",
     },
 }

@@ -11,6 +11,7 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.log import Metric, active_collector
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import StateError, did_you_mean
+from jaxlit.loop.history import History
 
 
 class MetricView(Mapping[str, float]):
@@ -68,6 +69,7 @@ class Results:
 
     def __init__(self) -> None:
         self.latest: jax.Array | None = None
+        self.history = History()
         self._table = Table([])
         self._read_of: tuple[Any, list[float]] = (None, [])
         self._slots: dict[str, Slot] = {}

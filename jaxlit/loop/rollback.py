@@ -45,6 +45,7 @@ def roll_back(run: Run, what: str) -> None:
     if not within:
         engine.clear_sums()
     run.hooks.log.take_window()
+    run.results.history.clear(was.global_step)
     run.pending, run.seen_bad_step = None, -1
     run.starts.clear()
     run.tracing.seen.clear()

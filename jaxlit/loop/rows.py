@@ -65,9 +65,11 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
 
 
 def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
-    """Give a row to `on_log`, unless it is empty."""
+    """Give a row to `on_log`, unless it is empty, and keep it in the history."""
     if row:
-        run.hooks("on_log", {**{k: float(v) for k, v in row.items()}, "epoch": run.position.epoch}, step)
+        values = {k: float(v) for k, v in row.items()}
+        run.results.history.add(values, step)
+        run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
 
 
 def check_finite(run: Run) -> None:

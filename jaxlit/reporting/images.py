@@ -35,13 +35,20 @@ def as_image(where: str, x: Any) -> Any:
     return (array[..., 0] if array.ndim == 3 and channels == 1 else array).copy()
 
 
+def has_pillow() -> bool:
+    """Tell whether Pillow is installed."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def need_pillow(where: str) -> None:
     """Refuse to go on without Pillow.
 
     Raises:
         LoggerError: It is not installed.
     """
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise LoggerError(f"{where} needs Pillow, which is not installed. Run `pip install pillow`.") from error
+    if not has_pillow():
+        raise LoggerError(f"{where} needs Pillow, which is not installed. Run `pip install pillow`.")

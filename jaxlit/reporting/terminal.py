@@ -1,5 +1,6 @@
 """What is shown to people: lines, and one line that changes in place."""
 
+import base64
 import contextlib
 import math
 import os
@@ -192,6 +193,16 @@ class NotebookLine(LiveLine):
             self._handle.update(_in_notebook(""), raw=True)
         else:
             say(text)
+
+
+def show_picture(thing: Any) -> None:
+    """Show in a notebook's cell what has a picture of itself, by `_repr_png_`; nothing where it has none."""
+    from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
+
+    with contextlib.suppress(Exception):  # matplotlib may be half installed; a picture ends no training
+        if (picture := thing._repr_png_()) is not None:
+            encoded = base64.b64encode(picture).decode()
+            display({"image/png": encoded, "text/plain": repr(thing)}, raw=True)
 
 
 def _in_notebook(text: str) -> dict[str, str]:

@@ -100,8 +100,11 @@ def loggers(session: Session) -> list[Callback]:
 
 
 def logger(session: Session) -> Any:
-    """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which takes everything and keeps nothing."""
-    return next(iter(loggers(session)), NoLogger())
+    """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which keeps pictures and the like only."""
+    if found := loggers(session):
+        return found[0]
+    (none := NoLogger())._media = session.media
+    return none
 
 
 def checkpoint_callback(session: Session) -> ModelCheckpoint | None:

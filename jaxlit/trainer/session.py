@@ -43,6 +43,7 @@ from jaxlit.trainer.choose import find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.explained import explained
+from jaxlit.trainer.media import media_of
 from jaxlit.trainer.opening import check_loaders, open_fit
 from jaxlit.trainer.rescue import rescue
 from jaxlit.trainer.resuming import restore_callbacks, tell_of_bad_step
@@ -73,6 +74,7 @@ class Session:
         position: Where training stands.
         results: The metrics.
         saver: Writes checkpoints.
+        media: Keeps what no logger holds.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Session:
         self.current: Run | None = None
         self.fitted: Run | None = None
         self.running = False
+        self.media = media_of(trainer, self)
 
     @property
     def engine(self) -> Engine | None:
@@ -225,8 +228,10 @@ class Session:
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         self.results.clear()
+        self.media.begin()
         tell_anew()
         if stage.verb == "fit":
+            self.results.history.clear()
             self.fitted = None  # together with the position: what asks where training stands gets one answer
             self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
             self.control.should_stop, self.control.stop_reason = False, None
@@ -260,6 +265,8 @@ class Session:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
         self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
         self.callbacks = check_callbacks(self._with_default(mine) + self._added)
+        for logger in (c for c in self.callbacks if isinstance(c, Logger)):
+            logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)

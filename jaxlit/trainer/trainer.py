@@ -15,6 +15,7 @@ from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.field_names import no_such_name, refuse_unknown
 from jaxlit.loop.evaluate import evaluate, predict
+from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
@@ -376,6 +377,7 @@ class Trainer(Facts):
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
+    history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")
     interrupted: bool = control("Whether Ctrl-C, SIGTERM or the like has ended the run.")

@@ -1,13 +1,17 @@
 """A logger of one's own: what it is given, and what it refuses by name."""
 
+from pathlib import Path
+
 import pytest
 from kit.batches import numbered
+from kit.by_hand import mean
 from kit.inside import stop_clocks
+from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit
 
-from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger
+from jaxlit.callbacks import CSVLogger, Logger, NoLogger
 from jaxlit.errors import LoggerError, ModuleError, StateError
 
 
@@ -79,18 +83,56 @@ def test_what_it_does_wrong_is_told_by_its_name():
     fit_refuses(StateError, r"Changes\.log_hyperparams changed the structure of Mean", logger=Changes())
 
 
-@pytest.mark.parametrize(
-    ("kind", "method", "arguments", "what"),
-    [
-        (Logger, "log_hyperparams", ({"rate": 0.1},), "hyperparameters"),
-        (JSONLLogger, "log_image", ("key", [[0.0]]), "an image"),
-        (JSONLLogger, "log_figure", ("key", None), "a figure"),
-        (CSVLogger, "log_text", ("key", "hello"), "a text"),
-        (CSVLogger, "log_table", ("key", ["x"], [[1]]), "a table"),
-        (CSVLogger, "log_histogram", ("key", [1.0]), "a histogram"),
-    ],
-)
-def test_what_a_logger_cannot_hold_is_refused_by_name(kind, method, arguments, what):
-    words = f"{kind.__name__} cannot hold {what}.*WandbLogger"
-    refuses(LoggerError, lambda: getattr(kind(), method)(*arguments), words)
-    getattr(NoLogger(), method)(*arguments)
+def test_a_logger_without_hyperparameters_says_who_takes_them():
+    refuses(
+        LoggerError, lambda: Logger().log_hyperparams({"rate": 0.1}), "Logger cannot hold hyperparameters.*CSVLogger"
+    )
+    NoLogger().log_hyperparams({"rate": 0.1})
+
+
+class Lightnings(Logger):
+    """A logger with Lightning's methods alone."""
+
+    def __init__(self):
+        self.calls = []
+
+    def log_hyperparams(self, params):
+        self.calls.append(("hyperparams", params))
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append((step, metrics))
+
+    def save(self):
+        self.calls.append("save")
+
+    def finalize(self, status):
+        self.calls.append(status)
+
+
+def test_a_logger_with_lightnings_methods_is_called_as_lightning_calls_it():
+    logger = Lightnings()
+    fit(Scaled(3), numbered(2), logger=logger, log_every_n_steps=1)
+    losses = [1.0, (2 - mean([[1]])) ** 2]
+    rows = [call for k, loss in enumerate(losses) for call in ((k, {"loss": loss, "epoch": 0.0}), "save")]
+    assert logger.calls == [("hyperparams", TOLD), *rows, "success"]
+    fails = hooks(on_train_end=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit(Scaled(3), numbered(1), None, fails, logger=logger)
+    assert logger.calls[-1] == "failed"
+    fit(Scaled(3), numbered(1), None, logger=logger)
+    assert logger.calls[-1] == "success"
+
+
+def test_a_row_of_ones_own_goes_the_way_of_every_row():
+    logger = CSVLogger()
+    refuses(LoggerError, lambda: logger.log_metrics({"mine": 1.0}), "CSVLogger has no run yet")
+    assert [logger.log_dir, logger.name, logger.version] == [None] * 3
+
+    def log(trainer, module):
+        trainer.logger.log_metrics({"mine": 0.25})
+        trainer.logger.log_metrics({"mine": 0.5}, step=0)
+
+    fit(Mean(), numbered(3), None, hooks(on_train_end=log), logger=logger, default_root_dir="of/run")
+    assert Path("of/run/metrics.csv").read_text().splitlines() == ["step,epoch,mine", "2,1,0.25", "0,1,0.5"]
+    assert [logger.log_dir, logger.name, logger.version] == [Path("of/run").absolute(), "of", "run"]
+    fit(Mean(), numbered(1), None, hooks(on_train_end=lambda t, m: t.logger.log_metrics({"a": 1})), logger=False)

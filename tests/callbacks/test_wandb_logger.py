@@ -90,35 +90,25 @@ def test_every_hook_can_log_whatever_the_order_of_callbacks(stage):
 
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_before_setup_in_it_and_behind_the_run_logging_is_refused(stage):
+def test_outside_of_a_run_logging_is_refused_and_in_a_hook_without_one_it_goes_to_files(stage):
     logger, tried = WandbLogger(offline=True), []
+
+    def refused():
+        for name, given in CALLS.items():
+            refuses(LoggerError, lambda name=name, given=given: getattr(logger, name)(*given), "no run open")
 
     def try_it(*args):
         for name, given in CALLS.items():
-            refuses(LoggerError, lambda name=name, given=given: getattr(logger, name)(*given), "no run open")
+            getattr(logger, name)(*given, step=len(tried))
         tried.append(args)
 
-    try_it()
+    refused()
     # Teardown is the logger's first.
     run_stage(trainer_of(logger, hooks(setup=try_it, teardown=try_it), logger=False, max_epochs=0), stage)
-    try_it()
-    assert len(tried) == 4
-
-
-@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": False}])
-def test_without_a_logger_everything_can_be_logged_and_goes_nowhere(arguments):
-    called = []
-
-    def log(trainer, model):
-        assert isinstance(trainer.logger, jl.callbacks.NoLogger)
-        for name, given in CALLS.items():
-            getattr(trainer.logger, name)(*given, step=3)
-        called.append(trainer.loggers)
-
-    callbacks = [hooks(on_train_epoch_end=log), *([WandbLogger(offline=True)] if "fast_dev_run" in arguments else [])]
-    run_stage(trainer_of(*callbacks, **arguments))
-    written = names("run") if Path("run").exists() else []
-    assert (called, written) == ([[]], [] if "fast_dev_run" in arguments else ["checkpoints"])
+    refused()
+    suffixes = {"note": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
+    found = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
+    assert found == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))
 
 
 # Which run

@@ -1,5 +1,6 @@
 """What a person sees of examples/digits.py: in terminals of two widths, in a file, and in a notebook."""
 
+import base64
 import contextlib
 import fcntl
 import io
@@ -162,7 +163,9 @@ def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
     lines = "".join(o.text for o in text).rstrip("\n").split("\n")
     assert imported == [] and kinds(lines) == [*LINES] and "" not in lines
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", "".join(lines))
-    assert {o.name for o in text} == {"stdout"} and [o.data for o in live] == [{"text/html": ""}]
+    assert {o.name for o in text} == {"stdout"} and live[0].data == {"text/html": ""}
+    (curves,) = live[1:]  # at the end of the fit
+    assert base64.b64decode(curves.data["image/png"]).startswith(b"\x89PNG") and "loss" in curves.data["text/plain"]
     assert "widgets" not in notebook.metadata
 
 

@@ -1,0 +1,213 @@
+"""Logged rows in TensorBoard."""
+
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxlit.callbacks.logger import Logger
+from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.reporting.histogram import count
+from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.redaction import redacted, scrub
+from jaxlit.reporting.terminal import absolute
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class TensorBoardLogger(Logger):
+    """Write every logged row to an event file, and images, figures, texts, tables, histograms and hyperparameters.
+
+    Look at them by `tensorboard --logdir runs`. A training that is resumed takes back what it makes again. It needs
+    tensorboardX, `pip install jaxlit[tensorboard]`.
+
+    Args:
+        save_dir: The folder of several runs; None for the run's own folder, without a name and a version.
+        name: A folder in `save_dir`; "" for none.
+        version: The run's folder in it; None for the name of the Trainer's run.
+        prefix: What the names of all metrics begin with, and a slash.
+        on_error: What a file that cannot be written does: "warn" says so once, and the logger stands aside; "raise"
+            ends training.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(max_epochs=1, logger=jl.callbacks.TensorBoardLogger("logs", name="digits"))
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        *,
+        name: str = "",
+        version: str | None = None,
+        prefix: str = "",
+        on_error: str = "warn",
+    ) -> None:
+        if save_dir is None and (name or version is not None):
+            raise ArgumentError(
+                f"TensorBoardLogger(name={name!r}, version={version!r}) are folders in save_dir, which is not given. "
+                "Pass save_dir='logs', say, or leave them out."
+            )
+        self.save_dir = None if save_dir is None else absolute(Path(save_dir))
+        self._name, self._version, self.prefix, self.on_error = name, version, prefix, on_error
+        self._writer: Any = None
+        self._open = False
+        self._purge: int | None = None  # the step from which on an earlier part of the training counts no more
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of the event file; None before the first run."""
+        if (trainer := self._attached) is None or self.save_dir is None:
+            return None if trainer is None else trainer.run_dir
+        return self.save_dir / self._name / (self._version or trainer.run_dir.name)
+
+    @property
+    def location(self) -> str | None:
+        """The folder of the event file; None before there is one."""
+        return str(self.log_dir) if self._open else None
+
+    @property
+    def experiment(self) -> Any:
+        """The `tensorboardX.SummaryWriter`, also behind a fit; None before the first row, and in other processes."""
+        return self._writer
+
+    # What a run calls -------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Refuse to begin without tensorboardX.
+
+        Raises:
+            LoggerError: It is not installed.
+        """
+        try:
+            import tensorboardX  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError as error:
+            raise LoggerError(
+                "TensorBoardLogger needs tensorboardX, which is not installed. Run `pip install jaxlit[tensorboard]`."
+            ) from error
+        self._purge = None
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Take back the rows that training will make again."""
+        self._purge = int(checkpoint["global_step"])
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyperparameters, for TensorBoard's table of runs, without secrets."""
+        if (writer := self._opened()) is None:
+            return
+        from tensorboardX.summary import hparams  # type: ignore[import-not-found]
+
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for k, v in params.items()}
+        # Without the first, which fixes the metrics, TensorBoard shows all that the run has.
+        for summary in hparams(redacted(plain), {})[1:]:
+            writer.file_writer.add_summary(summary)
+        writer.flush()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write a row."""
+        if (writer := self._opened()) is not None:
+            for name, value in metrics.items():
+                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._at(step))
+
+    def save(self) -> None:
+        """Write out what has been logged."""
+        if self._open:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Close the file; a later run begins another in the same folder."""
+        if self._open:
+            self._open = False
+            self._writer.close()
+
+    # What is no number ------------------------------------------------------------------------------
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Write a text, which TensorBoard reads as Markdown."""
+        self._check_key(key)
+        if (writer := self._opened()) is not None:
+            writer.add_text(key, scrub(str(text)), self._at(step))
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+    ) -> None:
+        """Write a table, as Markdown."""
+        rows = [[str(x).replace("|", "\\|").replace("\n", " ") for x in row] for row in (columns, *data)]
+        rows.insert(1, ["---"] * len(columns))
+        self.log_text(key, "\n".join(f"| {' | '.join(row)} |" for row in rows), step=step)
+
+    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
+        """Write a histogram."""
+        self._check_key(key)
+        if (writer := self._opened()) is None:
+            return
+        counts, edges = count(values, bins)
+        x = np.asarray(values, np.float64)
+        x = x[np.isfinite(x)]
+        sums = float(x.sum()), float((x**2).sum())
+        limits = edges[1:].tolist()
+        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._at(step))
+
+    def log_image(
+        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+    ) -> None:
+        """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
+        need_pillow("TensorBoardLogger.log_image")
+        self._check_key(key)
+        images = list(images) if isinstance(images, (list, tuple)) else [images]
+        if captions is not None and len(captions) != len(images):
+            raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(captions)} captions.")
+        arrays = [_pixels(as_image(f"TensorBoardLogger.log_image({key!r}, ...)", x)) for x in images]
+        if (writer := self._opened()) is None:
+            return
+        for i, array in enumerate(arrays):
+            name = f"{key}/{i}" if len(arrays) > 1 else key
+            writer.add_image(name, array, self._at(step), dataformats="HWC"[: array.ndim])
+        if captions is not None:
+            self.log_text(f"{key}/captions", "\n\n".join(captions), step=step)
+
+    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+        """Write a matplotlib figure, as an image."""
+        from PIL import Image
+
+        figure.savefig(picture := io.BytesIO(), format="png")
+        self.log_image(key, Image.open(picture), step=step)
+
+    # Helpers ----------------------------------------------------------------------------------------
+
+    def _opened(self) -> Any:
+        """Return the writer, None in a process that writes nothing."""
+        if (trainer := self._attached) is None:
+            raise LoggerError("TensorBoardLogger has no run yet. Log from a hook, or after the first run.")
+        if not trainer.is_global_zero:
+            return None
+        if not self._open:
+            from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
+
+            # The name has the second only, and a second file of one name would take the place of the first.
+            suffix = f".{time.time_ns() % 10**9:09d}"
+            self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
+            self._open, self._purge = True, None
+        return self._writer
+
+    def _at(self, step: int | None) -> int:
+        assert self._attached is not None
+        return max(self._attached.global_step - 1, 0) if step is None else int(step)
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """Return an image as an array of uint8."""
+    if isinstance(image, np.ndarray):
+        return image
+    from PIL import Image
+
+    if isinstance(image, str):
+        with Image.open(image) as opened:
+            return np.asarray(opened.convert("RGBA"))
+    return np.asarray(image.convert("RGBA"))

@@ -1,0 +1,126 @@
+"""What was logged, kept to be looked at."""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
+
+MOST = 10_000  # values of a metric
+
+
+class _Curve:
+    """The values of one metric, and their steps; half of them are left out whenever there are too many."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = list[int](), list[float]()
+        self._seen, self._every = 0, 1
+
+    def add(self, step: int, value: float) -> None:
+        if self._seen % self._every == 0:
+            self.steps.append(step)
+            self.values.append(value)
+        self._seen += 1
+        if len(self.steps) > MOST:
+            self.steps, self.values, self._every = self.steps[::2], self.values[::2], 2 * self._every
+
+    def cut(self, step: int) -> None:
+        kept = sum(at < step for at in self.steps)
+        del self.steps[kept:], self.values[kept:]
+        self._seen = kept * self._every
+
+
+class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
+    """Every metric of the newest fit's rows, and of the evaluations behind it: its steps and its values, by name.
+
+    At most 10,000 values of each are kept: of more, only every second, every fourth and so on. It is filled as rows are
+    logged, which reads nothing from a device. A training that is resumed begins where it goes on.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(max_epochs=1)
+        >>> steps, values = trainer.history.get("train/loss", ((), ()))
+    """
+
+    def __init__(self) -> None:
+        self._curves: dict[str, _Curve] = {}
+
+    def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        if name not in self._curves:
+            raise KeyError(f"No row has {name!r}.{did_you_mean(name, self._curves)} Logged: {sorted(self._curves)}.")
+        curve = self._curves[name]
+        return np.array(curve.steps, np.int64), np.array(curve.values, np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._curves)
+
+    def __len__(self) -> int:
+        return len(self._curves)
+
+    def __repr__(self) -> str:
+        return f"History({ {name: len(curve.steps) for name, curve in self._curves.items()} })"
+
+    def _repr_png_(self) -> bytes | None:
+        """Return a picture for a notebook, None where there is nothing to draw or nothing to draw with."""
+        try:
+            figure = self.plot() if self._curves else None
+        except LoggerError:
+            return None
+        if figure is None:
+            return None
+        figure.savefig(picture := io.BytesIO(), format="png")
+        return picture.getvalue()
+
+    def add(self, row: Mapping[str, float], step: int) -> None:
+        """Take a row."""
+        for name, value in row.items():
+            if (curve := self._curves.get(name)) is None:
+                curve = self._curves[name] = _Curve()
+            curve.add(step, value)
+
+    def clear(self, step: int = 0) -> None:
+        """Forget the rows from a step on."""
+        for curve in self._curves.values():
+            curve.cut(step)
+        self._curves = {name: curve for name, curve in self._curves.items() if curve.steps}
+
+    def plot(self, names: Sequence[str] | None = None) -> Any:
+        """Draw the curves, with those in one picture whose names end alike, `train/loss` and `val/loss` say.
+
+        Args:
+            names: Which metrics; None for all.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            ArgumentError: A name was never logged, or nothing was.
+            LoggerError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise LoggerError(
+                "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
+            ) from error
+        chosen = list(self) if names is None else list(names)
+        if not chosen or any(name not in self for name in chosen):
+            raise ArgumentError(
+                f"History.plot takes names of metrics that were logged, {sorted(self)}, got {chosen}. Call it after a "
+                "fit, or from a hook behind the first row."
+            )
+        pictures: dict[str, list[str]] = {}
+        for name in chosen:
+            pictures.setdefault(name.removesuffix("_epoch").removesuffix("_step").split("/")[-1], []).append(name)
+        columns = min(len(pictures), 3)
+        rows = -(-len(pictures) // columns)
+        figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+        for k, together in enumerate(pictures.values()):
+            axes = figure.add_subplot(rows, columns, k + 1)
+            for name in together:
+                axes.plot(*self[name], label=name, marker="." if len(self[name][0]) < 30 else None)
+            axes.set_xlabel("step")
+            axes.legend()
+        return figure

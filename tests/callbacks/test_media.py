@@ -1,0 +1,138 @@
+"""Pictures, tables and texts under every logger: they change nothing, end nothing, and are found again."""
+
+import csv
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.refusals import refuses
+from kit.trainers import fit, make_trainer, thinned
+from kit.wandb_runs import PIXELS
+from matplotlib.figure import Figure
+from PIL import Image
+
+from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger, WandbLogger
+from jaxlit.errors import ArgumentError, LoggerError
+
+GIVEN = np.arange(20.0).reshape(4, 5)
+KINDS = {"txt", "csv", "json", "png"}
+HELD = {JSONLLogger: {"png"}, WandbLogger: set()}
+
+
+def draw(trainer, *_):
+    """Log one of each kind."""
+    log = trainer.logger
+    log.log_text("kinds/text", "a text")
+    log.log_table("kinds/table", ["name", "value"], [("one", 1), ["two, or more", None]])
+    log.log_histogram("kinds/histogram", GIVEN, bins=4)
+    log.log_image("kinds/image", PIXELS)
+    figure = Figure(figsize=(1, 0.5), dpi=40)
+    figure.subplots().plot([0, 1])
+    log.log_figure("kinds/figure", figure)
+
+
+def media(folder="run/media"):
+    return sorted(path.relative_to(folder).as_posix() for path in Path(folder).rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    "logger", thinned([True, False, CSVLogger(), JSONLLogger(), WandbLogger(offline=True)], True, False, full=[])
+)
+def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(logger, capsys):
+    module = Mean()
+    fit(module, numbered(3), None, hooks(on_train_epoch_end=draw), logger=logger, default_root_dir="run", max_epochs=2)
+    assert float(module.w[0]) == mean([[1], [2], [3]] * 2)
+    kinds = HELD.get(type(logger), KINDS)
+    names = {"text": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
+    expected = [f"kinds/{name}/{step}.{kind}" for name, kind in names.items() for step in (2, 5) if kind in kinds]
+    assert (media() if kinds else []) == sorted(expected)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("media")]
+    assert told == ["media run/media (what is no number, and no logger here holds)"] * bool(kinds)
+
+
+def test_files_are_what_was_logged_by_readers_of_their_own():
+    fit(Mean(), numbered(3), None, hooks(on_train_end=draw), default_root_dir="run", logger=False)
+    folder = Path("run/media/kinds")
+    with Image.open(folder / "image/2.png") as image:
+        np.testing.assert_array_equal(np.asarray(image), PIXELS)
+    with Image.open(folder / "figure/2.png") as figure:
+        assert figure.size == (40, 20)
+    assert (folder / "text/2.txt").read_text() == "a text"
+    with (folder / "table/2.csv").open(newline="") as file:
+        assert [*csv.reader(file)] == [["name", "value"], ["one", "1"], ["two, or more", ""]]
+    counts, edges = np.histogram(GIVEN, 4)
+    assert json.loads((folder / "histogram/2.json").read_text()) == {"counts": [*counts], "edges": [*edges]}
+
+
+def test_what_comes_again_at_a_step_is_numbered_and_a_run_writes_over_one_before_it():
+    def log(trainer, *_):
+        Path("there.jpg").write_bytes(b"anything")
+        trainer.logger.log_image("a", [PIXELS, Image.fromarray(PIXELS), "there.jpg"], captions=["x", "y", "z"], step=7)
+        trainer.logger.log_text("a", "again", step=np.int64(7))
+        trainer.logger.log_text("../b/./c:d", "a key that is no path", step=0)
+
+    trainer = make_trainer(hooks(on_fit_start=log), default_root_dir="run", logger=False)
+    for _ in range(2):
+        trainer.fit(Mean(), numbered(1))
+        pictures = ["a/7.png", "a/7.txt", "a/7_1.png", "a/7_1.txt", "a/7_2.jpg", "a/7_2.txt", "a/7_3.txt"]
+        assert media() == ["_/b/_/c_d/0.txt", *pictures]
+    assert [Path(f"run/media/a/7{n}.txt").read_text() for n in ("", "_1", "_2", "_3")] == ["x", "y", "z", "again"]
+
+
+def test_without_pillow_an_image_is_an_array(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
+    log = hooks(on_train_end=lambda t, m: t.logger.log_image("a", PIXELS / 255))
+    fit(Mean(), numbered(1), None, log, default_root_dir="run")
+    np.testing.assert_array_equal(np.load("run/media/a/0.npy"), PIXELS)
+    assert "images as .npy, as Pillow is not installed" in capsys.readouterr().out
+
+
+class Broken(Logger):
+    def log_image(self, key, images, *, captions=None, step=None):
+        raise OSError("no way out")
+
+
+WRONG = {
+    "log_image": ("a", np.zeros((4, 5), np.int32)),
+    "log_table": ("a", ["x"], [[1, 2]]),
+    "log_figure": ("a", None),
+    "log_text": ("", "text"),
+}
+
+
+def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
+    def log(trainer, *_):
+        for name, given in WRONG.items():
+            getattr(trainer.logger, name)(*given)
+        trainer.loggers[1].log_image("kept", PIXELS)
+
+    loggers, module = [CSVLogger(), Broken()], Mean()
+    with caplog.at_level(logging.WARNING, "jaxlit"):
+        fit(module, numbered(2), None, hooks(on_train_batch_end=log), logger=loggers, default_root_dir="run")
+    kept = ["_/0.txt", "_/1.txt", "kept/0.png", "kept/1.png"]  # the text under the name that it can have
+    assert float(module.w[0]) == mean([[1], [2]]) and media() == kept
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in WRONG), "Broken.log_image"]
+    assert "int32[4, 5]" in told[0] and ["It is left out, and training" in line for line in told[:4]] == [1, 1, 1, 0]
+    assert "no way out" in told[-1] and "It is kept in the run's media folder" in told[-1]
+
+
+@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": CSVLogger(on_error="raise")}])
+def test_a_mistake_is_raised_in_a_trial_run_and_where_the_logger_is_to_raise(arguments):
+    wrong = hooks(on_train_end=lambda t, m: t.logger.log_image(*WRONG["log_image"]))
+    refuses(ArgumentError, lambda: fit(Mean(), numbered(1), None, wrong, **arguments), r"log_image\('a', .*int32")
+
+
+def test_a_trial_run_makes_everything_and_keeps_nothing():
+    trainer = fit(Mean(), numbered(1), None, hooks(on_train_end=draw), default_root_dir="run", fast_dev_run=True)
+    assert isinstance(trainer.logger, NoLogger) and not Path("run").exists()
+
+
+def test_before_a_run_there_is_no_folder():
+    refuses(LoggerError, lambda: CSVLogger().log_text("note", "hello"), "CSVLogger has no folder yet.*from a hook")

@@ -1,0 +1,162 @@
+"""TensorBoardLogger, read back by the format of its files and by TensorBoard itself."""
+
+import json
+import re
+import struct
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import fit
+from kit.wandb_runs import PIXELS
+from matplotlib.figure import Figure
+from PIL import Image
+
+from jaxlit.callbacks import TensorBoardLogger
+from jaxlit.errors import ArgumentError, LoggerError
+
+GIVEN = np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]])
+LOSSES = [1.0, (2 - mean([[1]])) ** 2, (3 - mean([[1], [2]])) ** 2]
+
+
+HPARAMS = {"allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"], "sliceSize": 9}
+
+
+class Scaled(Mean):
+    def __init__(self, width: int = 3, api_key: str = "k", sizes: tuple = (1, 2)) -> None:
+        super().__init__()
+
+
+def events(folder):
+    """Return the events of all files of a folder: each is its length, a checksum of it, the event and another."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found = []
+    for file in sorted(Path(folder).glob("events.*"), key=lambda file: file.stat().st_mtime_ns):
+        content = file.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            found.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return found
+
+
+def values(folder, plugin=None):
+    """Return what was logged: by name a list of (step, value)."""
+    found: dict = {}
+    for event in events(folder):
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value))
+    return found
+
+
+def scalars(folder):
+    return {
+        k: [(at, v.simple_value) for at, v in x] for k, x in values(folder).items() if k in ("loss", "val", "epoch")
+    }
+
+
+def draw(trainer, *_):
+    log = trainer.logger
+    log.log_image("image", PIXELS)
+    log.log_image("two", [PIXELS[..., 0], Image.fromarray(PIXELS)], captions=["first", "second"], step=7)
+    log.log_text("note", "a text")
+    log.log_table("table", ["name", "value"], [("one", 1), ["a|b", None]])
+    log.log_histogram("histogram", GIVEN, bins=4)
+    figure = Figure(figsize=(1, 0.5), dpi=40)
+    log.log_figure("figure", figure)
+
+
+def train(**arguments):
+    pytest.importorskip("tensorboardX")
+    given = {"logger": TensorBoardLogger(), "default_root_dir": "run", "log_every_n_steps": 1} | arguments
+    return fit(Scaled(), numbered(3), None, hooks(on_train_end=draw), **given)
+
+
+def test_rows_and_what_is_no_number_are_in_the_file():
+    trainer = train()
+    found = values("run")
+    assert scalars("run") == {"loss": [*enumerate(LOSSES)], "epoch": [(0, 0.0), (1, 0.0), (2, 0.0)]}
+    for name, at, pixels in (("image", 2, PIXELS), ("two/0", 7, PIXELS[..., 0])):
+        ((step, value),) = found[name]
+        with Image.open(BytesIO(value.image.encoded_image_string)) as image:
+            np.testing.assert_array_equal(np.asarray(image.convert("RGB" if pixels.ndim == 3 else "L")), pixels)
+        assert step == at
+    assert (found["figure"][0][1].image.width, found["figure"][0][1].image.height) == (40, 20)
+    texts = {k: found[k][0][1].tensor.string_val[0].decode() for k in found if "text_summary" in k}
+    assert texts["note/text_summary"] == "a text" and texts["two/captions/text_summary"] == "first\n\nsecond"
+    assert texts["table/text_summary"].splitlines() == [
+        "| name | value |",
+        "| --- | --- |",
+        "| one | 1 |",
+        r"| a\|b | None |",
+    ]
+    histogram, finite = found["histogram"][0][1].histo, GIVEN[np.isfinite(GIVEN)]
+    counts, edges = np.histogram(finite, 4)
+    assert ([*histogram.bucket], [*histogram.bucket_limit]) == ([*counts], [*edges[1:]])
+    assert (histogram.num, histogram.sum, histogram.sum_squares) == (4, finite.sum(), (finite**2).sum())
+    told = found["_hparams_/session_start_info"][0][1].metadata.plugin_data.content
+    assert all(word in told for word in (b"width", b"[1, 2]", b"<redacted>"))
+    logger = trainer.logger
+    assert logger.log_dir == Path("run").absolute() and logger.experiment is not None
+
+
+def test_what_is_resumed_takes_back_what_it_makes_again_also_within_a_second(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # which names the files
+    train(max_epochs=1)
+    train(max_epochs=2, logger=TensorBoardLogger(), resume="auto")
+    starts = [event.step for event in events("run") if event.HasField("session_log")]
+    assert starts == [3]
+    assert [step for step, _ in scalars("run")["loss"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_folders_and_names_are_chosen():
+    logger = TensorBoardLogger("logs", name="digits", version="one", prefix="mine")
+    train(logger=logger)
+    assert (logger.name, logger.version, logger.log_dir) == ("digits", "one", Path("logs/digits/one").absolute())
+    assert [value.simple_value for _, value in values("logs/digits/one")["mine/loss"]] == LOSSES
+    refuses(ArgumentError, lambda: TensorBoardLogger(name="x"), r"name='x'.* are folders in save_dir")
+
+
+def test_without_the_package_it_is_refused_by_name_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    fit_refuses(LoggerError, r"needs tensorboardX.*pip install jaxlit\[tensorboard\]", logger=TensorBoardLogger())
+
+
+@pytest.mark.full
+def test_a_real_tensorboard_serves_the_run():
+    """Read back by TensorBoard's own reader, and from its server's data routes."""
+    pytest.importorskip("tensorboard")
+    train()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", ".", "--port", "0", "--load_fast", "false"]
+    with subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            said = next(found for line in server.stdout if (found := re.search(r"http://[^/ ]+/", line)))
+
+            def ask(route, **query):
+                url = f"{said[0]}data/{route}?{urllib.parse.urlencode(query)}"
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    return json.loads(answer.read())
+
+            while ask("runs") != ["run"]:  # it reads the folder in a thread
+                assert server.poll() is None
+            rows = ask("plugin/scalars/scalars", run="run", tag="loss")
+            assert [row[1:] for row in rows] == [[k, pytest.approx(loss)] for k, loss in enumerate(LOSSES)]
+            assert {"image", "figure", "two/0", "two/1"} <= ask("plugin/images/tags")["run"].keys()
+            groups = ask("plugin/hparams/session_groups", request=json.dumps(HPARAMS))["sessionGroups"]
+            assert groups[0]["hparams"] == {"width": 3.0, "api_key": "<redacted>", "sizes": "[1, 2]"}
+            assert "histogram" in ask("plugin/histograms/tags")["run"]
+            assert {"note", "table"} <= {*map(lambda tag: tag.split("/")[0], ask("plugin/text/tags")["run"])}
+        finally:
+            server.terminate()
+            server.stdout.read()

@@ -1,0 +1,82 @@
+"""What a Trainer keeps of its rows, against a loop by hand; bounded, without a host read, and drawn."""
+
+import jax
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.by_hand import mean
+from kit.modules import Mean
+from kit.refusals import refuses
+from kit.trainers import BARE, fit, make_trainer
+
+from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.loop.history import MOST, History
+
+
+def losses(*numbers):
+    """Return the loss of `Mean` at each of its batches, by hand."""
+    return [(n - mean([[k] for k in numbers[:i]])) ** 2 for i, n in enumerate(numbers)]
+
+
+def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
+    trainer = make_trainer(**BARE, log_every_n_steps=1, max_epochs=2)
+    assert len(trainer.history) == 0
+    assert trainer.fit(Mean(), numbered(2), numbered(1)) is None
+    assert {name: [*steps] for name, (steps, _) in trainer.history.items()} == {"loss": [0, 1, 2, 3], "val": [1, 3]}
+    assert trainer.history["loss"][1].tolist() == losses(1, 2, 1, 2)
+    weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
+    assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
+    trainer.max_epochs = 1
+    trainer.fit(Mean(), numbered(1))
+    assert [*trainer.history] == ["loss"] and trainer.history["loss"][0].tolist() == [0]
+    with pytest.raises(KeyError, match="Did you mean 'loss'"):
+        trainer.history["los"]
+
+
+def test_it_reads_no_value_more(monkeypatch):
+    reads = []
+
+    def counted(add):
+        return lambda self, row, step: (reads.append({type(x) for x in row.values()}), add(self, row, step))
+
+    monkeypatch.setattr(History, "add", counted(History.add))
+    trainer = fit(Mean(), numbered(7), **BARE, log_every_n_steps=3)
+    assert reads == [{float}] * 2  # once for each row, and never an array
+    assert not any(isinstance(x, jax.Array) for steps, values in trainer.history.values() for x in (steps, values))
+
+
+def test_of_too_many_rows_it_keeps_every_second_and_then_every_fourth():
+    history = History()
+    for step in range(4 * MOST):
+        history.add({"x": -step}, step)
+    steps, values = history["x"]
+    assert MOST / 2 < len(steps) <= MOST and {*np.diff(steps)} == {4} and steps[0] == 0
+    assert (values == -steps).all() and steps[-1] >= 4 * MOST - 4
+
+
+def test_what_is_undone_is_forgotten():
+    history = History()
+    for step in range(5):
+        history.add({"x": step}, step)
+    history.add({"y": 9}, 4)
+    history.clear(3)
+    assert [*history] == ["x"] and history["x"][0].tolist() == [0, 1, 2]
+    history.add({"x": 7}, 3)
+    assert history["x"][1].tolist() == [0, 1, 2, 7]
+
+
+def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
+    history = History()
+    refuses(ArgumentError, history.plot, r"were logged, \[\], got \[\]")
+    for step in range(3):
+        history.add({"train/loss": 2.0 * step, "val/loss": 5.0, "accuracy": 0.5}, step)
+    figure = history.plot()
+    drawn = [[(line.get_label(), line.get_xydata().tolist()) for line in axes.lines] for axes in figure.axes]
+    curve = [[[k, y(k)] for k in range(3)] for y in (lambda k: 2.0 * k, lambda k: 5.0, lambda k: 0.5)]
+    assert drawn == [[("train/loss", curve[0]), ("val/loss", curve[1])], [("accuracy", curve[2])]]
+    assert len(history.plot(["accuracy"]).axes) == 1
+    refuses(ArgumentError, lambda: history.plot(["gone"]), "got .'gone'.")
+    assert history._repr_png_().startswith(b"\x89PNG")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert history._repr_png_() is None
+    refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
