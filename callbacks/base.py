@@ -375,13 +375,10 @@ class Callback:
         return arrays, params
 
     def eval_params(self, arrays: Any) -> Any:
-        """Return which of the arrays evaluations see in place of the parameters, while a fit lasts.
-
-        For averages of the weights: validations and `trainer.apply` run with them, and nothing is copied. One callback
-        of a training may define it.
+        """Return which of the arrays validations and `trainer.apply` see in place of the parameters, in a fit.
 
         Args:
-            arrays: A pytree like what `init_arrays` made, of something that stands for each array.
+            arrays: What stands for each array of `init_arrays`, for one callback of a training.
 
         Returns:
             A pytree like the parameters, of leaves of `arrays` as they are; None for the parameters themselves.
