@@ -58,6 +58,13 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
         "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
     },
+    "log argument": {
+        "sync_dist": "Values are those of all devices and processes anyway: leave it out.",
+        "sync_dist_group": "Values are those of all devices and processes anyway: leave it out.",
+        "rank_zero_only": "Values are those of all devices, and the first process writes them: leave it out.",
+        "metric_attribute": "Leave it out.",
+        "enable_graph": "jax keeps no graph of a value: leave it out.",
+    },
     "jl.strategies": {
         "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",
         "FSDPStrategy": "It is jl.strategies.FSDP, 'fsdp'.",

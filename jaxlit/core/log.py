@@ -1,7 +1,7 @@
 """What `self.log` collects, from the step that is traced or the hook that runs."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlit.errors import LogError
+from jaxlit.errors import ArgumentTypeError, LogError
+from jaxlit.field_names import ADVICE
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -276,6 +277,17 @@ def collecting(collector: Any) -> Iterator[Any]:
         _active.reset(token)
 
 
+def refuse(unknown: Iterable[str]) -> None:
+    """Refuse arguments that `log` does not have.
+
+    Raises:
+        ArgumentTypeError: There is one.
+    """
+    for argument in unknown:
+        hint = ADVICE["log argument"].get(argument, "help(jaxlit.TrainModule.log) lists those it has.")
+        raise ArgumentTypeError(f"self.log has no argument {argument!r}. {hint}")
+
+
 def log(
     name: str,
     value: Any,
@@ -286,12 +298,14 @@ def log(
     reduce_fx: str = "mean",
     batch_size: Any = None,
     add_dataloader_idx: bool = True,
+    **unknown: Any,
 ) -> None:
     """Log a value from the step or hook that runs; the arguments are those of `TrainModule.log`.
 
     Raises:
         LogError: The call or the value is not one that can be logged.
     """
+    refuse(unknown)
     collector = _active.get()
     if collector is None:
         raise LogError(

@@ -133,6 +133,7 @@ class TrainModule(nnx.Module):
         reduce_fx: str = "mean",
         batch_size: Any = None,
         add_dataloader_idx: bool = True,
+        **unknown: Any,
     ) -> None:
         """Log a scalar from a step or a hook.
 
@@ -153,10 +154,13 @@ class TrainModule(nnx.Module):
                 one replica's rows, a sum adds up what each replica logs.
             batch_size: The weight of this batch, an int or a () array. Default: its rows.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_<i>` to the name.
+            **unknown: None is taken: another argument is refused with what takes its place.
 
         Raises:
             LogError: The call or the value is not one that can be logged.
+            ArgumentTypeError: There is no such argument.
         """
+        metrics.refuse(unknown)
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:

@@ -39,7 +39,7 @@ class _SideTable(Generic[_T]):
 
 # What belongs to a module but not to its graph: an attribute would change the graphdef, and with it
 # every compiled step.
-_hparams: _SideTable[dict[str, Any]] = _SideTable()
+_hparams: "_SideTable[Hparams]" = _SideTable()
 _trainers: "_SideTable[weakref.ref[Any]]" = _SideTable()
 
 # By id of the module; empty outside a run, so that touching a module then costs nothing.
@@ -70,10 +70,15 @@ class Hparams(dict[str, Any]):
                 f"hparams has no {name!r}, and has {list(self)}. Constructor arguments that are JSON values are kept."
             ) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
 
 def hparams_of(module: Any) -> Hparams:
-    """Return the module's hyperparameters without touching it."""
-    return Hparams(_hparams.get(module, {}))
+    """Return the module's hyperparameters, always the same dict, without touching the module."""
+    if (found := _hparams.get(module)) is None:
+        found = _hparams[module] = Hparams()
+    return found
 
 
 def keep_hparams(module: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -> None:
@@ -99,8 +104,8 @@ def keep_hparams(module: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) 
     for values in more:
         if not isinstance(values, Mapping):
             raise ArgumentTypeError(f"{owner} takes names of the constructor's arguments, and dicts, got {values!r}.")
-        found |= {k: v for k, v in values.items() if _is_json(v)}
-    _hparams[module] = found
+        found |= {k: v for k, v in values.items() if is_json(v)}
+    _hparams[module] = Hparams(found)
 
 
 def share_hparams(copy: Any, module: Any) -> None:
@@ -128,10 +133,11 @@ def set_hparams(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     for parameter in inspect.signature(type(module).__init__).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(parameter.name, {})
-    _hparams[module] = {k: v for k, v in arguments.items() if _is_json(v)}
+    _hparams[module] = Hparams({k: v for k, v in arguments.items() if is_json(v)})
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Tell whether a value can be kept in a checkpoint."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

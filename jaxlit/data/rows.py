@@ -1,5 +1,6 @@
 """Loaders that give single rows where batches are wanted: how they are known, and what makes batches of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,12 +51,18 @@ def is_hugging_face(loader: Any) -> bool:
 
 
 def doubted_rows(loader: Any, batch: Any, argument: str) -> str | None:
-    """Return why the elements of a sequence seem to be rows: a whole number, a label say, stands beside an array."""
-    leaves = [np.asarray(x) for x in _leaves(batch)] if _is_sequence(loader) else []
-    if not any(x.ndim == 0 and x.dtype.kind in "iu" for x in leaves) or all(x.ndim == 0 for x in leaves):
+    """Return why the elements of a sequence seem to be rows: a number of its own, a label say, stands beside an array.
+
+    A Python float under a name, a temperature say, is one that all rows share.
+    """
+    held = _leaves(batch) if _is_sequence(loader) else []
+    leaves = [np.asarray(x) for x in held]
+    shared = [isinstance(batch, Mapping) and type(x) is float for x in held]
+    own = [x.ndim == 0 and x.dtype.kind in "iuf" and not is_shared for x, is_shared in zip(leaves, shared, strict=True)]
+    if not any(own) or all(x.ndim == 0 for x in leaves):
         return None
     return (
-        f"{argument} gives a whole number beside an array, {_shown(batch)} first, which all rows of the batch share. "
+        f"{argument} gives a number beside an array, {_shown(batch)} first, which all rows of the batch share. "
         f"If these are rows, batch them, by {_BY_STACKING}."
     )
 

@@ -185,7 +185,9 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         found[name] = None if given[name] is None else checked(name, given[name])
     trial = given["fast_dev_run"]
     found["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
-    found["precision"] = check.one_of("precision", given["precision"], PRECISIONS)
+    allowed = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
+    check.require(given["precision"] in PRECISIONS, "precision", given["precision"], allowed, owner="Trainer")
+    found["precision"] = given["precision"]
     policies = ("raise", "skip", "rollback", "ignore")
     found["nan_policy"] = check.one_of("nan_policy", given["nan_policy"], policies)
     if given["gradient_clip_algorithm"] is not None:

@@ -86,7 +86,7 @@ def test_an_average_of_fifty_steps_is_numpys_also_in_validations_and_behind_the_
     began = 20 if name == "mean" else 0
     seen = [loss(expected(weights[: 10 * k]) if 10 * k > began else weights[10 * k - 1]) for k in range(1, 6)]
     np.testing.assert_allclose(rows.of("val"), seen, rtol=1e-5)
-    assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-3)  # what is trained has another one
+    assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-4)  # what is trained has another one
     (later,) = trainer.validate(model, BATCHES)
     assert later["val"] == pytest.approx(loss(average), rel=1e-5)
 

@@ -30,7 +30,8 @@ def test_hyperparameters_are_the_constructors_json_values_with_defaults() -> Non
     module = Configured(8, names=["c"], rngs=nnx.Rngs(0), table=np.ones(2), extra=None)
     assert module.hparams == {"width": 8, "rate": 0.5, "names": ["c"], "extra": None}
     module.hparams["width"] = 9
-    assert module.hparams["width"] == 8  # they cannot be changed from outside
+    module.hparams.rate = 0.25
+    assert (module.hparams.width, module.hparams["rate"]) == (9, 0.25)
 
 
 def test_neither_hyperparameters_nor_the_trainer_are_in_the_graph() -> None:

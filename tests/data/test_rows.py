@@ -83,11 +83,12 @@ def test_batches_of_the_same_libraries_are_taken(name: str, caplog: pytest.LogCa
     assert [x for x in warnings_of(caplog) if "rows" in x] == []
 
 
-def test_a_whole_number_beside_an_array_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("label", [3, np.float32(0.5)])
+def test_a_number_of_its_own_beside_an_array_is_told_of(label: Any, caplog: pytest.LogCaptureFixture) -> None:
     made = module(lambda self, batch: jnp.mean(self.error(batch) ** 2))
-    fit(made, batches_of(3))
+    fit(made, batches_of(label))
     (told,) = [x for x in warnings_of(caplog) if "rows" in x]
-    assert told.startswith("Trainer.fit(train_dataloaders=...) gives a whole number beside an array")
+    assert told.startswith("Trainer.fit(train_dataloaders=...) gives a number beside an array")
     caplog.clear()
     fit(made, ArrayLoader({"x": np.ones((4, 1), np.float32)}, 4))
     assert [x for x in warnings_of(caplog) if "rows" in x] == []

@@ -68,7 +68,7 @@ def train_stream(case):
     losses, validation = Losses(), jl.ArrayLoader(rows(33), 16)
     columns = {r"inner\.kernel$": P(None, "tp"), r"outer\.kernel$": P("tp", None)}
     # Weights are split over both processes, whose devices hold the same rows.
-    tensor = jl.strategies.TensorParallel(columns, mesh={"tp": min(4, jax.device_count()), "data": -1})
+    tensor = jl.strategies.TensorParallel(columns, tp=jax.device_count(), data=-1)
     split = tensor if strategy == "tensor" else splitting(strategy)
     trainer = make_trainer(losses, strategy=split, max_epochs=2, seed=5, **BARE)
     given = (16, 0, 0.25 if "dropout" in options else 0.0)

@@ -50,8 +50,14 @@ class Sends(InEveryHook):
         if hook == self.hook:
             self.left -= 1
             if self.left == -1:
-                for number in self.numbers:
-                    signal.raise_signal(number)
+                self.send(self.numbers)
+
+    def send(self, numbers: list[int]) -> None:
+        if numbers:
+            try:
+                signal.raise_signal(numbers[0])
+            finally:  # a wait for data is cut by the first
+                self.send(numbers[1:])
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         self.at(trainer, "a save", ())
