@@ -112,4 +112,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 @functools.lru_cache  # each fit asks modules by hasattr for what they need not have, and gets this error every time
 def _nearest(name: str, known: tuple[str, ...]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=1)
+    return difflib.get_close_matches(name, [x for x in known if not x.startswith("_")], n=1)

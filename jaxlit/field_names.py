@@ -65,6 +65,10 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "metric_attribute": "Leave it out.",
         "enable_graph": "jax keeps no graph of a value: leave it out.",
     },
+    "save_hyperparameters argument": {
+        "logger": "Every logger is told of them when a run begins: leave it out.",
+        "frame": "The constructor's arguments are known: leave it out.",
+    },
     "jl.strategies": {
         "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",
         "FSDPStrategy": "It is jl.strategies.FSDP, 'fsdp'.",
@@ -220,6 +224,22 @@ def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: st
     # `from jaxlit import name` asks in this frame, and puts words of its own in the place of an AttributeError.
     imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     return ImportError(text, name=name) if advice and imports else AttributeError(text)
+
+
+def refuse_arguments(called: str, given: Iterable[str], table: str) -> None:
+    """Refuse arguments that a method does not have.
+
+    Args:
+        called: The method, as a user calls it.
+        given: The names of the arguments.
+        table: Where in `ADVICE` it stands what takes their place.
+
+    Raises:
+        ArgumentTypeError: There is one.
+    """
+    for argument in given:
+        hint = f" {ADVICE[table][argument]}" if argument in ADVICE[table] else ""
+        raise ArgumentTypeError(f"{called} has no argument {argument!r}.{hint}")
 
 
 def refuse_unknown(cls: type, given: Iterable[str], *, called: str = "") -> None:

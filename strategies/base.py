@@ -75,15 +75,15 @@ class Strategy(ABC):
         name = type(self).__name__
         if mesh is None:
             return
-        if not self.takes_mesh or self.given_mesh is not None:
-            why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
-            raise ArgumentError(
-                f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
-            )
         if not isinstance(mesh, (jax.sharding.Mesh, Mapping)):
             raise ArgumentTypeError(
                 f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, {{'data': 2, 'fsdp': -1}} say, "
                 f"got {mesh!r}."
+            )
+        if not self.takes_mesh or self.given_mesh is not None:
+            why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
+            raise ArgumentError(
+                f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
             )
         names = mesh.axis_names if isinstance(mesh, jax.sharding.Mesh) else tuple(mesh)
         axes = tuple(axis for axis in self.mesh_axes if axis in names)

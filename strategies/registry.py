@@ -1,7 +1,7 @@
 """Strategies by name."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -96,7 +96,8 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if not isinstance(strategy, str):
         raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {strategy!r}.")
     if strategy == "auto":
-        return _choose(devices, getattr(mesh, "axis_names", mesh) or ())
+        axes = getattr(mesh, "axis_names", mesh)
+        return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
         raise ArgumentError(

@@ -1,7 +1,7 @@
 """What `self.log` collects, from the step that is traced or the hook that runs."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxlit.errors import ArgumentTypeError, LogError
-from jaxlit.field_names import ADVICE
+from jaxlit.errors import LogError
+from jaxlit.field_names import refuse_arguments
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -277,17 +277,6 @@ def collecting(collector: Any) -> Iterator[Any]:
         _active.reset(token)
 
 
-def refuse(unknown: Iterable[str]) -> None:
-    """Refuse arguments that `log` does not have.
-
-    Raises:
-        ArgumentTypeError: There is one.
-    """
-    for argument in unknown:
-        hint = ADVICE["log argument"].get(argument, "help(jaxlit.TrainModule.log) lists those it has.")
-        raise ArgumentTypeError(f"self.log has no argument {argument!r}. {hint}")
-
-
 def log(
     name: str,
     value: Any,
@@ -305,7 +294,7 @@ def log(
     Raises:
         LogError: The call or the value is not one that can be logged.
     """
-    refuse(unknown)
+    refuse_arguments("self.log", unknown, "log argument")
     collector = _active.get()
     if collector is None:
         raise LogError(

@@ -15,7 +15,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import Hparams, hparams_of, keep_hparams, set_hparams, trainer_of, watchers
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ModuleError, noting_place
-from jaxlit.field_names import no_such_name
+from jaxlit.field_names import no_such_name, refuse_arguments
 
 if TYPE_CHECKING:
     _OfClass = classmethod
@@ -160,7 +160,7 @@ class TrainModule(nnx.Module):
             LogError: The call or the value is not one that can be logged.
             ArgumentTypeError: There is no such argument.
         """
-        metrics.refuse(unknown)
+        refuse_arguments("self.log", unknown, "log argument")
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
@@ -220,16 +220,19 @@ class TrainModule(nnx.Module):
         """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
         return hparams_of(self)
 
-    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = (), **unknown: Any) -> None:
         """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
 
         Args:
             *args: Names of those that are, or dicts of more.
             ignore: Names of those that are not.
+            **unknown: None is taken: another argument is refused with what takes its place.
 
         Raises:
             ArgumentError: The constructor has no argument of a name.
+            ArgumentTypeError: There is no such argument.
         """
+        refuse_arguments("self.save_hyperparameters", unknown, "save_hyperparameters argument")
         keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
 

@@ -1,5 +1,6 @@
 """What belongs to a module but not to its graph."""
 
+import argparse
 import inspect
 import json
 import weakref
@@ -102,6 +103,7 @@ def keep_hparams(module: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) 
         raise ArgumentError(f"{owner} names {unknown[0]!r}, which is no argument of the constructor.")
     found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore}
     for values in more:
+        values = vars(values) if isinstance(values, argparse.Namespace) else values
         if not isinstance(values, Mapping):
             raise ArgumentTypeError(f"{owner} takes names of the constructor's arguments, and dicts, got {values!r}.")
         found |= {k: v for k, v in values.items() if is_json(v)}

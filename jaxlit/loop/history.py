@@ -16,20 +16,12 @@ class _Curve:
 
     def __init__(self) -> None:
         self.steps, self.values = list[int](), list[float]()
-        self._seen, self._every = 0, 1
-
-    def add(self, step: int, value: float) -> None:
-        if self._seen % self._every == 0:
-            self.steps.append(step)
-            self.values.append(value)
-        self._seen += 1
-        if len(self.steps) > MOST:
-            self.steps, self.values, self._every = self.steps[::2], self.values[::2], 2 * self._every
+        self.seen, self.every = 0, 1
 
     def cut(self, step: int) -> None:
         kept = sum(at < step for at in self.steps)
         del self.steps[kept:], self.values[kept:]
-        self._seen = kept * self._every
+        self.seen = kept * self.every
 
 
 class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
@@ -75,10 +67,15 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def add(self, row: Mapping[str, float], step: int) -> None:
         """Take a row."""
-        for name, value in row.items():
+        for name, value in row.items():  # without a call for each: a row may come with every step
             if (curve := self._curves.get(name)) is None:
                 curve = self._curves[name] = _Curve()
-            curve.add(step, value)
+            if curve.seen % curve.every == 0:
+                curve.steps.append(step)
+                curve.values.append(value)
+            curve.seen += 1
+            if len(curve.steps) > MOST:
+                curve.steps, curve.values, curve.every = curve.steps[::2], curve.values[::2], 2 * curve.every
 
     def clear(self, step: int = 0) -> None:
         """Forget the rows from a step on."""

@@ -1,6 +1,8 @@
 """The module beside its steps: hyperparameters, counters, its Trainer."""
 
+import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +14,11 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Linear, Mean
+from kit.refusals import refuses
 from kit.trainers import fit
 
 import jaxlit as jl
+from jaxlit.errors import ArgumentTypeError
 
 
 class Configured(Linear):
@@ -32,6 +36,13 @@ def test_hyperparameters_are_the_constructors_json_values_with_defaults() -> Non
     module.hparams["width"] = 9
     module.hparams.rate = 0.25
     assert (module.hparams.width, module.hparams["rate"]) == (9, 0.25)
+
+
+def test_hyperparameters_are_taken_from_a_command_line_and_lightnings_other_arguments_refused() -> None:
+    module = Configured(8)
+    module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x")))
+    assert module.hparams.depth == 3 and "path" not in module.hparams
+    refuses(ArgumentTypeError, lambda: module.save_hyperparameters(logger=False), "'logger'", "leave it out")
 
 
 def test_neither_hyperparameters_nor_the_trainer_are_in_the_graph() -> None:

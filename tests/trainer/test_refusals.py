@@ -93,6 +93,7 @@ TYPES: list[tuple[Any, ...]] = [
     ("default_root_dir", "a path", 3),
     ("resume", "'auto', a path or None", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
+    ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),
     ("devices", INT, "abc", [0, 1]),
     ("callbacks", "list", "EarlyStopping"),
     ("logger", "callbacks|WandbLogger", "wandb"),
