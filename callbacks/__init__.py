@@ -16,7 +16,7 @@ from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.callbacks.weight_averaging import EMA, WeightAveraging
-from jaxlit.field_names import no_such_name
+from jaxlit.unknown import no_such_name
 
 __all__ = [
     "EMA",

@@ -1,23 +1,21 @@
 """The base of every callback."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jaxlit.configured import Configured
 from jaxlit.core import log as metrics
-from jaxlit.errors import ArgumentTypeError
-from jaxlit.field_names import refuse_unknown
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 
-class Callback:
+class Callback(Configured):
     """What a user adds to training: override the hooks that are needed.
 
     A callback's hook comes before the module's hook of the same name, a DataModule's before both. Only
@@ -105,15 +103,6 @@ class Callback:
 
     in_fast_dev_run: bool = True
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse an argument that the constructor does not have, with what takes its place."""
-        if cls.__init__ is object.__init__ and args:
-            raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {args[0]!r}. Define __init__ to take it.")
-        parameters = inspect.signature(cls.__init__).parameters.values()
-        if cls.__init__ is object.__init__ or all(p.kind is not p.VAR_KEYWORD for p in parameters):
-            refuse_unknown(cls, kwargs)
-        return super().__new__(cls)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value from a hook; the other arguments, and where it may be called, are those of `TrainModule.log`."""

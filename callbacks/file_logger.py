@@ -51,8 +51,8 @@ class FileLogger(Logger, ABC):
 
     @property
     def experiment(self) -> Path | None:  # type: ignore[override]
-        """The folder that the file is in; None before its first row."""
-        return None if self.path is None else self.path.parent
+        """The folder that the file is in, or will be; None before the first run."""
+        return self.log_dir if self.path is None else self.path.parent
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hyperparameters to `hparams.json` beside the rows, without secrets; what is no JSON value as its text.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.field_names import no_such_name
 from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.unknown import no_such_name
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

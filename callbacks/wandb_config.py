@@ -82,7 +82,8 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
         "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
     }
     # The user's own names stay theirs.
-    theirs = {**module.hparams, **extra}
+    data = trainer.datamodule
+    theirs = {**({} if data is None else data.hparams), **module.hparams, **extra}
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 

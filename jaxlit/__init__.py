@@ -1,5 +1,6 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
+import sys
 from typing import Any
 
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
@@ -10,11 +11,12 @@ from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.compiled import compile_step
 from jaxlit.engine.lazy import lazy
-from jaxlit.field_names import ADVICE, no_such_name
+from jaxlit.field_names import ADVICE
 from jaxlit.pipeline.marks import pipeline_yield
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
+from jaxlit.unknown import no_such_name
 from jaxlit.version import __version__
 
 __all__ = [
@@ -38,6 +40,9 @@ __all__ = [
     "strategies",
     "testing",
 ]
+
+# A port says `from jaxlit.loggers import WandbLogger`; loggers are callbacks.
+loggers = sys.modules[f"{__name__}.loggers"] = callbacks
 
 
 def __dir__() -> list[str]:

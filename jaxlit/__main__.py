@@ -18,14 +18,17 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Its words; those of this process if there are none.
     """
-    parser = argparse.ArgumentParser(prog="python -m jaxlit", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser = argparse.ArgumentParser(prog="python -m jaxlit", description="What can be asked without training.")
+    commands = parser.add_subparsers(metavar="command")
     pipeline = commands.add_parser("pipeline", help="compare pipeline schedules, or draw one")
     pipeline.add_argument("--stages", type=int, required=True, help="ranks of the pipeline")
     pipeline.add_argument("--microbatches", type=int, required=True, help="parts of a batch")
     pipeline.add_argument("--comm", type=float, default=0.0, help="time to send to another rank, in forward passes")
     pipeline.add_argument("--schedule", choices=SCHEDULES, help="draw this one as well")
     given = parser.parse_args(arguments)
+    if "stages" not in given:  # no command
+        parser.print_help()
+        return
     try:
         print(comparison(given.stages, given.microbatches, given.comm) + "\n" + _LEGEND)
         if given.schedule:

@@ -39,7 +39,8 @@ def is_int(value: Any, *, low: int) -> bool:
 def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
     """Return an int of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.")
+        hint = f" Pass the number: {name}=int(text)." if isinstance(value, str) and value.isdecimal() else ""
+        raise ArgumentTypeError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.{hint}")
     if value < low:
         raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value}.")
     return int(value)

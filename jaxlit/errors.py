@@ -104,12 +104,12 @@ def noting_place(place: str) -> Iterator[None]:
         raise
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'fsdp'?"` for the known name nearest to `name`, or nothing."""
-    near = _nearest(name, tuple(known))
+def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """Return `" Did you mean 'fsdp'?"` for the known name nearest to `name`, or nothing if none is `least` like it."""
+    near = _nearest(name, tuple(known), least)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @functools.lru_cache  # each fit asks modules by hasattr for what they need not have, and gets this error every time
-def _nearest(name: str, known: tuple[str, ...]) -> list[str]:
-    return difflib.get_close_matches(name, [x for x in known if not x.startswith("_")], n=1)
+def _nearest(name: str, known: tuple[str, ...], least: float) -> list[str]:
+    return difflib.get_close_matches(name, [x for x in known if not x.startswith("_")], n=1, cutoff=least)

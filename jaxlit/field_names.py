@@ -1,10 +1,6 @@
 """What the names of PyTorch Lightning, Keras and Flax trainers are called here, where they are not called the same."""
 
-import inspect
-import sys
-from collections.abc import Iterable, Mapping
-
-from jaxlit.errors import ArgumentTypeError, did_you_mean
+from collections.abc import Mapping
 
 _WATCH = "Log it: self.log('lr', schedule(self.global_step))."
 _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
@@ -17,6 +13,13 @@ _FLUSHED = "Every row is flushed as it comes."
 _TOLD = "The last lines of a run tell what it did."
 _PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
 _RANK = "Ask jax.process_index(), or trainer.is_global_zero."
+_STAGE = "A hook knows by its name; trainer.is_running tells whether a run goes on."
+_EVALUATE = {
+    "verbose": "Pass Trainer(enable_progress_bar=False): then nothing is drawn.",
+    "weights_only": "Only the weights are taken out of a checkpoint here.",
+    "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
+    "dataloader": "Pass dataloaders=.",
+}
 
 # By what has not the name: of each name one line of advice.
 ADVICE: Mapping[str, Mapping[str, str]] = {
@@ -25,7 +28,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "LightningDataModule": "It is jl.DataModule.",
         "seed_everything": "Random numbers of jax have no global state: nnx.Rngs(seed) for a module, Trainer(seed=0) "
         "for jl.lazy, jl.ArrayLoader(seed=seed) for the order of rows.",
-        "loggers": "They are in jl.callbacks: loggers are callbacks.",
         "LightningCLI": _CLI,
         "cli": _CLI,
         "Fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
@@ -34,8 +36,35 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "DataLoader": "It is jl.ArrayLoader for arrays in memory; a DataLoader of torch is taken as it is.",
         "Tuner": "There is no tuner: fit with max_steps for each value.",
         "rank_zero_only": "Ask trainer.is_global_zero in the hook: if trainer.is_global_zero: ...",
+        "rank_zero_info": "print, where trainer.is_global_zero.",
+        "utilities": "Nothing of it is needed: trainer.is_global_zero tells the process that writes.",
+        "pytorch": "Import jaxlit as jl: jl.Trainer, jl.TrainModule, jl.callbacks.",
+        "fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
+        "tuner": "There is no tuner: fit with max_steps for each value.",
+        "CLI": _CLI,
+        "LightningFabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
+        "Module": "It is jl.TrainModule.",
+        "Model": "It is jl.TrainModule.",
+        "Sequential": "Layers are flax's: nnx.Sequential(...) in a jl.TrainModule.",
+        "layers": "Layers are flax's: nnx.Linear, nnx.Conv and others.",
+        "optimizers": "They are optax's: optax.adamw(1e-3) from configure_optimizers.",
+        "losses": "They are optax's: optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean().",
+        "metrics": "Log a number in a step, self.log('accuracy', value), or an nnx.metrics.Accuracy.",
+        "fit": "It is a method: jl.Trainer(max_epochs=3).fit(model, loader).",
+        "TrainState": "trainer.state is it, in a fit and after it.",
     },
     "jl.callbacks": {
+        "Checkpoint": "It is jl.callbacks.ModelCheckpoint.",
+        "SpikeDetection": "nan_policy='rollback' goes back behind a loss that is not finite; EarlyStopping has "
+        "divergence_threshold.",
+        "LitLogger": _LOGGER,
+        "TerminateOnNaN": "nan_policy='raise' is the Trainer's default.",
+        "BackupAndRestore": "Pass Trainer(resume='auto', default_root_dir='run').",
+        "LearningRateScheduler": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "TensorBoard": "It is jl.callbacks.TensorBoardLogger.",
+        "History": "trainer.history has every logged value.",
+        "ProgbarLogger": "It is jl.callbacks.ProgressBar.",
+        "RemoteMonitor": _LOGGER,
         "LearningRateMonitor": _WATCH,
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
@@ -58,14 +87,59 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
         "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
     },
-    "log argument": {
+    "self.log argument": {
         "sync_dist": "Values are those of all devices and processes anyway: leave it out.",
         "sync_dist_group": "Values are those of all devices and processes anyway: leave it out.",
         "rank_zero_only": "Values are those of all devices, and the first process writes them: leave it out.",
         "metric_attribute": "Leave it out.",
         "enable_graph": "jax keeps no graph of a value: leave it out.",
     },
-    "save_hyperparameters argument": {
+    "load_from_checkpoint argument": {
+        "map_location": "Arrays come to the host's default device; a Trainer places them.",
+        "hparams_file": "A checkpoint has them; arguments of the constructor by name win over its own.",
+        "weights_only": "It reads weights and JSON, and runs no code.",
+    },
+    "Trainer.save_checkpoint argument": {
+        "weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
+        "storage_options": "The path says where.",
+        "filepath": "Its name is path.",
+    },
+    "Trainer.fit argument": {
+        "epochs": "Pass Trainer(max_epochs=).",
+        "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
+        "callbacks": "Pass Trainer(callbacks=).",
+        "verbose": "Pass Trainer(enable_progress_bar=False).",
+        "train_dataloader": "Pass train_dataloaders=.",
+        "val_dataloader": "Pass val_dataloaders=.",
+        "validation_data": "Pass val_dataloaders=.",
+        "x": "Pass a loader: jl.ArrayLoader({'x': x, 'y': y}, batch_size).",
+        "y": "Pass a loader: jl.ArrayLoader({'x': x, 'y': y}, batch_size).",
+        "shuffle": "It is the loader's: jl.ArrayLoader(data, batch_size, shuffle=True).",
+        "initial_epoch": "Pass ckpt_path=.",
+        "weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
+    },
+    "Trainer.validate argument": {**_EVALUATE, "val_dataloaders": "Pass dataloaders=."},
+    "Trainer.test argument": {**_EVALUATE, "test_dataloaders": "Pass dataloaders=."},
+    "Trainer.predict argument": {**_EVALUATE, "predict_dataloaders": "Pass dataloaders=."},
+    "DDP argument": {
+        "find_unused_parameters": "A parameter without a gradient gets zeros: leave it out.",
+        "gradient_as_bucket_view": "XLA places and joins the reductions: leave it out.",
+        "static_graph": "A step always is one: leave it out.",
+        "process_group_backend": "jax chooses it: leave it out.",
+        "timeout": "Pass Trainer(hang_timeout=).",
+        "start_method": "Processes meet by jl.distributed.initialize.",
+    },
+    "FSDP argument": {
+        "auto_wrap_policy": "Every array larger than min_size is split; rules= says how by path.",
+        "activation_checkpointing": "Pass remat=True, or put nnx.remat around a layer.",
+        "activation_checkpointing_policy": "Pass remat=True, or put nnx.remat around a layer.",
+        "sharding_strategy": "Pass stage=1, 2 or 3, or replicas= for HYBRID_SHARD.",
+        "cpu_offload": "There is none: what a device holds is told by trainer.explain().",
+        "mixed_precision": "Pass Trainer(precision='bf16-mixed').",
+        "state_dict_type": "A checkpoint is sharded, and can be read by every other strategy.",
+        "device_mesh": "Pass mesh=.",
+    },
+    "self.save_hyperparameters argument": {
         "logger": "Every logger is told of them when a run begins: leave it out.",
         "frame": "The constructor's arguments are known: leave it out.",
     },
@@ -75,6 +149,27 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedStrategy": "Its stages are jl.strategies.FSDP(stage=1, 2 or 3).",
         "ModelParallelStrategy": "It is jl.strategies.TensorParallel.",
         "SingleDeviceStrategy": "It is jl.strategies.SingleDevice, 'single'.",
+        "ParallelStrategy": "Subclass jl.Strategy.",
+        "XLAStrategy": "It is jl.strategies.DDP, 'ddp': jax runs on TPUs as it is.",
+        "DataParallelStrategy": "It is jl.strategies.DDP, 'ddp'.",
+        "StrategyRegistry": "jl.register_strategy(name) adds one.",
+    },
+    "strategy": {
+        **dict.fromkeys(
+            ("dp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true", "mirrored", "xla"),
+            "It is 'ddp'.",
+        ),
+        **dict.fromkeys(("ddp_sharded", "sharded", "deepspeed_stage_1"), "It is 'zero1'."),
+        **dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_2_offload"), "It is 'zero2'."),
+        **dict.fromkeys(
+            ("fsdp2", "fsdp_native", "deepspeed", "deepspeed_stage_3", "deepspeed_stage_3_offload"), "It is 'fsdp'."
+        ),
+        "fsdp_cpu_offload": "It is 'fsdp', and arrays stay on the devices.",
+        "hybrid_shard": "It is 'hsdp'.",
+        "single_device": "It is 'single'.",
+        "model_parallel": "Pass strategy=jl.strategies.TensorParallel(...).",
+        "tensor_parallel": "Pass strategy=jl.strategies.TensorParallel(...).",
+        "horovod": "It is 'ddp'; processes meet by jl.distributed.initialize.",
     },
     "TrainModule": {
         "optimizers": _ONE_STEP,
@@ -109,6 +204,38 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "requires_grad_": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
         "log_grad_norm": "Pass Trainer(callbacks=jl.callbacks.GradientNorm()).",
         "half": "Pass Trainer(precision='16-mixed').",
+        "optimizer_zero_grad": "Gradients are values of each step: there is nothing to reset.",
+        "toggled_optimizer": _PARTS,
+        "named_buffers": "nnx.to_flat_state(nnx.state(module)) are they.",
+        "buffers": "nnx.state(module, nnx.Not(nnx.Param)) are they.",
+        "children": "nnx.iter_modules(module) yields them.",
+        "modules": "nnx.iter_modules(module) yields them.",
+        "named_modules": "nnx.iter_modules(module) yields them.",
+        "device_mesh": "self.trainer.strategy.mesh is it.",
+        "fabric": "A loop of your own takes jl.compile_step.",
+        "configure_model": "jl.lazy(Model, width=256) builds a module straight into its shards.",
+        "hparams_initial": "It is hparams.",
+        "strict_loading": "Pass fit(ckpt_path=path, strict=False).",
+        "on_gpu": _PLACED,
+        "float": "Trainer(precision='32-true') is the default.",
+        "double": "Set jax.config.update('jax_enable_x64', True), and give arrays of float64.",
+        "bfloat16": "Pass Trainer(precision='bf16-true').",
+        "type": "Trainer(precision='bf16-mixed') says the dtype of a step.",
+        "compile": "Every step is compiled; configure_optimizers returns the optimizer.",
+        "fit": "It is the Trainer's: jl.Trainer(max_epochs=3).fit(model, loader).",
+        "evaluate": "It is the Trainer's: trainer.validate(model, loader).",
+        "predict": "It is the Trainer's: trainer.predict(model, loader); or call the module.",
+        "summary": "nnx.tabulate(module, x) prints one; a fit begins with it.",
+        "get_weights": "nnx.state(module, nnx.Param) are they.",
+        "set_weights": "nnx.update(module, state) takes them.",
+        "save": "trainer.save_checkpoint(path); Model.load_from_checkpoint(path) reads it.",
+        "save_weights": "trainer.save_checkpoint(path); Model.load_from_checkpoint(path) reads it.",
+        "load_weights": "Model.load_from_checkpoint(path) is it.",
+        "trainable_variables": "nnx.state(module, nnx.Param) are they.",
+        "variables": "nnx.state(module) are they.",
+        "apply": "A module holds its parameters: call it, module(x).",
+        "init": "A module is built with its parameters: Model(rngs=nnx.Rngs(0)).",
+        "bind": "A module holds its parameters: call it, module(x).",
         "to_torchscript": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
     },
     "Trainer": {
@@ -125,13 +252,37 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "received_sigterm": "It is trainer.interrupted.",
         "progress_bar_callback": "Look through trainer.callbacks.",
         "tune": "There is no tuner: fit with max_steps for each value.",
-        "training": "A hook knows by its name; trainer.is_running tells whether a run goes on.",
+        "training": _STAGE,
         "optimizer": "trainer.state.opt_state is its state.",
         "lr_schedulers": "A schedule is a part of the optimizer: optax.adam(schedule).",
         "default_root_dir": "It is trainer.run_dir.",
         "lightning_module": "It is trainer.model.",
         "accelerator": "trainer.strategy.mesh.devices are what it trains on.",
         "print": "print, where trainer.is_global_zero.",
+        "ckpt_path": "It is what fit(ckpt_path=...) was given; trainer.resume what the Trainer was.",
+        "fit_loop": "jaxlit/loop/train.py is it; hooks see every step, and jl.compile_step is for a loop of your own.",
+        "validate_loop": "jaxlit/loop/evaluate.py is it.",
+        "test_loop": "jaxlit/loop/evaluate.py is it.",
+        "predict_loop": "jaxlit/loop/evaluate.py is it.",
+        "enable_validation": "A fit validates where it has loaders and limit_val_batches is not 0.",
+        **dict.fromkeys(("validating", "testing", "predicting", "evaluating"), _STAGE),
+        "init_module": "jl.lazy(Model, width=256) builds a module straight into its shards.",
+        "precision_plugin": "trainer.precision says the dtypes of a step.",
+        "scaler": "trainer.precision says the dtypes of a step; the loss scale is in trainer.state.",
+        "early_stopping_callbacks": "Look through trainer.callbacks.",
+        "num_predict_batches": "len(loader) is it, up to trainer.limit_predict_batches.",
+        "num_test_batches": "len(loader) is it, up to trainer.limit_test_batches.",
+        "num_sanity_val_batches": "trainer.num_sanity_val_steps, up to what the loaders have.",
+        "test_dataloaders": "They are what test was given.",
+        "predict_dataloaders": "They are what predict was given.",
+        "val_check_batch": "It is trainer.val_check_interval.",
+        "distributed_sampler_kwargs": "A batch holds the rows of all devices: the strategy splits it.",
+        "enable_autolog_hparams": "Every logger is told of the hyperparameters when a run begins.",
+        "barebones": "Pass logger, enable_checkpointing, enable_progress_bar and enable_model_summary as False.",
+        "evaluate": "It is trainer.validate.",
+        "compile": "Every step is compiled; configure_optimizers of the module returns the optimizer.",
+        "summary": "nnx.tabulate(module, x) prints one; a fit begins with it.",
+        "load_checkpoint": "Pass fit(ckpt_path=path), or call Model.load_from_checkpoint(path).",
         "lr_find": "There is no tuner: fit with max_steps for each rate.",
         "profiler": "Call trainer.explain() after fit, or jax.profiler.trace(folder) around it.",
     },
@@ -159,6 +310,16 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "auto_lr_find": "There is no tuner: fit with max_steps for each rate.",
         "auto_scale_batch_size": "There is no tuner: trainer.explain() tells the memory that a step takes.",
         "barebones": "Pass logger, enable_checkpointing, enable_progress_bar and enable_model_summary as False.",
+        "enable_autolog_hparams": "Every logger is told of the hyperparameters when a run begins: leave it out.",
+        "model_registry": "A checkpoint is a folder: copy it where it is to be found.",
+        "weights_save_path": "Pass default_root_dir=, or a jl.callbacks.ModelCheckpoint(dirpath=...).",
+        "flush_logs_every_n_steps": "Every row is flushed as it comes.",
+        "auto_select_gpus": "jax takes the devices that it finds: leave it out.",
+        "amp_backend": "Pass precision='bf16-mixed'.",
+        "gradient_clip": "Pass gradient_clip_val=.",
+        "lr": "The optimizer has it: configure_optimizers of the module returns optax.adamw(lr).",
+        "learning_rate": "The optimizer has it: configure_optimizers of the module returns optax.adamw(lr).",
+        "wandb": "Pass logger=jl.callbacks.WandbLogger(project='name').",
         "stochastic_weight_avg": _ARRAYS,
         "epochs": "Pass max_epochs=.",
         "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
@@ -173,6 +334,18 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "version": _FOLDER,
         "flush_logs_every_n_steps": _FLUSHED,
     },
+    "WandbLogger argument": {
+        "save_code": "Pass settings to a run of your own: experiment=wandb.init(save_code=True).",
+        "version": "Pass id=.",
+        "dir": "Pass save_dir=.",
+        "checkpoint_name": "An artifact is called model-<id>: leave it out.",
+        "prefix": "Names are logged as they are: self.log('train/loss', loss).",
+        "anonymous": "Pass offline=True, or log in by wandb login.",
+        "add_file_policy": "Checkpoints are copied: leave it out.",
+        "mode": "Pass offline=True, or set WANDB_MODE.",
+        "resume": "A resumed training goes on in its run; id= names another.",
+        "settings": "Pass a run of your own: experiment=wandb.init(settings=...).",
+    },
     "JSONLLogger argument": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
     "EarlyStopping argument": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
     "ModelCheckpoint argument": {
@@ -182,6 +355,10 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "save_on_train_epoch_end": "A checkpoint that falls on a validation knows its metrics.",
         "enable_version_counter": "Names begin with the step, and do not meet.",
         "every_n_steps": "Pass every_n_train_steps=.",
+        "period": "Pass every_n_epochs=.",
+        "filepath": "Pass dirpath= and filename=.",
+        "save_best_only": "Pass monitor=, save_top_k=1.",
+        "prefix": "Pass filename=.",
     },
     "ArrayLoader argument": {
         "drop_last": "Pass drop_remainder=.",
@@ -193,72 +370,32 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "generator": "Pass seed=.",
     },
     "DataModule": {
-        "save_hyperparameters": "Keep what you need as attributes: self.batch_size = batch_size.",
-        "hparams": "Keep what you need as attributes: self.batch_size = batch_size.",
+        "load_from_checkpoint": "Build it anew: its own state comes back with the training, fit(ckpt_path=...).",
         "transfer_batch_to_device": "The strategy places batches; on_before_batch_transfer may change them.",
         "on_after_batch_transfer": "Change a batch in on_before_batch_transfer, or in the step.",
         "from_datasets": "Pass loaders to fit(model, train_dataloaders, val_dataloaders).",
         "prepare_data_per_node": "prepare_data runs once on each computer.",
+        "hparams_initial": "It is hparams.",
+        "allow_zero_length_dataloader_with_multiple_devices": "A loader without batches is told of.",
     },
     "Logger": {
         "save_dir": "It is trainer.run_dir.",
+        "after_save_checkpoint": "on_checkpoint_saved is the hook that is called behind each.",
+        "group_separator": "Names are logged as they are: 'train/loss'.",
+        "add_scalar": "Call log_metrics({name: value}, step).",
+        "add_scalars": "Call log_metrics({name: value}, step).",
+        "add_image": "Call log_image(name, [image]).",
+        "add_images": "Call log_image(name, images).",
+        "add_figure": "Call log_figure(name, figure).",
+        "add_text": "Call log_text(name, text).",
+        "add_histogram": "Call log_histogram(name, values).",
+        "add_hparams": "Call log_hyperparams(params).",
+        "log_metric": "Call log_metrics({name: value}, step).",
+        "log_params": "Call log_hyperparams(params).",
+        "watch": "Pass callbacks=jl.callbacks.GradientNorm(), or ModelSummary and log_histogram in a hook.",
         "root_dir": "It is trainer.run_dir.",
         "log_audio": "Write the file yourself, into trainer.run_dir: no logger holds sounds.",
         "log_video": "Write the file yourself, into trainer.run_dir: no logger holds films.",
         "log_graph": "jax.make_jaxpr(fn)(x) prints a program; log_text keeps it.",
     },
 }
-
-
-def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError | ImportError:
-    """Return the error of a name that is not there: with what takes its place, or a name that is spelt like it.
-
-    Args:
-        owner: A key of `ADVICE`.
-        name: The name.
-        known: Those that are there.
-        called: What the owner is called in the message; its key if left out.
-    """
-    advice = ADVICE[owner].get(name)
-    text = f"{called or owner} has no attribute {name!r}.{f' {advice}' if advice else did_you_mean(name, known)}"
-    # `from jaxlit import name` asks in this frame, and puts words of its own in the place of an AttributeError.
-    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
-    return ImportError(text, name=name) if advice and imports else AttributeError(text)
-
-
-def refuse_arguments(called: str, given: Iterable[str], table: str) -> None:
-    """Refuse arguments that a method does not have.
-
-    Args:
-        called: The method, as a user calls it.
-        given: The names of the arguments.
-        table: Where in `ADVICE` it stands what takes their place.
-
-    Raises:
-        ArgumentTypeError: There is one.
-    """
-    for argument in given:
-        hint = f" {ADVICE[table][argument]}" if argument in ADVICE[table] else ""
-        raise ArgumentTypeError(f"{called} has no argument {argument!r}.{hint}")
-
-
-def refuse_unknown(cls: type, given: Iterable[str], *, called: str = "") -> None:
-    """Refuse an argument that a constructor does not have.
-
-    Args:
-        cls: Whose constructor it is.
-        given: The names of the arguments that it was given.
-        called: What help knows it by; its arguments are listed if left out.
-
-    Raises:
-        ArgumentTypeError: With what takes its place, or one that is spelt like it.
-    """
-    none = cls.__init__ is object.__init__
-    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
-    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    advice = {k: v for base in reversed(cls.__mro__) for k, v in ADVICE.get(f"{base.__name__} argument", {}).items()}
-    for name in given:
-        if name not in known:
-            listed = f"help({called}) lists those it has" if called else f"It has {', '.join(known) or 'none'}"
-            hint = f" {advice[name]}" if name in advice else f"{did_you_mean(name, known)} {listed}."
-            raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}.{hint}")

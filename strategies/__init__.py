@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from jaxlit.field_names import no_such_name
 from jaxlit.pipeline.schedules import (
     Eager1F1B,
     FromCSV,
@@ -29,6 +28,7 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.strategies.tensor import TensorParallel
+from jaxlit.unknown import no_such_name
 
 __all__ = [
     "DDP",

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
+from jaxlit.configured import Configured
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
@@ -22,7 +23,7 @@ from jaxlit.strategies.create import create
 from jaxlit.strategies.program import Out, Program, Whole, lay, named, state_shardings
 
 
-class Strategy(ABC):
+class Strategy(Configured, ABC):
     """How training is laid out over devices: the mesh, the shardings and the compiled step.
 
     A subclass that shards the state in its own way overrides `state_sharding` only: the step is then

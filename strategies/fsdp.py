@@ -71,9 +71,10 @@ class FSDP(Strategy):
         if body is not None:
             FSDP._bodies[body] = cls
 
-    def __new__(cls, *_: Any, body: str = "auto", **__: Any) -> "FSDP":
+    def __new__(cls, *args: Any, body: str = "auto", **kwargs: Any) -> "FSDP":
         """Return a strategy of the class that the body asks for."""
-        return super().__new__(FSDP._bodies.get(body, cls) if cls is FSDP and isinstance(body, str) else cls)
+        made = FSDP._bodies.get(body, cls) if cls is FSDP and isinstance(body, str) else cls
+        return super().__new__(made, *args, **kwargs)
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.field_names import ADVICE
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
@@ -100,10 +101,9 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
         return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
-        raise ArgumentError(
-            f"Unknown strategy {strategy!r}.{did_you_mean(name, strategy_names())} "
-            f"Known: {', '.join(strategy_names())}."
-        )
+        advice = ADVICE["strategy"].get(name)
+        hint = f" {advice}" if advice else did_you_mean(name, strategy_names())
+        raise ArgumentError(f"Unknown strategy {strategy!r}.{hint} Known: {', '.join(strategy_names())}.")
     if not colon:
         return _registry[name]()
     if not argument.isdecimal() or (name not in ("simulate",) and not isinstance(_registry[name], type)):

@@ -7,6 +7,7 @@ import ast
 import importlib
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,8 @@ GROUND = (
     "control",
     "mesh_context",
     "field_names",
+    "unknown",
+    "configured",
     "sharding",
 )  # the files on the ground floor, which is one room
 ROOMS = (
@@ -280,3 +283,13 @@ def test_only_the_trainers_room_names_its_private_parts() -> None:
         if private.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_each_extra_installs_what_something_imports() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    called = {"scikit-learn": "sklearn", "pillow": "PIL"}
+    sources = "\n".join(file.read_text() for file in [*FILES.values(), *(ROOT / "examples").glob("*.py")])
+    for extra in extras.keys() - {"test", "dev", "cuda"}:
+        for package in extras[extra]:
+            name = called.get(package, package)
+            assert re.search(rf"\b(import|from) {name}\b|import_module\(\W{name}\b", sources), (extra, package)

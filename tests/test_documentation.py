@@ -58,7 +58,6 @@ def without_numbers(screen: str) -> list[str]:
     return re.sub(r"\d[\d.,]*", "N", screen).split()
 
 
-@pytest.mark.full
 def test_the_readmes_first_example_prints_the_screen_below_it(
     programs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.errors import CheckpointError, did_you_mean
+from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.field_names import ADVICE
 from jaxlit.leaf_names import is_key, leaf_name
 
 _logger = logging.getLogger("jaxlit")
@@ -73,8 +74,11 @@ _HEAD = ("", "in the checkpoint", "in the model")
 
 def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
-    checkpoint, _ = locate(path, f"{cls.__name__}.load_from_checkpoint")
     parameters = inspect.signature(cls.__init__).parameters
+    advice = {k: v for k, v in ADVICE["load_from_checkpoint argument"].items() if k not in parameters}
+    if foreign := next((name for name in overrides if name in advice), None):
+        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {advice[foreign]}")
+    checkpoint, _ = locate(path, f"{cls.__name__}.load_from_checkpoint")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     hparams = checkpoint.state["module"]["hparams"]
     for name in hparams:
@@ -104,6 +108,7 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
             f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Pass what is missing to "
             "load_from_checkpoint: only arguments that are JSON values are kept in a checkpoint."
         ) from error
+    module.hparams.update(checkpoint.state.get("added_hparams") or {})
     load_variables(module, checkpoint, strict=strict)
     return module
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError
-from jaxlit.field_names import refuse_arguments
+from jaxlit.unknown import takes_only_its_arguments
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -277,6 +277,7 @@ def collecting(collector: Any) -> Iterator[Any]:
         _active.reset(token)
 
 
+@takes_only_its_arguments("self.log")
 def log(
     name: str,
     value: Any,
@@ -287,14 +288,12 @@ def log(
     reduce_fx: str = "mean",
     batch_size: Any = None,
     add_dataloader_idx: bool = True,
-    **unknown: Any,
 ) -> None:
     """Log a value from the step or hook that runs; the arguments are those of `TrainModule.log`.
 
     Raises:
         LogError: The call or the value is not one that can be logged.
     """
-    refuse_arguments("self.log", unknown, "log argument")
     collector = _active.get()
     if collector is None:
         raise LogError(

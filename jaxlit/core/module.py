@@ -1,7 +1,7 @@
 """The module that a user writes: a Flax NNX module that knows how to train itself."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,12 +10,13 @@ import optax
 from flax import nnx
 
 from jaxlit.core import log as metrics
+from jaxlit.core.hparams import Hparams, hparams_of, keep_hparams, replace_hparams, set_hparams
 from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
-from jaxlit.core.side_tables import Hparams, hparams_of, keep_hparams, set_hparams, trainer_of, watchers
+from jaxlit.core.side_tables import trainer_of, watchers
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ModuleError, noting_place
-from jaxlit.field_names import no_such_name, refuse_arguments
+from jaxlit.unknown import no_such_name, takes_only_its_arguments
 
 if TYPE_CHECKING:
     _OfClass = classmethod
@@ -122,6 +123,7 @@ class TrainModule(nnx.Module):
         """Return an optax transform, or a `jaxlit.Optimizer`."""
         raise NotImplementedError
 
+    @takes_only_its_arguments("self.log")
     def log(
         self,
         name: str,
@@ -133,7 +135,6 @@ class TrainModule(nnx.Module):
         reduce_fx: str = "mean",
         batch_size: Any = None,
         add_dataloader_idx: bool = True,
-        **unknown: Any,
     ) -> None:
         """Log a scalar from a step or a hook.
 
@@ -154,13 +155,11 @@ class TrainModule(nnx.Module):
                 one replica's rows, a sum adds up what each replica logs.
             batch_size: The weight of this batch, an int or a () array. Default: its rows.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_<i>` to the name.
-            **unknown: None is taken: another argument is refused with what takes its place.
 
         Raises:
             LogError: The call or the value is not one that can be logged.
             ArgumentTypeError: There is no such argument.
         """
-        refuse_arguments("self.log", unknown, "log argument")
         metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
@@ -169,13 +168,13 @@ class TrainModule(nnx.Module):
             self.log(name, value, *args, **kwargs)
 
     @_OfClass
-    def load_from_checkpoint(cls, path: str | Path, /, *, strict: bool = True, **overrides: Any) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
         """Build the module with the hyperparameters and the weights of a checkpoint.
 
         Constructor arguments that are JSON values are kept in a checkpoint; `rngs` need not be given.
 
         Args:
-            path: A checkpoint, or a run's folder, of which the newest that verifies is taken.
+            checkpoint_path: A checkpoint, or a run's folder, of which the newest that verifies is taken.
             strict: Refuse a checkpoint that does not fit; otherwise what fits is taken, and the rest named.
             **overrides: Constructor arguments that win over those of the checkpoint, or that it does not keep.
 
@@ -184,7 +183,7 @@ class TrainModule(nnx.Module):
         """
         from jaxlit.checkpoints.weights import load_module
 
-        return load_module(cls, path, overrides, strict=strict)  # type: ignore[return-value]
+        return load_module(cls, checkpoint_path, overrides, strict=strict)  # type: ignore[return-value]
 
     @property
     def trainer(self) -> Any:
@@ -220,19 +219,22 @@ class TrainModule(nnx.Module):
         """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
         return hparams_of(self)
 
-    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = (), **unknown: Any) -> None:
+    @hparams.setter
+    def hparams(self, values: Mapping[str, Any]) -> None:
+        replace_hparams(self, values)
+
+    @takes_only_its_arguments("self.save_hyperparameters")
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
         """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
 
         Args:
             *args: Names of those that are, or dicts of more.
             ignore: Names of those that are not.
-            **unknown: None is taken: another argument is refused with what takes its place.
 
         Raises:
             ArgumentError: The constructor has no argument of a name.
             ArgumentTypeError: There is no such argument.
         """
-        refuse_arguments("self.save_hyperparameters", unknown, "save_hyperparameters argument")
         keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
-from jaxlit.field_names import refuse_unknown
 from jaxlit.leaf_names import leaf_name
+from jaxlit.unknown import takes_only_its_arguments
 
 
 class ArrayLoader:
@@ -39,6 +39,7 @@ class ArrayLoader:
         3
     """
 
+    @takes_only_its_arguments("ArrayLoader")
     def __init__(
         self,
         arrays: Any,
@@ -47,9 +48,7 @@ class ArrayLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
-        **unknown: Any,
     ) -> None:
-        refuse_unknown(ArrayLoader, unknown)
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
         if not leaves:
             raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")

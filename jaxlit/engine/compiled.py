@@ -9,10 +9,10 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.core.device_sums import Table
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
-from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.data.agreement import joined
 from jaxlit.data.intake import Intake

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jaxlit.core.device_sums import Table
 from jaxlit.core.eval_step import EvalStep
 from jaxlit.core.extras import ArrayKeeper, check_extras, eval_places
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
@@ -27,7 +28,6 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import Replica, abstract_batch
-from jaxlit.core.side_tables import share_hparams
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep

@@ -11,10 +11,10 @@ import optax
 from flax import nnx
 from flax.errors import TraceContextError
 
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.side_tables import set_hparams
 from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
 from jaxlit.errors import ArgumentError, ModuleError
@@ -61,22 +61,19 @@ class lazy:
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
         return lambda: self.cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
-    def with_hparams(self, module: TrainModule) -> TrainModule:
-        """Give the built module the constructor's arguments as its hyperparameters."""
-        set_hparams(module, self.args, self.kwargs)
-        return module
-
 
 def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     """Build a lazy module straight into the shards of the strategy."""
     build = model.builder(seed)
-    graphs: list[Any] = []
+    graphs, traced = list[Any](), list[TrainModule]()
 
     def init() -> Any:
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
         with nnx.use_eager_sharding(False):
-            graphdef, params, rest = nnx.split(build(), nnx.Param, ...)
+            module = build()
+            graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         graphs.append(graphdef)
+        traced.append(module)
         return nnx.as_pure(params), nnx.as_pure(rest)
 
     try:
@@ -93,7 +90,9 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     blank, pure = _abstract_state(params, rest), PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
     shardings = strategy.state_sharding(blank, pure, None)  # known before an array is: none is ever whole on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    return model.with_hparams(nnx.merge(graphs[0], *arrays))
+    built = nnx.merge(graphs[0], *arrays)
+    share_hparams(built, traced[0])
+    return built
 
 
 def _abstract_state(params: Any, model_state: Any) -> TrainState:

@@ -147,6 +147,11 @@ def _as_here(given: dict[str, Any]) -> dict[str, Any]:
         devices = "auto"
     elif isinstance(devices, str) and devices.isdecimal():  # as a shell gives it
         devices = int(devices)
+    elif isinstance(devices, (list, tuple)):
+        raise ArgumentTypeError(
+            f"Trainer(devices={devices}) takes how many, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
+            f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(devices)},), ('data',), devices=[...]))."
+        )
     return given | {"precision": precision, "devices": devices}
 
 

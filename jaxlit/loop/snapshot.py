@@ -15,7 +15,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Evaluation, Position
 from jaxlit.checkpoints.schema import FORMAT, plain_fields
 from jaxlit.core.device_sums import table_of
-from jaxlit.core.side_tables import hparams_of
+from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
@@ -37,6 +37,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     engine, strategy = run.engine, run.engine.strategy
     position = {name: getattr(run.position, name) for name in plain_fields(Position)}
     latest, pending, data = run.results.latest, run.pending, run.loaders.datamodule
+    (hparams, added), hide = hparams_of(run.module).split(), Redaction()
     table = [asdict(metric) for metric in engine.training_table.metrics]
     state = {
         "format": FORMAT,
@@ -64,13 +65,15 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "log": run.hooks.log.state_dict(),
         "callbacks": _states(run),
         "datamodule": {} if data is None else run.hooks.failed.ask(data, "state_dict", data.state_dict),
-        "module": {"class": type(run.module).__name__, "hparams": (hide := Redaction())(_kept(hparams_of(run.module)))},
+        "module": {"class": type(run.module).__name__, "hparams": hide(_kept(hparams))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
+    if added:  # by the module's own lines: its constructor takes no such argument
+        state["added_hparams"] = hide(_kept(added))
     if run.not_finite is not None:
         state["not_finite"] = run.not_finite
     ours = {*state}

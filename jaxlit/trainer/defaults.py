@@ -14,7 +14,7 @@ from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
-from jaxlit.core.side_tables import hparams_of
+from jaxlit.core.hparams import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
@@ -158,4 +158,10 @@ def tell_hyperparams(hooks: Hooks) -> None:
 
 def _teller(logger: Logger, name: str) -> Callable[..., None]:
     method = fitting(logger, name, ["params"])
-    return lambda trainer, module: method(redacted(hparams_of(module)))  # a dict for each, to keep or to change
+
+    def tell(trainer: Any, module: Any) -> None:
+        data = trainer.datamodule
+        # A dict for each, to keep or to change.
+        method(redacted({**({} if data is None else hparams_of(data)), **hparams_of(module)}))
+
+    return tell

@@ -13,7 +13,6 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.field_names import no_such_name, refuse_unknown
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
@@ -27,6 +26,7 @@ from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
+from jaxlit.unknown import no_such_name, takes_only_its_arguments
 
 
 class Trainer(Facts):
@@ -99,6 +99,7 @@ class Trainer(Facts):
         >>> trainer = jl.Trainer(strategy="ddp", max_epochs=3, logger=False)
     """
 
+    @takes_only_its_arguments("Trainer")
     def __init__(
         self,
         *,
@@ -141,10 +142,8 @@ class Trainer(Facts):
         hang_timeout: float | timedelta | None = None,
         max_in_flight: int | str = "auto",
         debug: bool = False,
-        **unknown: Any,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "unknown", "__class__")}
-        refuse_unknown(Trainer, unknown, called="jaxlit.Trainer")
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given).of_trial()
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
@@ -162,6 +161,7 @@ class Trainer(Facts):
 
     # What runs --------------------------------------------------------------------------------------
 
+    @takes_only_its_arguments("Trainer.fit")
     def fit(
         self,
         model: TrainModule | lazy,
@@ -199,6 +199,7 @@ class Trainer(Facts):
         given = {"training": train, "validation": val}
         self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
 
+    @takes_only_its_arguments("Trainer.validate")
     def validate(
         self,
         model: TrainModule | lazy | None = None,
@@ -219,6 +220,7 @@ class Trainer(Facts):
         """
         return self._session.evaluate(STAGES["validation"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
+    @takes_only_its_arguments("Trainer.test")
     def test(
         self,
         model: TrainModule | lazy | None = None,
@@ -229,6 +231,7 @@ class Trainer(Facts):
         """Run the test step over loaders; otherwise like `validate`."""
         return self._session.evaluate(STAGES["test"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
+    @takes_only_its_arguments("Trainer.predict")
     def predict(
         self,
         model: TrainModule | lazy | None = None,
@@ -301,6 +304,7 @@ class Trainer(Facts):
         """
         return self._session.callback_arrays(callback)
 
+    @takes_only_its_arguments("Trainer.save_checkpoint")
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 

@@ -38,6 +38,11 @@ def test_a_schedule_that_cannot_be_has_a_line_below_the_table(capsys: pytest.Cap
     assert "Interleaved1F1B(8, 4): 9 microbatches do not divide into 2 rounds" in out
 
 
+def test_the_command_line_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    assert "compare pipeline schedules" in capsys.readouterr().out
+
+
 def test_bad_numbers_end_the_command_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["pipeline", "--stages", "0", "--microbatches", "9"])

@@ -1,0 +1,153 @@
+"""The constructor's arguments of a module or a DataModule, as it and its checkpoints keep them."""
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxlit.core.side_table import SideTable
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+
+class Hparams(dict[str, Any]):
+    """Hyperparameters: a dict, whose keys are attributes as well.
+
+    Args:
+        values: The hyperparameters.
+        arguments: The names of those that the constructor takes; others were added.
+    """
+
+    _arguments: frozenset[str]
+
+    def __init__(self, values: Mapping[str, Any] | None = None, arguments: Iterable[str] = ()) -> None:
+        super().__init__(values or {})
+        object.__setattr__(self, "_arguments", frozenset(arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"hparams has no {name!r}, and has {list(self)}. Constructor arguments that are JSON values are kept."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return those that the constructor takes, and those that were added."""
+        given = {k: v for k, v in self.items() if k in self._arguments}
+        return given, {k: v for k, v in self.items() if k not in self._arguments}
+
+
+_hparams: SideTable[Hparams] = SideTable()
+
+
+def hparams_of(owner: Any) -> Hparams:
+    """Return the hyperparameters of a module or DataModule, always the same dict, without touching it."""
+    if (found := _hparams.get(owner)) is None:
+        found = _hparams[owner] = Hparams()
+    return found
+
+
+def set_hparams(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep those of a constructor's arguments that are JSON values."""
+    given = _named(type(owner).__mro__, owner, args, kwargs, defaults=True)
+    _hparams[owner] = Hparams({k: v for k, v in given.items() if is_json(v)}, given)
+
+
+def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -> None:
+    """Keep only some of the hyperparameters; called in a base class's constructor, also those that it was given.
+
+    Args:
+        owner: The module or DataModule.
+        chosen: Names of those that stay, and dicts of more; none for all of them.
+        ignore: Names of those that go.
+
+    Raises:
+        ArgumentError: The constructor has no argument of a name.
+    """
+    called, names = f"{type(owner).__name__}.save_hyperparameters", [x for x in chosen if isinstance(x, str)]
+    more = [x for x in chosen if not isinstance(x, str)]
+    here = _of_base_class(owner)
+    kept = hparams_of(owner) if here.keys() <= hparams_of(owner).keys() else {**here, **hparams_of(owner)}
+    known = {*inspect.signature(type(owner).__init__).parameters, *here, *kept}
+    if unknown := [x for x in (*names, *ignore) if x not in known]:
+        raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
+    found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and is_json(v)}
+    for values in more:
+        values = vars(values) if isinstance(values, argparse.Namespace) else values
+        if not isinstance(values, Mapping):
+            raise ArgumentTypeError(f"{called} takes names of the constructor's arguments, and dicts, got {values!r}.")
+        found |= {k: v for k, v in values.items() if is_json(v)}
+    _hparams[owner] = Hparams(found, hparams_of(owner)._arguments)
+
+
+def replace_hparams(owner: Any, values: Any) -> None:
+    """Make a mapping's values the hyperparameters, as `self.hparams = values` says."""
+    if isinstance(values, argparse.Namespace):
+        values = vars(values)
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {values!r}.")
+    _hparams[owner] = Hparams(values, hparams_of(owner)._arguments)
+
+
+def share_hparams(copy: Any, module: Any) -> None:
+    """Give a copy the module's hyperparameters."""
+    if (hparams := _hparams.get(module)) is not None:
+        _hparams[copy] = hparams
+
+
+def is_json(value: Any) -> bool:
+    """Tell whether a value can be kept in a checkpoint."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _constructors(classes: Iterable[type]) -> list[type]:
+    """Return the classes that define a constructor in Python, nearest first."""
+    return [cls for cls in classes if hasattr(vars(cls).get("__init__"), "__code__")]
+
+
+def _named(
+    classes: Iterable[type], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, defaults: bool
+) -> dict[str, Any]:
+    """Return a constructor's arguments by name; what it hands on as `*args, **kwargs` has the names of its base."""
+    cls, *bases = _constructors(classes) or [type(owner)]
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    try:
+        # In part: jl.lazy leaves out rngs.
+        bound = inspect.signature(cls.__init__).bind_partial(owner, *args, **kwargs)
+    except TypeError:
+        return {}  # the constructor itself will say what is wrong
+    if defaults:
+        bound.apply_defaults()
+    found = dict(list(bound.arguments.items())[1:])
+    named = next((found.pop(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    if named is not None and several is not None and bases:
+        handed_on = _named(bases, owner, found.get(several, ()), named, defaults=False)
+        if len(handed_on) == len(found.get(several, ())) + len(named):
+            found.pop(several, None)
+            named = handed_on
+    return found | (named or {})
+
+
+def _of_base_class(owner: Any) -> dict[str, Any]:
+    """Return what a base class's constructor was given, if one of its lines has called this; else nothing."""
+    codes = {cls.__init__.__code__: cls for cls in _constructors(type(owner).__mro__)[1:]}  # type: ignore[attr-defined]
+    frame = sys._getframe(1)
+    for _ in range(4):  # from here to the line that called save_hyperparameters
+        if frame is not None and frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
+            cls, given = codes[frame.f_code], frame.f_locals
+            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            more = next((given.get(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), {})
+            return {name: given[name] for name in plain if name in given} | more
+        frame = frame.f_back if frame is not None else None
+    return {}

@@ -1,0 +1,79 @@
+"""Refuses names and arguments that are not there, with what takes their place."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from jaxlit.errors import ArgumentTypeError, did_you_mean
+from jaxlit.field_names import ADVICE
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError | ImportError:
+    """Return the error of a name that is not there: with what takes its place, or a name that is spelt like it.
+
+    Args:
+        owner: A key of `ADVICE`.
+        name: The name.
+        known: Those that are there.
+        called: What the owner is called in the message; its key if left out.
+    """
+    advice = ADVICE[owner].get(name)
+    text = f"{called or owner} has no attribute {name!r}.{f' {advice}' if advice else did_you_mean(name, known, 0.75)}"
+    # `from jaxlit import name` asks in this frame, and puts words of its own in the place of an AttributeError.
+    imports = sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    return ImportError(text, name=name) if advice and imports else AttributeError(text)
+
+
+def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+    """Refuse an argument that a constructor does not have.
+
+    Args:
+        cls: Whose constructor it is.
+        given: The names of the arguments that it was given.
+
+    Raises:
+        ArgumentTypeError: With what takes its place, or one that is spelt like it.
+    """
+    none = cls.__init__ is object.__init__
+    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters]
+    advice = {k: v for base in reversed(cls.__mro__) for k, v in ADVICE.get(f"{base.__name__} argument", {}).items()}
+    _refuse(cls.__name__, given, known, advice)
+
+
+def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
+    """Return a decorator of a method: an argument that it does not have is refused with what takes its place.
+
+    Args:
+        called: The method, as a user calls it. `ADVICE[f"{called} argument"]` says what takes whose place.
+    """
+
+    def decorate(method: _F) -> _F:
+        parameters = inspect.signature(method).parameters
+        known = [name for name in parameters if name != "self"]
+
+        @functools.wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            if not named.keys() <= parameters.keys():
+                _refuse(called, named, known, ADVICE.get(f"{called} argument", {}))
+            return method(*args, **named)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _refuse(called: str, given: Iterable[str], known: list[str], advice: Mapping[str, str]) -> None:
+    for name in given:
+        if name not in known:
+            has = (
+                f"It has {', '.join(known) or 'none'}." if len(known) < 16 else f"help(jl.{called}) lists those it has."
+            )
+            hint = advice.get(name) or f"{did_you_mean(name, known)} {has}".lstrip()
+            raise ArgumentTypeError(f"{called} has no argument {name!r}. {hint}")
