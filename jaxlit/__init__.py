@@ -1,9 +1,9 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
-import sys
 from typing import Any
 
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
+from jaxlit import loggers as loggers  # for ports
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
@@ -40,9 +40,6 @@ __all__ = [
     "strategies",
     "testing",
 ]
-
-# A port says `from jaxlit.loggers import WandbLogger`; loggers are callbacks.
-loggers = sys.modules[f"{__name__}.loggers"] = callbacks
 
 
 def __dir__() -> list[str]:

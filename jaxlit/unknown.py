@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from jaxlit.errors import ArgumentTypeError, did_you_mean
+from jaxlit.field_arguments import ARGUMENTS
 from jaxlit.field_names import ADVICE
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -43,7 +44,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters]
-    advice = {k: v for base in reversed(cls.__mro__) for k, v in ADVICE.get(f"{base.__name__} argument", {}).items()}
+    advice = {k: v for base in reversed(cls.__mro__) for k, v in ARGUMENTS.get(base.__name__, {}).items()}
     _refuse(cls.__name__, given, known, advice)
 
 
@@ -51,7 +52,7 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
     """Return a decorator of a method: an argument that it does not have is refused with what takes its place.
 
     Args:
-        called: The method, as a user calls it. `ADVICE[f"{called} argument"]` says what takes whose place.
+        called: The method, as a user calls it. `ARGUMENTS[called]` says what takes whose place.
     """
 
     def decorate(method: _F) -> _F:
@@ -61,7 +62,7 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
         @functools.wraps(method)
         def call(*args: Any, **named: Any) -> Any:
             if not named.keys() <= parameters.keys():
-                _refuse(called, named, known, ADVICE.get(f"{called} argument", {}))
+                _refuse(called, named, known, ARGUMENTS.get(called, {}))
             return method(*args, **named)
 
         return call  # type: ignore[return-value]

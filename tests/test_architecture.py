@@ -25,6 +25,7 @@ GROUND = (
     "control",
     "mesh_context",
     "field_names",
+    "field_arguments",
     "unknown",
     "configured",
     "sharding",
@@ -82,7 +83,7 @@ def where(module: str, line: int) -> str:
 def room(module: str) -> str:
     """Return the room of a file: `jaxlit.loop.run` is in loop."""
     parts = module.split(".")
-    if len(parts) == 1 or parts[1] == "__main__":
+    if len(parts) == 1 or parts[1] in ("__main__", "loggers"):
         return "jaxlit"
     return "ground" if parts[1] in GROUND else parts[1]
 

@@ -19,6 +19,7 @@ from kit.trainers import fit
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.field_arguments import ARGUMENTS
 from jaxlit.field_names import ADVICE
 
 
@@ -118,7 +119,7 @@ def test_an_import_of_a_name_of_the_field_says_what_takes_its_place(owner: str) 
 
 
 def test_what_an_advice_names_is_there() -> None:
-    every = " ".join(advice for names in ADVICE.values() for advice in names.values())
+    every = " ".join(advice for table in (ADVICE, ARGUMENTS) for names in table.values() for advice in names.values())
     found = set(re.findall(r"\bjl\.[\w.]*\w", every))
     assert len(found) > 15
     for path in found:

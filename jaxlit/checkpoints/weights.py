@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.field_names import ADVICE
+from jaxlit.field_arguments import ARGUMENTS
 from jaxlit.leaf_names import is_key, leaf_name
 
 _logger = logging.getLogger("jaxlit")
@@ -75,7 +75,7 @@ _HEAD = ("", "in the checkpoint", "in the model")
 def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
     parameters = inspect.signature(cls.__init__).parameters
-    advice = {k: v for k, v in ADVICE["load_from_checkpoint argument"].items() if k not in parameters}
+    advice = {k: v for k, v in ARGUMENTS["load_from_checkpoint"].items() if k not in parameters}
     if foreign := next((name for name in overrides if name in advice), None):
         raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {advice[foreign]}")
     checkpoint, _ = locate(path, f"{cls.__name__}.load_from_checkpoint")

@@ -1,0 +1,5 @@
+"""Those callbacks that are loggers, as `from jaxlit.loggers import WandbLogger` in a port asks for them."""
+
+from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
+
+__all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
