@@ -9,8 +9,9 @@ from kit.inside import stop_clocks
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import fit
+from kit.trainers import fit, make_trainer
 
+from jaxlit import DataModule
 from jaxlit.callbacks import CSVLogger, Logger, NoLogger
 from jaxlit.errors import LoggerError, ModuleError, StateError
 
@@ -52,6 +53,19 @@ def test_a_logger_of_ones_own_is_given_the_modules_hyperparameters_before_the_fi
     assert [x.seen for x in loggers[:2]] == [[("setup", 3, 1), TOLD, "on_fit_start"]] * 2
     assert loggers[2].seen == [("setup", 3, 1), "on_fit_start"]
     assert seen == [TOLD] and module.hparams == GIVEN
+
+
+def test_it_is_given_those_of_the_datamodule_as_well_and_the_modules_win():
+    class Data(DataModule):
+        def __init__(self, size=8, width=7):
+            pass
+
+        def train_dataloader(self):
+            return numbered(1)
+
+    logger = Mine()
+    make_trainer(logger=logger).fit(Scaled(3), datamodule=Data())
+    assert {"size": 8, **TOLD} in logger.seen
 
 
 def test_its_time_is_told_with_that_of_the_hooks(monkeypatch):

@@ -93,6 +93,19 @@ def test_what_was_loaded_draws_the_same_keys_and_takes_the_same_steps(trained):
     assert_same(loaded, whole)
 
 
+def test_hyperparameters_that_were_added_come_back_and_are_no_arguments(tmp_path):
+    class Added(Linear):
+        def __init__(self, width=1):
+            super().__init__()
+            self.save_hyperparameters({"source": "here"})
+
+    made = Added(2)
+    made.hparams.note = "n"
+    fit(made, random(1), default_root_dir=tmp_path / "run")
+    expected = {"width": 2, "source": "here", "note": "n"}
+    assert Added.load_from_checkpoint(checkpoint_path=tmp_path / "run").hparams == made.hparams == expected
+
+
 def test_an_override_wins_and_the_weights_must_still_fit(trained):
     made, run, _ = trained
     assert Rich.load_from_checkpoint(run, rates=[0.7]).hparams["rates"] == [0.7]

@@ -54,6 +54,15 @@ def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_wher
     assert (jax.random.key_data(rngs()) == jax.random.key_data(other())).all()
 
 
+def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
+    class Chosen(Linear):
+        def __init__(self, width: int = 1, folder: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="folder")
+
+    assert fit(jl.lazy(Chosen, 3), random(1)).module.hparams == {"width": 3}
+
+
 @pytest.mark.full
 def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -> None:
     class Positional(Net):
