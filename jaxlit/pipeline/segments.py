@@ -53,8 +53,7 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
     if balance == "flops":
         sizes = _by_cost(_costs(jaxpr, marks, parts), num_stages)
     elif balance == "count":
-        # A mark behind each layer, also the last one: what follows that belongs to its stage.
-        sizes = _evenly(parts - (count % num_stages == 0), num_stages)
+        sizes = _evenly(parts, num_stages)  # what follows a mark behind the last layer goes to the last stage
     else:
         sizes = list(balance)
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):

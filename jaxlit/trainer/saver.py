@@ -194,9 +194,8 @@ class Saver:
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None
-        # With the note of a bad step that came behind it a checkpoint is another one.
-        noted = run.not_finite is not None
-        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside, noted)
+        # Behind a bad step training stands at a phase that no other checkpoint has: it gets another one, with the note.
+        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
 
     def _training(self) -> Run:
         if (run := self._fitted()) is None:

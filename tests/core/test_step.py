@@ -55,15 +55,17 @@ def running(batches: list[Any], key: str) -> float:
 
 @pytest.mark.parametrize(("policy", "accumulate", "strategy"), thinned(CASES, *CASES[:6:2], CASES[3]))
 def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, accumulate: int, strategy: str) -> None:
-    model, batches = Tracked(), with_nan()
+    model, batches, seen = Tracked(), with_nan(), list[float]()
+    watch = hooks(on_train_batch_end=lambda *_: seen.append(float(model.of_y[...])))
     arguments = {"strategy": strategy, "nan_policy": policy, "accumulate_grad_batches": accumulate}
-    trainer = make_trainer(**arguments)
+    trainer = make_trainer(watch, **arguments)
     windows = [batches[i : i + accumulate] for i in range(0, 6, accumulate)]
     bad = BAD // accumulate
     if policy == "raise":
         with pytest.raises(NonFiniteError, match=rf"optimizer step {bad} .*nan_policy='skip'"):
             trainer.fit(model, batches)
         kept = windows[:bad]  # the bad step stops all later ones, though they are dispatched
+        assert len(seen) == 6 and len(set(seen[bad * accumulate + accumulate - 1 :])) == 1
     else:
         trainer.fit(model, batches)
         kept = [*windows[:bad], *windows[bad + 1 :]]
@@ -83,6 +85,11 @@ def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, ac
         assert int(model.count[...]) == 6 and trainer.global_step == len(windows)  # counts, random ones too, go on
         of_epoch = np.mean([batch["x"].mean() for batch in used])
         assert trainer.callback_metrics["mean"] == pytest.approx(of_epoch, rel=1e-4)
+
+
+def test_the_first_step_that_is_not_finite_is_named_where_the_loss_is_scaled() -> None:
+    with pytest.raises(NonFiniteError, match=f"optimizer step {BAD} "):
+        fit(Linear(), with_nan(), precision="16-mixed")
 
 
 def test_a_bad_step_is_noticed_at_a_logged_row() -> None:

@@ -75,7 +75,7 @@ class Block(nnx.Module):
 
 
 class Language(jl.TrainModule):
-    """What is hard to cut: tied weights, a skip over all stages, a mask for all, their losses, a norm of all weights.
+    """What is hard to cut: tied weights, a skip to two stages, a mask for all, their losses, a norm of all weights.
 
     Batches are `(rows, LENGTH + 1)` int32 below `WORDS`, 0 where there is no word.
     """
@@ -93,7 +93,7 @@ class Language(jl.TrainModule):
         x = first = self.embed(words)
         extra = jnp.zeros(())
         for i, block in enumerate(self.blocks):
-            x, own = block(x, mask)
+            x, own = block((x + first) / 2 if 2 * i == len(self.blocks) else x, mask)
             extra = extra + own
             x = jl.pipeline_yield(x) if i + 1 < len(self.blocks) else x
         logits = self.embed.attend(x + first)

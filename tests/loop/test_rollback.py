@@ -57,6 +57,12 @@ def test_training_goes_back_and_on_without_the_bad_batch(bad: int, strategy: str
     assert float(made.w[...][0]) == pytest.approx(by_hand([[x] for x in left]), abs=1e-6)
 
 
+def test_of_several_checkpoints_the_newest_is_gone_back_to() -> None:
+    keep = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    trainer, made = train([1.0, 2.0, 3.0, BAD], keep, log_every_n_steps=50)
+    assert trainer.global_step == 3 and float(made.w[...][0]) == pytest.approx(by_hand([[1.0], [2.0], [3.0]]), abs=1e-6)
+
+
 def probe(batch_idx: int) -> jl.Callback:
     """Return a callback whose save is the first to look whether every step was finite, and what the module is then."""
 

@@ -8,6 +8,7 @@ or if a defect that is not said to be invisible goes unnoticed.
 """
 
 import argparse
+import ast
 import collections
 import os
 import shutil
@@ -56,6 +57,11 @@ class Defect:
             return f"there is no {self.file}"
         if (count := path.read_text().count(self.old)) != 1 or self.old == self.new:
             return f"its text stands {count} times in {self.file}"
+        if path.suffix == ".py":
+            try:
+                ast.parse(path.read_text().replace(self.old, self.new))
+            except SyntaxError as error:  # which every test would notice, or none, as pytest could not begin
+                return f"with it {self.file} is no program: {error}"
         gone = [test for test in self.tests if not _exists(test)]
         return f"there is no {', '.join(gone)}" if gone else ""
 
