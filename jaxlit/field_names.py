@@ -51,7 +51,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
         "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
-        "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
         "BasePredictionWriter": "Write in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
         "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
