@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.device_stats_monitor import DeviceStatsMonitor
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
@@ -11,6 +12,7 @@ from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.profiler import Profiler
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
@@ -23,6 +25,7 @@ __all__ = [
     "EMA",
     "CSVLogger",
     "Callback",
+    "DeviceStatsMonitor",
     "EarlyStopping",
     "GradientNorm",
     "JSONLLogger",
@@ -31,6 +34,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",
+    "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
     "TensorBoardLogger",
