@@ -15,6 +15,7 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.profiler import Profiler
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from jaxlit.callbacks.run_report import RunReport
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
 from jaxlit.callbacks.throughput_monitor import ThroughputMonitor
 from jaxlit.callbacks.wandb_logger import WandbLogger
@@ -37,6 +38,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
+    "RunReport",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "WandbLogger",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.profiler import Profiler
+from jaxlit.callbacks.run_report import RunReport
 from jaxlit.checkpoints.files import FOLDER
 from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
@@ -55,8 +56,9 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
 
 
 def _reports(trainer: "Trainer") -> list[str]:
-    """Return where the loggers' rows can be seen."""
-    places = [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
+    """Return the pages of a RunReport, and where the loggers' rows can be seen."""
+    places = [callback.location for callback in trainer.callbacks if isinstance(callback, RunReport)]
+    places += [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
     return [str(short_path(Path(place))) if "://" not in place else place for place in places if place]
 
 
