@@ -118,5 +118,6 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             for name in group:
                 axes.plot(*self[name], label=name, marker="." if len(self[name][0]) < 30 else None)
             axes.set_xlabel("step")
+            axes.grid(alpha=0.25)
             axes.legend()
         return figure
