@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.device_stats_monitor import DeviceStatsMonitor
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
@@ -11,9 +12,12 @@ from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.profiler import Profiler
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
+from jaxlit.callbacks.run_report import RunReport
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
+from jaxlit.callbacks.throughput_monitor import ThroughputMonitor
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.callbacks.weight_averaging import EMA, WeightAveraging
 from jaxlit.unknown import no_such_name
@@ -22,6 +26,7 @@ __all__ = [
     "EMA",
     "CSVLogger",
     "Callback",
+    "DeviceStatsMonitor",
     "EarlyStopping",
     "GradientNorm",
     "JSONLLogger",
@@ -30,9 +35,12 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",
+    "Profiler",
     "ProgressBar",
     "ReduceLROnPlateau",
+    "RunReport",
     "TensorBoardLogger",
+    "ThroughputMonitor",
     "WandbLogger",
     "WeightAveraging",
 ]

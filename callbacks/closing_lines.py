@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.profiler import Profiler
+from jaxlit.callbacks.run_report import RunReport
 from jaxlit.checkpoints.files import FOLDER
 from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
@@ -34,7 +36,7 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         ended = f"interrupted in epoch {max(epoch, 1)}"
     lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
     checkpoints = _checkpoints(trainer)
-    for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer))):
+    for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer)), ("trace", _traces(trainer))):
         parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []
         lines += [join(parts, indent=" " * 14, in_file=_FILE_WIDTH)] if parts else []
     if checkpoints:
@@ -54,9 +56,16 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
 
 
 def _reports(trainer: "Trainer") -> list[str]:
-    """Return where the loggers' rows can be seen."""
-    places = [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
+    """Return the pages of a RunReport, and where the loggers' rows can be seen."""
+    places = [callback.location for callback in trainer.callbacks if isinstance(callback, RunReport)]
+    places += [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
     return [str(short_path(Path(place))) if "://" not in place else place for place in places if place]
+
+
+def _traces(trainer: "Trainer") -> list[str]:
+    """Return the folders of profiles."""
+    places = [callback.location for callback in trainer.callbacks if isinstance(callback, Profiler)]
+    return [str(short_path(Path(place))) for place in places if place]
 
 
 def _location(logger: Logger) -> str | None:

@@ -80,7 +80,6 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "num_nodes": "Start a process on each, and call jl.distributed.initialize in it.",
         "deterministic": "Runs repeat bit by bit as they are; on GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true.",
         "benchmark": "XLA chooses its kernels while it compiles: nothing has to be said.",
-        "profiler": "Call trainer.explain() after fit, or jax.profiler.trace(folder) around it.",
         "detect_anomaly": "nan_policy='raise', the default, stops at the first; debug=True looks at every batch.",
         "terminate_on_nan": "nan_policy='raise' is the default.",
         "track_grad_norm": "Pass callbacks=jl.callbacks.GradientNorm().",
@@ -113,6 +112,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "loss": "training_step of the module returns it.",
         "metrics": "Log them in a step: self.log('accuracy', value).",
         "verbose": "Pass enable_progress_bar=False, or logging.getLogger('jaxlit').setLevel(...).",
+        "profiler": "Pass callbacks=jl.callbacks.Profiler(start_step=10); trainer.explain() tells where the time went.",
     },
     "CSVLogger": {
         "save_dir": _FOLDER,
@@ -154,5 +154,9 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "pin_memory": "The next batch is placed while the devices compute.",
         "persistent_workers": "There are none: a batch is taken by one index.",
         "generator": "Pass seed=.",
+    },
+    "Profiler": {
+        "schedule": "The steps are start_step=10, num_steps=5.",
+        "filename": "jax names the files: pass dirpath=.",
     },
 }

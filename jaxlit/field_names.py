@@ -22,7 +22,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "LightningCLI": _CLI,
         "cli": _CLI,
         "Fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
-        "profilers": "Call trainer.explain(), or jax.profiler.trace(folder) around fit.",
         "plugins": "What they do is said by Trainer(strategy=..., precision=...).",
         "DataLoader": "It is jl.ArrayLoader for arrays in memory; a DataLoader of torch is taken as it is.",
         "Tuner": _TUNER,
@@ -43,6 +42,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "metrics": "Log a number in a step, self.log('accuracy', value), or an nnx.metrics.Accuracy.",
         "fit": "It is a method: jl.Trainer(max_epochs=3).fit(model, loader).",
         "TrainState": "trainer.state is it, in a fit and after it.",
+        "profilers": "jl.callbacks.Profiler traces some steps; trainer.explain() tells where the time went.",
     },
     "jl.callbacks": {
         "Checkpoint": "It is jl.callbacks.ModelCheckpoint.",
@@ -70,8 +70,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
         "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
-        "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
-        "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
         "BasePredictionWriter": "Write in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
         "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
@@ -219,7 +217,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "summary": "nnx.tabulate(module, x) prints one; a fit begins with it.",
         "load_checkpoint": "Pass fit(ckpt_path=path), or call Model.load_from_checkpoint(path).",
         "lr_find": "There is no tuner: fit with max_steps for each rate.",
-        "profiler": "Call trainer.explain() after fit, or jax.profiler.trace(folder) around it.",
+        "profiler": "Pass callbacks=jl.callbacks.Profiler(start_step=10); trainer.explain() tells where the time went.",
     },
     "DataModule": {
         "load_from_checkpoint": "Build it anew: its own state comes back with the training, fit(ckpt_path=...).",

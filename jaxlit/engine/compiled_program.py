@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.mesh_context import is_out, out
-from jaxlit.programs.cost import ProgramCost, program_cost
+from jaxlit.programs.cost import ProgramCost, program_cost, trace
+from jaxlit.programs.flops import Flops, count_flops
 from jaxlit.strategies.program import Program, state_shardings
 
 
@@ -43,6 +44,14 @@ class CompiledProgram:
     def failed(self) -> bool:
         """Whether its first call has raised an error."""
         return self._arguments is not None and not self.ran
+
+    @cached_property
+    def flops(self) -> Flops | None:
+        """The operations of a call like the first one, without a look at what was compiled; None if nobody can tell."""
+        assert self._arguments is not None, "nothing is known of a program before its first call"
+        with out(self._out):
+            traced = trace(self.program, *self._arguments)
+        return None if traced is None else count_flops(traced.jaxpr.jaxpr)
 
     @cached_property
     def cost(self) -> ProgramCost:

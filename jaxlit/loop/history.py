@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
+from jaxlit.reporting.curves import together
 
 MOST = 10_000  # values of a metric
 
@@ -108,16 +109,15 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
                 f"History.plot takes names of metrics that were logged, {sorted(self)}, got {chosen}. Call it after a "
                 "fit, or from a hook behind the first row."
             )
-        pictures: dict[str, list[str]] = {}
-        for name in chosen:
-            pictures.setdefault(name.removesuffix("_epoch").removesuffix("_step").split("/")[-1], []).append(name)
+        pictures = together(chosen)
         columns = min(len(pictures), 3)
         rows = -(-len(pictures) // columns)
         figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
-        for k, together in enumerate(pictures.values()):
+        for k, group in enumerate(pictures.values()):
             axes = figure.add_subplot(rows, columns, k + 1)
-            for name in together:
+            for name in group:
                 axes.plot(*self[name], label=name, marker="." if len(self[name][0]) < 30 else None)
             axes.set_xlabel("step")
+            axes.grid(alpha=0.25)
             axes.legend()
         return figure

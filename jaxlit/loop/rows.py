@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxlit.callbacks.measure import Measure, Measured
 from jaxlit.errors import NonFiniteError
+from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
 from jaxlit.loop.rollback import roll_back
 from jaxlit.loop.run import Run
@@ -22,6 +24,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
+        run.hooks("begin_row", step)
         return run.results.latest, window, step
     # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
@@ -42,12 +45,27 @@ def log_pending(run: Run) -> None:
     values = run.results.steps(logs)
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
-    log_row(run, row | dict(window), step)
+    log_row(run, measured(run, row | dict(window), step), step)
     # The last column is the guard's: the row is on the host, so looking costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
     else:
         run.found_finite(step + 1)
+
+
+def bind_measures(hooks: Hooks) -> None:
+    """Find the callbacks that add to rows, by hooks that only they have."""
+    for name in ("begin_row", "fill_row"):
+        owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
+        hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
+
+
+def measured(run: Run, row: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return a step's row with what callbacks measure: its values have arrived, so the step is done."""
+    if (hook := run.hooks.bind("fill_row")).functions:
+        hook(added := Measured(row), step)
+        return row | added
+    return row
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:

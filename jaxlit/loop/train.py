@@ -16,7 +16,7 @@ from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.bad_step import go_back, note_start
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import check_finite, log_pending, log_row, row_of_epoch, row_of_step
+from jaxlit.loop.rows import bind_measures, check_finite, log_pending, log_row, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -26,6 +26,7 @@ def fit(run: Run) -> None:
     """Train until a limit or a stop."""
     run.start_clocks()
     run.hooks.bind("on_safe_point")
+    bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
     if run.done or not run.trains:  # and so no train hook

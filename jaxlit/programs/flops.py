@@ -1,9 +1,11 @@
 """How many floating-point operations a traced program takes."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxlit.programs.jaxpr import inner_jaxprs
@@ -16,16 +18,21 @@ class Flops:
     Attributes:
         count: How many, at least.
         exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
+        by_dtype: The part of each kind of operands: a dtype's name, or "float32 fast" for those of float32 that a
+            device may round to fewer bits, which is what it does unless a product asks for more.
     """
 
     count: int = 0
     exact: bool = True
+    by_dtype: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.count + other.count, self.exact and other.exact)
+        kinds = {**self.by_dtype, **other.by_dtype}
+        kinds = {kind: self.by_dtype.get(kind, 0) + other.by_dtype.get(kind, 0) for kind in kinds}
+        return Flops(self.count + other.count, self.exact and other.exact, kinds)
 
     def __mul__(self, times: int) -> "Flops":
-        return Flops(self.count * times, self.exact)
+        return Flops(self.count * times, self.exact, {kind: n * times for kind, n in self.by_dtype.items()})
 
 
 def count_flops(jaxpr: Any) -> Flops:
@@ -48,17 +55,19 @@ def count_flops(jaxpr: Any) -> Flops:
 def _of_equation(eqn: Any) -> Flops:
     name, params = eqn.primitive.name, eqn.params
     if name in _PRODUCTS:
-        return Flops(2 * _PRODUCTS[name](eqn))
+        found = 2 * _PRODUCTS[name](eqn)
+        return Flops(found, by_dtype={_kind(eqn): found})
     if name == "custom_linear_solve":  # beside solving it holds the product and the transposes, for gradients
         return count_flops(params["jaxprs"].solve.jaxpr)
     inner = [count_flops(getattr(x, "jaxpr", x)) for x in inner_jaxprs(eqn)]
     if not any(x.count for x in inner):
         return Flops()
     if name == "cond":
-        return Flops(max(x.count for x in inner), all(x.exact for x in inner))
+        longest = max(inner, key=lambda x: x.count)
+        return replace(longest, exact=all(x.exact for x in inner))
     found = sum(inner, Flops())
     if name == "while":
-        return Flops(found.count, exact=False)
+        return replace(found, exact=False)
     return found * _turns(name, params)
 
 
@@ -71,6 +80,15 @@ def _turns(name: str, params: Any) -> int:
     if name == "pallas_call":
         return math.prod(params["grid_mapping"].grid)
     return 1
+
+
+def _kind(eqn: Any) -> str:
+    """Return what its operands are, as `Flops.by_dtype` names it."""
+    wider = max((x.aval.dtype for x in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+    asked = eqn.params.get("precision")
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    fast = all(x is None or x == jax.lax.Precision.DEFAULT for x in asked)
+    return f"{wider} fast" if wider == "float32" and fast else wider
 
 
 def _dot(eqn: Any) -> int:

@@ -97,6 +97,17 @@ def explain(run: Run | None) -> Explanation:
     return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, engine), programs)
 
 
+@out_of_meshes
+def step_flops(run: Run | None) -> dict[str, Flops]:
+    """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
+    engine: Engine | None = getattr(run, "engine", None)
+    if run is None or engine is None:
+        return {}
+    with run.compiles.paused():
+        counted = [(program.name, program.flops) for program in reversed(engine.programs)]
+    return {name: flops for name, flops in counted if flops is not None}
+
+
 def _times(hooks: Hooks) -> list[HookTime]:
     spent, seen = [], Counter[tuple[str, str]]()
     for hook, f in hooks.functions():

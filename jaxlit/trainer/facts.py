@@ -13,8 +13,10 @@ from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.log import active_collector
 from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.programs.flops import Flops
 from jaxlit.reporting.terminal import short_path
 from jaxlit.trainer.attributes import argument, fact
+from jaxlit.trainer.explanation import step_flops as step_flops_of
 from jaxlit.trainer.session import Session
 
 
@@ -82,6 +84,11 @@ def compile_seconds(session: Session) -> dict[str, float]:
     """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
     run = session.current
     return {} if run is None else dict(run.compiles.seconds)
+
+
+def step_flops(session: Session) -> dict[str, Flops]:
+    """Floating-point operations of each step that the newest run has taken, as `explain` counts them, by its name."""
+    return step_flops_of(session.current)
 
 
 def run_dir(session: Session) -> Path:
@@ -180,6 +187,7 @@ class Facts:
     is_running: bool = fact(is_running)
     data_wait: float = fact(data_wait)
     compile_seconds: dict[str, float] = fact(compile_seconds)
+    step_flops: dict[str, Flops] = fact(step_flops)
     run_dir: Path = fact(run_dir)
     log_dir: Path = fact(log_dir)
     loggers: list[Callback] = fact(loggers)

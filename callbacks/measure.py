@@ -1,0 +1,64 @@
+"""The base of callbacks that measure a training, and add what they find to its rows."""
+
+from typing import TYPE_CHECKING
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import ArgumentError, LogError
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class Measured(dict[str, float]):
+    """What callbacks add to a row, by names that nobody else logs.
+
+    Args:
+        row: The row.
+    """
+
+    def __init__(self, row: dict[str, float]) -> None:
+        super().__init__()
+        self._taken = set(row)
+
+    def put(self, owner: Callback, values: dict[str, float]) -> None:
+        """Add values.
+
+        Raises:
+            LogError: A name is taken.
+        """
+        if taken := sorted(values.keys() & (self._taken | self.keys())):
+            raise LogError(f"{type(owner).__name__} adds {taken[0]!r} to rows, which is logged already. Rename yours.")
+        self.update(values)
+
+
+class Measure(Callback):
+    """Adds values to the rows of steps, those of every `log_every_n_steps`.
+
+    No device is asked for them: a row comes a step late, when its values have arrived, and its step is done by then.
+    """
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Refuse a training without rows.
+
+        Raises:
+            ArgumentError: There are none.
+        """
+        if stage == "fit" and not trainer.log_every_n_steps:
+            raise ArgumentError(
+                f"{type(self).__name__} adds to the rows of steps, and Trainer(log_every_n_steps=0) makes none. Pass "
+                "log_every_n_steps=50, say, or leave it out of the callbacks."
+            )
+
+    def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
+        """Run when an optimizer step was dispatched that has a row."""
+
+    def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
+        """Run when the row's values have arrived.
+
+        Args:
+            trainer: The trainer.
+            module: The module.
+            row: Takes values.
+            step: 0-based index of the optimizer step.
+        """

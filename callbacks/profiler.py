@@ -1,0 +1,167 @@
+"""A trace of a few steps, for a look at what devices and host do in them."""
+
+import contextlib
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.reporting.terminal import absolute
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+
+
+class Profiler(Callback):
+    """Trace a window of optimizer steps by jax's profiler, into the run's folder; the closing lines name it.
+
+    Each step is marked by `jax.profiler.StepTraceAnnotation("train", step_num=...)`: from the wait for its batch on,
+    with its hooks and its row, without validations and the ends of epochs. The devices are waited for at both ends of
+    the window only. Look at it by `xprof <folder>`, or open its `.trace.json.gz` in ui.perfetto.dev.
+
+    A window that an error, an interrupt or the end of training cuts is written all the same. Steps are counted from the
+    beginning of the training, also in one that is resumed. Of several processes each writes its own, to `process_<i>`.
+
+    Args:
+        start_step: 0-based index of the first optimizer step; 0 would hold the compiling as well.
+        num_steps: How many.
+        dirpath: The folder; None for `profile` in the run's folder.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> profiler = jl.callbacks.Profiler(start_step=20, num_steps=3)
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=profiler, logger=False)
+    """
+
+    runs_last = True
+    in_fast_dev_run = False
+
+    def __init__(self, start_step: int = 10, num_steps: int = 5, dirpath: str | Path | None = None) -> None:
+        self.start_step = check.integer("start_step", start_step, low=0, owner="Profiler")
+        self.num_steps = check.integer("num_steps", num_steps, low=1, owner="Profiler")
+        allowed = dirpath is None or (isinstance(dirpath, (str, Path)) and str(dirpath) != "")
+        check.require(allowed, "dirpath", dirpath, "takes a folder or None", owner="Profiler")
+        self.dirpath = None if dirpath is None else absolute(Path(dirpath))
+        self.location: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._folder: Path | None = None  # of the trace that runs
+        self._annotation: jax.profiler.StepTraceAnnotation | None = None
+        self._step = -1  # the one that it marks
+        self._wait: float = 0  # batches for which nothing can change; infinite behind the window
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Begin anew."""
+        if stage == "fit":
+            self.location = None
+            self._reset()
+
+    def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Begin where the window does, also in the middle of it."""
+        if trainer.global_step >= self.start_step + self.num_steps:
+            _logger.warning(
+                "Profiler(start_step=%d, num_steps=%d) traces nothing: training goes on at step %d, behind them.",
+                self.start_step,
+                self.num_steps,
+                trainer.global_step,
+            )
+        self._move(trainer)
+
+    def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Begin the epoch's first step."""
+        self._move(trainer)
+
+    def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
+        """End the step before, and begin the next; one call a step, and nothing else outside the window."""
+        self._wait -= 1
+        if self._wait > 0:
+            return
+        if epoch_over or training_over:  # what comes first belongs to no step
+            self._mark(None)
+        else:
+            self._move(trainer)
+
+    def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """End the step: a validation is none of it."""
+        self._mark(None)
+
+    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """End the trace; tell if there was nothing to trace."""
+        if self._wait != math.inf and self._folder is None:
+            _logger.warning(
+                "Profiler(start_step=%d) has traced nothing: training ended behind step %d.",
+                self.start_step,
+                trainer.global_step - 1,
+            )
+        self._stop(trainer)
+
+    def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
+        """End the trace, which is written."""
+        self._stop(trainer)
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """End the trace."""
+        self._stop(trainer)
+
+    # Helpers ----------------------------------------------------------------------------------------
+
+    def _move(self, trainer: "Trainer") -> None:
+        if self._wait == math.inf:
+            return
+        step, end = trainer.global_step, self.start_step + self.num_steps
+        if step >= end:
+            self._stop(trainer)
+        elif step < self.start_step:
+            self._wait = self.start_step - step  # a step takes a batch or more
+        elif self._folder is not None or self._start(trainer):
+            self._mark(step)
+
+    def _mark(self, step: int | None) -> None:
+        """Mark what comes as a step, which its batches share; None for what is none."""
+        if step is not None and self._annotation is not None and self._step == step:
+            return
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if step is not None:
+            self._step, self._annotation = step, jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._annotation.__enter__()
+
+    def _start(self, trainer: "Trainer") -> bool:
+        folder = self.dirpath or absolute(trainer.run_dir) / "profile"
+        folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
+        _wait_for_devices(trainer)  # the steps before it are none of the window
+        try:
+            jax.profiler.start_trace(str(folder))
+        except Exception as error:  # a trace of somebody else's runs: nothing of the training is lost
+            _logger.warning("Profiler cannot begin a trace: %s. Training goes on without it.", error)
+            self._wait = math.inf
+            return False
+        self._folder = folder
+        return True
+
+    def _stop(self, trainer: "Trainer") -> None:
+        self._mark(None)
+        self._wait, folder = math.inf, self._folder
+        if folder is None:
+            return
+        self._folder = None
+        _wait_for_devices(trainer)
+        try:
+            jax.profiler.stop_trace()
+            self.location = str(folder)
+        except Exception as error:
+            _logger.warning("Profiler cannot write its trace to %s: %s. Training goes on.", folder, error)
+
+
+def _wait_for_devices(trainer: "Trainer") -> None:
+    with contextlib.suppress(Exception):  # a device that failed has told so elsewhere
+        jax.block_until_ready(trainer.state.step)

@@ -1,0 +1,217 @@
+"""How fast a training goes."""
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from jaxlit import checks as check
+from jaxlit.callbacks.measure import Measure, Measured
+from jaxlit.core.replica import num_rows
+from jaxlit.distributed.exchange import agree
+from jaxlit.errors import ArgumentTypeError
+from jaxlit.programs.flops import Flops
+from jaxlit.programs.peaks import peak_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class _Point(NamedTuple):
+    """Where training stood at a time."""
+
+    steps: int  # optimizer steps
+    batches: int
+    samples: int
+    lengths: int
+    seconds: float = 0.0
+
+
+class ThroughputMonitor(Measure):
+    """Log how many batches, samples, tokens and operations a second training takes, and the share of the devices' peak.
+
+    In the rows of steps, and in `trainer.history`, of all processes together:
+
+    - `train/samples`, `train/lengths`: those so far;
+    - `train/batches_per_sec`, `train/samples_per_sec`, `train/items_per_sec`, the last with `length_fn`;
+    - `train/flops_per_sec`: by the matrix products and convolutions of the compiled step, see `trainer.step_flops`;
+    - `train/mfu`: the share of the most that the devices can do, where that is known.
+
+    Times are those at which values of a row have arrived, so that steps which are only dispatched do not count. What
+    validations take does not count, nor do the steps of a window in which something was compiled.
+
+    Args:
+        batch_size_fn: Returns the samples of a batch, as the loader gave it; None for its rows.
+        length_fn: Returns the items of a batch, tokens say; None for none.
+        window_size: Over how many of the last batches rates are, at least from one row to the next.
+        available_flops: Operations a second that one device can do; None for what its maker says of the step's dtypes.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> monitor = jl.callbacks.ThroughputMonitor(length_fn=lambda batch: batch["tokens"].size)
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=monitor, logger=False)
+    """
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        window_size: int = 100,
+        *,
+        available_flops: float | None = None,
+    ) -> None:
+        for name, fn in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
+            allowed = fn is None or callable(fn)
+            check.require(allowed, name, fn, "takes a function of a batch, or None", owner="ThroughputMonitor")
+        self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
+        self.window_size = check.integer("window_size", window_size, low=1, owner="ThroughputMonitor")
+        if available_flops is not None:
+            check.positive("available_flops", available_flops, owner="ThroughputMonitor")
+        self.available_flops = available_flops
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._batches = self._samples = self._lengths = 0
+        self._row = _Point(0, 0, 0, 0)  # at the newest step that has a row
+        self._begin()
+
+    def _begin(self) -> None:
+        self._points = deque[_Point]()
+        self._compiled: dict[str, float] = {}
+        self._paused, self._validated = 0.0, 0.0  # when the validation at hand began; seconds of all
+        self._of_first: int | None = None  # the samples of the batch that `step_flops` tells of
+        self._key: Any = None  # where in a batch an array has its rows
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Count each fit from zero."""
+        super().setup(trainer, module, stage)
+        if stage == "fit":
+            self._reset()
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", module: "TrainModule", outputs: "Mapping[str, Any]", batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch."""
+        if self._of_first is None:
+            self._take_first(trainer, batch)
+        fn = self.batch_size_fn
+        self._batches += 1
+        # By a key where there is one: this runs in every step, and to look through a tree would be calls.
+        if fn is not None:
+            self._samples += fn(batch)
+        else:
+            self._samples += num_rows(batch) if self._key is None else len(batch[self._key])
+        if self.length_fn is not None:
+            self._lengths += self.length_fn(batch)
+        if not self._points:  # the clock begins behind a step, for which all was compiled
+            _ = trainer.step_flops  # traces a step once more, which is no part of training
+            self._compiled = trainer.compile_seconds
+            self._points.append(_of_all(self._now(trainer.global_step)._replace(seconds=self._clock()))[0])
+
+    def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Stop the clock: the steps before it are done."""
+        self._paused = perf_counter()
+
+    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Let the clock go on."""
+        self._validated += perf_counter() - self._paused
+
+    def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
+        """Note what belongs to the row, before the next batch is counted."""
+        self._row = self._now(step + 1)
+
+    def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
+        """Add the rates up to the row's step, which is done by now."""
+        before, self._compiled = self._compiled, trainer.compile_seconds
+        points, here = self._points, self._row._replace(seconds=self._clock())
+        here, compiled = _of_all(here, before != self._compiled)
+        values = {"samples": here.samples} | ({"lengths": here.lengths} if self.length_fn else {})
+        if compiled or (points and here.steps < points[-1].steps):  # a rollback has undone steps
+            points.clear()
+        points.append(here)
+        while len(points) > 2 and here.batches - points[1].batches >= self.window_size:
+            points.popleft()
+        if here.batches > points[0].batches and here.seconds > points[0].seconds:
+            values |= self._rates(trainer, points[0], here)
+        row.put(self, {f"train/{name}": float(value) for name, value in values.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was counted."""
+        return {"counted": [self._batches, self._samples, self._lengths], "row": list(self._row[:4])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what was counted; rates begin anew."""
+        self._batches, self._samples, self._lengths = state_dict["counted"]
+        self._row = _Point(*state_dict["row"])
+        self._begin()
+
+    # Helpers ----------------------------------------------------------------------------------------
+
+    def _clock(self) -> float:
+        return perf_counter() - self._validated
+
+    def _now(self, steps: int) -> _Point:
+        return _Point(steps, self._batches, self._samples, self._lengths)
+
+    def _take_first(self, trainer: "Trainer", batch: Any) -> None:
+        rows = num_rows(batch)
+        items = batch.items() if type(batch) is dict else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+        self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)
+        self._of_first = rows
+        for name, fn in (("batch_size_fn", self.batch_size_fn), ("length_fn", self.length_fn)):
+            if fn is None:
+                continue
+            found = fn(batch)
+            if not check.is_int(found, low=0):
+                raise ArgumentTypeError(
+                    f"ThroughputMonitor({name}=...) must return an int of at least 0 for a batch, got {found!r}. "
+                    "Return int(...) of a number on the host."
+                )
+            self._of_first = found if name == "batch_size_fn" else self._of_first
+
+    def _rates(self, trainer: "Trainer", since: _Point, here: _Point) -> dict[str, float]:
+        seconds, batches = here.seconds - since.seconds, here.batches - since.batches
+        samples, lengths = here.samples - since.samples, here.lengths - since.lengths
+        found = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
+        if self.length_fn is not None:
+            found["items_per_sec"] = lengths / seconds
+        if (flops := self._flops(trainer, here.steps - since.steps, batches)) is None:
+            return found
+        # A batch of fewer rows takes its share of what the first one took.
+        first = (self._of_first or 0) * jax.process_count()
+        share = samples / (batches * first) if first else 1.0
+        found["flops_per_sec"] = flops.count * share / seconds
+        if (least := self._least_seconds(trainer, flops)) is not None:
+            found["mfu"] = least * share / seconds
+        return found
+
+    def _flops(self, trainer: "Trainer", steps: int, batches: int) -> Flops | None:
+        """Return the operations of so many optimizer steps and batches like the first one."""
+        known = trainer.step_flops
+        step = known.get("train_step") or known.get("train_step_traced")
+        micro = known.get("micro_step", step)
+        return None if step is None or micro is None else step * steps + micro * (batches - steps)
+
+    def _least_seconds(self, trainer: "Trainer", flops: Flops) -> float | None:
+        """Return how long operations take all devices at their peak, None if that is not known."""
+        mesh = trainer.strategy.mesh
+        if (available := self.available_flops) is not None:
+            return flops.count / available / mesh.size
+        kind = mesh.devices.flat[0].device_kind
+        peaks = {dtype: peak_flops(kind, dtype) for dtype in flops.by_dtype}
+        seconds = [count / peak for dtype, count in flops.by_dtype.items() if (peak := peaks[dtype]) is not None]
+        return sum(seconds) / mesh.size if len(seconds) == len(peaks) and seconds else None
+
+
+def _of_all(point: _Point, compiled: bool = False) -> tuple[_Point, bool]:
+    """Return the counts of all processes together by the clock of the first, and whether any has compiled."""
+    if jax.process_count() == 1:
+        return point, compiled
+    told = agree("ThroughputMonitor's row", [point.samples, point.lengths, point.seconds, compiled])
+    samples, lengths, seconds, each = zip(*told, strict=True)
+    return point._replace(samples=sum(samples), lengths=sum(lengths), seconds=seconds[0]), any(each)

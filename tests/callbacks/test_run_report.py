@@ -1,0 +1,189 @@
+"""RunReport: the page that a fit leaves, read back by a parser of its own."""
+
+import re
+import signal
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.journal import Rows, hooks
+from kit.modules import Mean, module
+from kit.refusals import fit_refuses, refuses, warnings_of
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint, RunReport
+from jaxlit.errors import ArgumentError, LoggerError
+
+EVIL = "<script>alert('x')</script>"
+KEY = "hf_" + "Ab1" * 12  # as Hugging Face's keys are made
+OPEN = {"meta", "line", "circle", "br", "i"}  # elements that this page does not close, or empties at once
+
+
+class Page(HTMLParser):
+    """The tags, tables and texts of a page; fails where a tag is closed that is not open."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.tables, self.text, self.open = list[Any](), dict[str, list[list[str]]](), "", list[str]()
+        self._title = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.open += [] if tag == "meta" else [tag]
+        if tag == "tr":
+            self.tables.setdefault(self._title, []).append([])
+        elif tag in ("td", "th"):
+            self.tables[self._title][-1].append("")
+        elif tag in ("h2", "summary"):
+            self._title = ""
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open:
+            return
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[self._title][-1][-1] += data
+        elif self.open and self.open[-1] in ("h2", "summary"):
+            self._title += data
+
+    def rows(self, title: str) -> dict[str, list[str]]:
+        return {first: rest for first, *rest in self.tables[title][1:]}
+
+
+def read(path: str | Path = "run/report.html") -> Page:
+    page = Page(Path(path).read_text())
+    assert page.open == []
+    return page
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, str, jl.Trainer, Rows]]:
+    """A training of two epochs whose texts would break a page, and its page."""
+
+    def init(self: Any, width: int = 3, note: str = EVIL, api_key: str = KEY) -> None:
+        Mean.__init__(self)
+
+    def step(self: Any, batch: Any) -> Any:
+        loss = (self.error(batch) ** 2).mean()
+        self.log("<b>loss</b>", loss)
+        self.log("train/loss", loss)
+        return loss
+
+    folder, rows = tmp_path_factory.mktemp("report"), Rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        best = ModelCheckpoint(monitor="val", mode="max", save_top_k=2)
+        callbacks = [RunReport(), best, rows]
+        arguments = {"max_epochs": 2, "log_every_n_steps": 1, "default_root_dir": "run"}
+        trainer = fit(module(step, init=init), numbered(4), numbered(1, 9), *callbacks, **arguments)
+        text = Path("run/report.html").read_text()
+        yield read(), text, trainer, rows
+
+
+def test_the_page_needs_nothing_beside_itself(trained: Any) -> None:
+    page, text, *_ = trained
+    assert not re.search(r"https?:|//|@import|url\(|<script|<link|<iframe|<img", text.replace("<!doctype", ""))
+    assert all(not {"src", "href"} & attrs.keys() for _, attrs in page.tags)
+    assert len(text.encode()) < 60_000
+
+
+def test_texts_of_the_user_are_shown_as_they_are_and_secrets_are_not(trained: Any) -> None:
+    page, text, *_ = trained
+    assert EVIL not in text and "<b>loss</b>" not in text
+    assert page.rows("Hyperparameters")["note"] == [EVIL] and "<b>loss</b>" in page.rows("Metrics")
+    assert KEY not in text and page.rows("Hyperparameters")["api_key"] == ["<redacted>"]
+
+
+def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
+    page, _, trainer, rows = trained
+    found = page.rows("Metrics")
+    for name in ("train/loss", "val"):
+        values = rows.of(name)
+        last, least, largest = (float(cell.split(" at ")[0]) for cell in found[name])
+        assert (last, least, largest) == pytest.approx((values[-1], min(values), max(values)), rel=1e-4)
+        at = {step for step, row in rows.rows if row.get(name) == max(values)}
+        assert int(found[name][2].split(" at ")[1]) in at
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "td" and "best" in attrs.get("class", "")] == [
+        "n best"
+    ]
+    assert f"{max(rows.of('val')):.4g}best val" in page.text  # a tile
+    assert "8optimizer steps" in page.text and "2epochs" in page.text and "1parameters" in page.text
+    best, last = Path(trainer.checkpoint_callback.best_model_path).name, "step_00000008"
+    marks = {Path(name).name: rest[0] for name, rest in page.rows("Checkpoints").items()}
+    assert "best" in marks[best] and "last" in marks[last]
+    assert page.rows("Environment")["strategy"] == [trainer.strategy.describe()]
+    assert page.rows("Trainer, where it is not the default")["max_epochs"] == ["2"]
+    assert page.rows("Trainer, the rest")["seed"] == ["0"]
+    assert "train_step" in page.text and str(trainer.explain()).splitlines()[-1] in page.text
+
+
+def fail(trainer: Any, *_: Any) -> None:
+    if trainer.global_step == 5:
+        raise KeyError(KEY)
+
+
+ENDINGS = {
+    "done": (hooks(), "done"),
+    "a stop": (hooks(on_train_batch_end=lambda t, *_: t.stop("flat & low")), "done"),
+    "an error": (hooks(on_train_batch_end=fail), "ended by KeyError"),
+    "Ctrl-C": (
+        hooks(on_train_batch_end=lambda t, *_: signal.raise_signal(signal.SIGINT) if t.global_step == 5 else None),
+        "interrupted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_however_a_fit_ends_the_page_says_so_and_the_closing_lines_name_it(case: str, capsys: Any) -> None:
+    callback, state = ENDINGS[case]
+    trainer = make_trainer(RunReport(), callback, default_root_dir="run", max_epochs=2, log_every_n_steps=1)
+    if case == "an error":
+        with pytest.raises(KeyError):
+            trainer.fit(Mean(), numbered(4))
+    else:
+        trainer.fit(Mean(), numbered(4))
+    page = read()
+    assert state in page.text and ("flat & low" in page.text) == (case == "a stop")
+    # The row before the error as well, and the checkpoint that the error has left.
+    assert int(page.rows("Metrics")["loss"][1].split(" at ")[1]) <= trainer.global_step
+    assert any(f"step_0000000{trainer.global_step}" in name for name in page.rows("Checkpoints"))
+    assert KEY not in Path("run/report.html").read_text()
+    assert "report      run/report.html · run/metrics.csv" in capsys.readouterr().out
+
+
+def test_a_resumed_training_shows_its_curves_from_the_beginning() -> None:
+    for epochs in (1, 2):
+        arguments = {"default_root_dir": "run", "resume": "auto", "max_epochs": epochs, "log_every_n_steps": 1}
+        trainer = fit(Mean(), numbered(4), None, RunReport(), **arguments)
+    assert [*trainer.history["loss"][0]] == [4, 5, 6, 7]
+    (points,) = (attrs["points"] for tag, attrs in read().tags if tag == "polyline")
+    assert len(points.split()) == 8
+
+
+def test_a_page_that_cannot_be_written_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    block = hooks(on_train_end=lambda *_: Path("run/report.html").mkdir())
+    trainer = fit(Mean(), numbered(2), None, report := RunReport(), block, default_root_dir="run")
+    assert trainer.global_step == 2 and report.location is None
+    (told,) = warnings_of(caplog)
+    assert "RunReport cannot write" in told
+
+
+def test_wrong_names_two_of_one_name_and_a_folder_that_is_a_file_are_refused() -> None:
+    for name in ("report.txt", "a/b.html", 3):
+        refuses(ArgumentError, lambda name=name: RunReport(name), "filename", "ends in .html")
+    fit_refuses(ArgumentError, "two RunReports", "another filename", callbacks=[RunReport(), RunReport()])
+    Path("taken").write_text("")
+    arguments = {"default_root_dir": "taken/run", "logger": False, "enable_checkpointing": False}
+    fit_refuses(LoggerError, "RunReport writes to", "default_root_dir", callbacks=RunReport(), **arguments)

@@ -1,0 +1,258 @@
+"""ThroughputMonitor against formulas, the rows of the data, and a clock that the test turns."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered, sized
+from kit.checkpoints import train as train_with_checkpoints
+from kit.journal import Rows, hooks
+from kit.modules import Linear, Mean
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import BARE, fit, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
+from jaxlit.callbacks.measure import Measured
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LogError
+from jaxlit.loop import compile_log
+from jaxlit.programs.peaks import PEAKS, peak_flops
+
+ROWS, INSIDE, WIDTH, OUT, DEPTH = 16, 3, 8, 1, 4
+
+
+class MLP(Linear):
+    """Three layers, whose first sees the data: it has no gradient by its input."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        sizes = [(INSIDE, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT)]
+        self.layers = nnx.List([nnx.Linear(*pair, rngs=rngs) for pair in sizes])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+class Scanned(Linear):
+    """Layers of one shape, by `nnx.scan` or `jax.lax.scan`, between an inner and an outer one."""
+
+    by_nnx = True
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        make = nnx.split_rngs(splits=DEPTH)(nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), in_axes=0))
+        self.inner, self.outer = nnx.Linear(INSIDE, WIDTH, rngs=rngs), nnx.Linear(WIDTH, OUT, rngs=rngs)
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.inner(x)
+        if self.by_nnx:
+            x = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.layers
+            )
+        else:
+            arrays = self.layers.kernel[...], self.layers.bias[...]
+            x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer[0] + layer[1]), None), x, arrays)
+        return self.outer(x)
+
+
+class ScannedByJax(Scanned):
+    by_nnx = False
+
+
+# Two for each triple of a product; as many for the gradient of its kernel, and of its input unless that is the data.
+FIRST, INNER, LAST = (2 * ROWS * a * b for a, b in ((INSIDE, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT)))
+FORMULAS = {
+    MLP: 2 * FIRST + 3 * INNER + 3 * LAST,
+    Scanned: 2 * FIRST + 3 * DEPTH * INNER + 3 * LAST,
+    ScannedByJax: 2 * FIRST + 3 * DEPTH * INNER + 3 * LAST,
+}
+
+
+class Clock:
+    """Stands still but for what the test adds: a second for each step, ten for a validation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(throughput_monitor, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(compile_log, "_EVENTS", ())  # one that is counted begins the rates anew
+
+    def add(self, seconds: float) -> None:
+        self.now += seconds
+
+    def hooks(self) -> jl.Callback:
+        """Return what turns it, in front of the monitor."""
+        tick, slow = lambda *_: self.add(1.0), lambda *_: self.add(10.0)
+        return hooks(on_train_batch_end=tick, on_validation_batch_end=slow)
+
+
+def rows_of(trainer: jl.Trainer, name: str) -> dict[int, float]:
+    steps, values = trainer.history.get(name, ((), ()))
+    return dict(zip(map(int, steps), map(float, values), strict=True))
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single", "fsdp"))
+def test_operations_are_those_of_a_formula_also_under_scans_and_strategies(
+    kind: Any, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, monitor = Clock(monkeypatch), ThroughputMonitor(available_flops=1e6)
+    given = BARE | {"strategy": strategy, "log_every_n_steps": 1}
+    trainer = fit(kind(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
+    found = trainer.step_flops["train_step"]
+    assert (found.count, found.exact, found.by_dtype) == (FORMULAS[kind], True, {"float32 fast": FORMULAS[kind]})
+    # A row is read behind the next step's hook, that of the last step alone at the end of the epoch.
+    assert rows_of(trainer, "train/flops_per_sec") == pytest.approx(
+        {1: FORMULAS[kind] / 2, 2: FORMULAS[kind] * 2 / 3, 3: FORMULAS[kind]}
+    )
+    for step, rate in rows_of(trainer, "train/flops_per_sec").items():
+        assert rows_of(trainer, "train/mfu")[step] == pytest.approx(rate / 1e6 / trainer.strategy.mesh.size)
+
+
+CASES = {
+    "rows": ({}, [16] * 6, 1),
+    "accumulated": ({"accumulate_grad_batches": 2}, [16] * 6, 1),
+    "a short batch": ({}, [16] * 5 + [8], 2),
+    "functions": ({}, [16] * 6, 3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rates_are_what_was_taken_over_the_seconds_without_validations(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, sizes, every = CASES[case]
+    clock, batches, window = Clock(monkeypatch), sized(*sizes), arguments.get("accumulate_grad_batches", 1)
+    of = {"batch_size_fn": lambda batch: 2 * len(batch["y"])} if case == "functions" else {}
+    monitor = ThroughputMonitor(length_fn=lambda batch: batch["x"].size, window_size=2, **of)
+    given = BARE | arguments | {"max_epochs": 2, "log_every_n_steps": every, "num_sanity_val_steps": 0}
+    trainer = fit(Linear(), batches, batches[:1], clock.hooks(), monitor, Rows(), **given)
+    scale = 2 if of else 1
+    taken = np.cumsum([0, *sizes * 2])  # rows behind each batch
+    steps = [step for step in range(len(sizes) * 2 // window) if (step + 1) % every == 0]
+    assert rows_of(trainer, "train/samples") == {s: scale * taken[(s + 1) * window] for s in steps}
+    assert rows_of(trainer, "train/lengths") == {s: 3 * taken[(s + 1) * window] for s in steps}
+    # One second a batch, ten a validation that do not count; a row comes a batch late but at the end of an epoch.
+    late = lambda s: (s + 1) * window + (0 if (s + 1) * window % len(sizes) == 0 else 1)  # noqa: E731
+    points = [(1, 1), *(((s + 1) * window, late(s)) for s in steps)]
+    found = rows_of(trainer, "train/samples_per_sec")
+    for at, (batch, second) in enumerate(points[1:], 1):
+        if (step := batch // window - 1) == 0 and batch == 1:  # the clock begins here
+            continue
+        begins = [i for i in range(at) if batch - points[i][0] >= 2] or [0]
+        since, then = points[begins[-1]]
+        assert found[step] == pytest.approx(scale * (taken[batch] - taken[since]) / (second - then)), (step, points)
+        assert rows_of(trainer, "train/batches_per_sec")[step] == pytest.approx((batch - since) / (second - then))
+    assert len(found) == len(steps) - (steps[0] == 0 and window == 1)
+
+
+def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"train_step": 1.0}
+    monitor, trainer = ThroughputMonitor(), stand_in(compile_seconds=seconds)
+    clock, rates = Clock(monkeypatch), []
+    for step in range(6):
+        clock.add(1.0 if step != 3 else 100.0)
+        trainer.compile_seconds = seconds | ({"train_step_traced": 99.0} if step >= 3 else {})
+        monitor.on_train_batch_end(trainer, trainer.module, {}, sized(ROWS)[0], step)
+        monitor.begin_row(trainer, trainer.module, step)
+        monitor.fill_row(trainer, trainer.module, row := Measured({}), step)
+        rates.append(row.get("train/samples_per_sec"))
+    assert rates == [None, ROWS, ROWS, None, ROWS, ROWS]
+
+
+def stand_in(**attributes: Any) -> Any:
+    """Return what the monitor asks of a Trainer."""
+    device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    mesh = SimpleNamespace(size=2, devices=np.array([device]))
+    of_trainer = {"strategy": SimpleNamespace(mesh=mesh), "step_flops": {}, "module": None, "global_step": 1}
+    return SimpleNamespace(**(of_trainer | attributes))
+
+
+def test_counts_go_on_bit_by_bit_after_a_resume() -> None:
+    def run(root: str, epochs: int, **arguments: Any) -> dict[int, float]:
+        monitor = ThroughputMonitor()
+        trainer = train_with_checkpoints(root, epochs, monitor, log_every_n_steps=2, **arguments)
+        return rows_of(trainer, "train/samples")
+
+    run("cut", 1)
+    assert run("cut", 3, resume="auto") == {step: n for step, n in run("whole", 3).items() if step > 2}
+
+
+def test_a_monitor_works_beside_callbacks_that_look_into_every_step() -> None:
+    given = BARE | {"log_every_n_steps": 1}
+    trainer = fit(MLP(), sized(*[ROWS] * 4), None, ThroughputMonitor(), jl.callbacks.GradientNorm(), **given)
+    assert trainer.step_flops["train_step_traced"].count == FORMULAS[MLP]
+    assert [*rows_of(trainer, "train/flops_per_sec")][-1] == 3 and "train/mfu" not in trainer.history
+
+
+@pytest.mark.parametrize(
+    "kind, arguments, patterns",
+    [
+        (ArgumentError, {"batch_size_fn": 3}, ["batch_size_fn", "function"]),
+        (ArgumentError, {"window_size": 0}, ["window_size", "at least 1"]),
+        (ArgumentError, {"available_flops": -1.0}, ["available_flops", "above 0"]),
+        (ArgumentTypeError, {"separator": "|"}, ["separator", "no argument"]),
+    ],
+)
+def test_arguments_are_refused_by_name(kind: Any, arguments: dict[str, Any], patterns: list[str]) -> None:
+    refuses(kind, lambda: ThroughputMonitor(**arguments), *patterns)
+
+
+def test_a_training_without_rows_a_taken_name_and_a_length_that_is_no_number_are_refused() -> None:
+    fit_refuses(ArgumentError, "log_every_n_steps", callbacks=ThroughputMonitor(), log_every_n_steps=0)
+    taken = hooks(on_train_batch_end=lambda *_: None)
+    taken.on_train_batch_end = lambda *_: taken.log("train/samples", 1.0)  # type: ignore[method-assign]
+    arguments = {"log_every_n_steps": 1, **BARE}
+    with pytest.raises(LogError, match="ThroughputMonitor adds 'train/samples'"):
+        fit(Mean(), numbered(3), None, taken, ThroughputMonitor(), **arguments)
+    with pytest.raises(ArgumentTypeError, match="length_fn"):
+        fit(Mean(), numbered(3), None, ThroughputMonitor(length_fn=lambda batch: 0.5), **arguments)
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "float16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "float32 fast", 156e12),
+        ("NVIDIA A100-SXM4-80GB", "float32", 19.5e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("TPU v5 lite", "bfloat16", 197e12),
+        ("TPU v5", "bfloat16", 459e12),
+        ("TPU v4", "float32", None),
+        ("Tesla T4", "bfloat16", None),
+        ("NVIDIA H200", "int8", None),
+        ("cpu", "bfloat16", None),
+    ],
+)
+def test_the_peak_of_a_device_is_that_of_its_data_sheet(kind: str, dtype: str, peak: float | None) -> None:
+    assert peak_flops(kind, dtype) == peak
+
+
+def test_no_device_is_hidden_by_a_shorter_name_before_it() -> None:
+    names = [*PEAKS]
+    assert [b for i, a in enumerate(names) for b in names[i + 1 :] if b.startswith(a)] == []
+
+
+def test_the_dtypes_of_products_are_told_apart() -> None:
+    class Mixed(Linear):
+        def loss(self, batch: Any) -> jax.Array:
+            low = (batch["x"].astype(jnp.bfloat16) @ self.kernel[...].astype(jnp.bfloat16)).astype(jnp.float32)
+            exact = jax.lax.dot(batch["x"], self.kernel[...], precision=jax.lax.Precision.HIGHEST)
+            return jnp.mean((low + exact - batch["y"]) ** 2)
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    trainer = fit(Mixed(), sized(ROWS, ROWS), None, **BARE)
+    one = 2 * ROWS * INSIDE
+    assert trainer.step_flops["train_step"].by_dtype == {"bfloat16": 2 * one, "float32": 2 * one}
+    seconds = ThroughputMonitor()._least_seconds(stand_in(), trainer.step_flops["train_step"])
+    assert seconds == pytest.approx((2 * one / 989e12 + 2 * one / 67e12) / 2)

@@ -1,0 +1,97 @@
+"""Curves as SVG: each point stands where its value says, read back from the picture."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxlit.reporting.curves import curves_svg, thinned, together
+
+
+def lines_of(svg: str) -> list[tuple[str, np.ndarray]]:
+    """Return each line's title and its points, (n, 2)."""
+    found = []
+    for line in ET.fromstring(svg).iter("polyline"):
+        points = [list(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+        found.append(("".join(line.itertext()), np.array(points)))
+    return found
+
+
+def ticks_of(svg: str, anchor: str) -> list[tuple[str, float]]:
+    at = {"end": "y", "middle": "x"}[anchor]
+    texts = [x for x in ET.fromstring(svg).iter("text") if x.attrib["text-anchor"] == anchor and x.text != "step"]
+    return [(str(x.text), float(x.attrib[at])) for x in texts]
+
+
+VALUES = {
+    "down": np.array([4.0, 3.0, 2.5, 2.25, 0.5]),
+    "negative": np.array([-3.0, 5.0, -1e-3, 2.0, 0.0]),
+    "flat": np.full(5, 0.25),
+    "decades": np.array([1e-4, 1e-2, 1.0, 10.0, 1e3]),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_point_stands_where_its_value_says(kind: str) -> None:
+    steps, values = np.array([0, 10, 20, 30, 49]), VALUES[kind]
+    svg = curves_svg("a & b", {"a<b>": (steps, values)})
+    ((title, points),) = lines_of(svg)
+    assert title == "a<b>" and ET.fromstring(svg).attrib["aria-label"] == "a & b"
+    shown = np.log10(values) if kind == "decades" else values
+    share = lambda x: (x - x[0]) / (x.max() - x.min() or 1)  # noqa: E731
+    np.testing.assert_allclose(share(points[:, 0]), share(steps), atol=2e-3)
+    np.testing.assert_allclose(-share(points[:, 1]), share(shown), atol=2e-3)  # y points down
+    assert ((points >= 0) & (points <= [440, 250])).all()
+    # The ticks' texts lie on the same scale: the value that a point's height reads is its own.
+    (low_text, low_y), *_, (high_text, high_y) = ticks_of(svg, "end")
+    low, high = (
+        math.log10(float(t.replace("k", "e3"))) if kind == "decades" else float(t) for t in (low_text, high_text)
+    )
+    read = low + (points[:, 1] + 4 - low_y) / (high_y - low_y) * (high - low)
+    np.testing.assert_allclose(read, shown, atol=0.02 * (shown.max() - shown.min() or 1))
+
+
+def test_values_that_are_not_finite_are_gaps_and_a_curve_of_them_alone_is_no_picture() -> None:
+    values = np.array([1.0, 2.0, np.nan, 3.0, np.inf, 4.0])
+    svg = curves_svg("x", {"x": (np.arange(6), values)})
+    assert [len(points) for _, points in lines_of(svg)] == [2, 1, 1]
+    assert "nan" not in svg and "inf" not in svg
+    assert curves_svg("x", {"x": (np.arange(2), np.array([np.nan, np.nan]))}) == "" == curves_svg("x", {})
+
+
+def test_one_value_is_a_point() -> None:
+    svg = curves_svg("x", {"x": (np.array([7]), np.array([0.5]))})
+    assert len(lines_of(svg)) == 1 and svg.count("<circle") == 1
+
+
+def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
+    values = np.sin(np.arange(10_000) / 500)
+    values[4321], values[7777] = 9.0, -9.0
+    steps, kept = thinned(np.arange(10_000), values)
+    assert len(steps) <= 400 and (steps[0], steps[-1]) == (0, 9999)
+    assert {4321, 7777} <= {*map(int, steps)} and (np.diff(steps) > 0).all()
+    np.testing.assert_array_equal(kept, values[steps])
+
+
+@pytest.mark.parametrize("count", [2, 7, 400, 123_456])
+def test_ticks_are_round_and_few(count: int) -> None:
+    svg = curves_svg("x", {"x": (np.arange(2) * count, np.array([0.0, 1.0]))})
+    for anchor in ("end", "middle"):
+        texts = [text for text, _ in ticks_of(svg, anchor)]
+        assert 2 <= len(texts) <= 8 and len(set(texts)) == len(texts)
+        assert all(re.fullmatch(r"-?[\d.]{1,6}[kM]?", text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    "names, groups",
+    [
+        (["train/loss", "val/loss", "val/acc"], {"loss": ["train/loss", "val/loss"], "acc": ["val/acc"]}),
+        (["loss_step", "loss_epoch"], {"loss": ["loss_step", "loss_epoch"]}),
+        ([], {}),
+    ],
+)
+def test_metrics_whose_names_end_alike_share_a_picture(names: list[str], groups: Any) -> None:
+    assert together(names) == groups
