@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.decay import decay_mask
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.data.array_loader import ArrayLoader
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "compile_step",
+    "decay_mask",
     "distributed",
     "errors",
     "lazy",

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 
-_WATCH = "Log it: self.log('lr', schedule(self.global_step))."
 _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
 _LOGGER = "Subclass jl.callbacks.Logger: log_metrics(metrics, step) takes every row."
 _ONE_STEP = "The optimizer's update is compiled into the step; a loop of your own takes jl.compile_step."
 _CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(jl.Trainer, 'trainer')."
-_PARTS = "Give parts optimizers of their own: optax.multi_transform, and jax.lax.stop_gradient in the loss."
+_PARTS = "Give parts optimizers of their own: jl.Optimizer(by={...}), and jax.lax.stop_gradient in the loss."
 _FOLDER = "The run's folder holds the file: Trainer(default_root_dir='logs')."
 _FLUSHED = "Every row is flushed as it comes."
 _TOLD = "The last lines of a run tell what it did."
@@ -36,7 +35,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "rank_zero_only": "Ask trainer.is_global_zero in the hook: if trainer.is_global_zero: ...",
     },
     "jl.callbacks": {
-        "LearningRateMonitor": _WATCH,
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
@@ -174,6 +172,32 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "flush_logs_every_n_steps": _FLUSHED,
     },
     "JSONLLogger argument": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
+    "LearningRateMonitor argument": {
+        "log_momentum": "One that changes is a hyperparameter: in a hook self.log('b1', trainer.hyperparams['b1']).",
+        "log_weight_decay": "One that changes is a hyperparameter, trainer.hyperparams['weight_decay']: log it in a "
+        "hook.",
+    },
+    "Optimizer argument": {
+        "lr": "optax has it: optax.adam(1e-3), or optax.adam(schedule).",
+        "learning_rate": "optax has it: optax.adam(1e-3), or optax.adam(schedule).",
+        "schedule": "optax has it: optax.adam(schedule); lr_schedule= only shows it.",
+        "lr_scheduler": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "scheduler": "A schedule is a part of the optimizer: optax.adam(schedule).",
+        "interval": "A schedule counts optimizer steps; trainer.num_training_batches is an epoch of batches.",
+        "frequency": "A schedule counts optimizer steps, and says itself which of them matter.",
+        "monitor": "Pass callbacks=jl.callbacks.ReduceLROnPlateau(monitor), with optax.inject_hyperparams.",
+        "optimizer": "It is the first argument: jl.Optimizer(optax.adam(1e-3)).",
+        "params": "Pass wrt=, an nnx filter of what is trained.",
+        "param_groups": "Pass by={'encoder': optax.adam(1e-4), ...: optax.adam(1e-3)}.",
+        "groups": "Pass by={'encoder': optax.adam(1e-4), ...: optax.adam(1e-3)}.",
+        "model": "The module is known: leave it out.",
+        "weight_decay": "optax has it: optax.adamw(1e-3, weight_decay=0.01, mask=jl.decay_mask).",
+        "momentum": "optax has it: optax.sgd(0.1, momentum=0.9).",
+        "mask": "optax has it: optax.adamw(1e-3, mask=jl.decay_mask).",
+        "clipnorm": "Pass Trainer(gradient_clip_val=1.0).",
+        "gradient_clip_val": "It is the Trainer's: Trainer(gradient_clip_val=1.0).",
+        "accumulate": "Pass Trainer(accumulate_grad_batches=4).",
+    },
     "EarlyStopping argument": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
     "ModelCheckpoint argument": {
         "verbose": _TOLD,

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit import checks as check
+from jaxlit.core.configured import optimizer_of
 from jaxlit.core.device_sums import Table
-from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.side_tables import share_hparams

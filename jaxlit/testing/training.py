@@ -99,7 +99,7 @@ def train(
         tx: The optimizer in place of the module's own.
         **trainer_arguments: Other arguments of the Trainer.
     """
-    from jaxlit.core.module import optimizer_of
+    from jaxlit.core.configured import optimizer_of
     from jaxlit.core.optimizer import Optimizer
     from jaxlit.trainer import Trainer
 
