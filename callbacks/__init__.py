@@ -9,6 +9,7 @@ from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.lambda_callback import LambdaCallback
+from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
@@ -31,6 +32,7 @@ __all__ = [
     "GradientNorm",
     "JSONLLogger",
     "LambdaCallback",
+    "LearningRateMonitor",
     "Logger",
     "ModelCheckpoint",
     "ModelSummary",

@@ -2,7 +2,7 @@
 
     python examples/gan.py --strategy ddp --devices 8
 
-The losses are added: `stop_gradient` keeps each from the other's network, and labels give each network its optimizer.
+The losses are added: `stop_gradient` keeps each from the other's network, and `by=` gives each network its optimizer.
 The discriminator's slope is kept small (Mescheder et al., 2018, https://arxiv.org/abs/1801.04406).
 """
 
@@ -48,9 +48,8 @@ class GAN(jl.TrainModule):
     def predict_step(self, noise: jax.Array) -> jax.Array:
         return self.generator(noise)
 
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        optimizers = {"generator": optax.adam(1e-3, b1=0.5), "discriminator": optax.adam(1e-3, b1=0.5)}
-        return optax.partition(optimizers, lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params))
+    def configure_optimizers(self) -> jl.Optimizer:
+        return jl.Optimizer(by={"generator": optax.adam(1e-3, b1=0.5), "discriminator": optax.adam(1e-3, b1=0.5)})
 
 
 def main() -> np.ndarray:

@@ -5,6 +5,7 @@ from typing import Any
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
 from jaxlit import loggers as loggers  # for ports
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.decay import decay_mask
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.data.array_loader import ArrayLoader
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "compile_step",
+    "decay_mask",
     "distributed",
     "errors",
     "lazy",

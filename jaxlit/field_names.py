@@ -6,7 +6,7 @@ _WATCH = "Log it: self.log('lr', schedule(self.global_step))."
 _LOGGER = "Subclass jl.callbacks.Logger: log_metrics(metrics, step) takes every row."
 _ONE_STEP = "The optimizer's update is compiled into the step; a loop of your own takes jl.compile_step."
 _CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(jl.Trainer, 'trainer')."
-_PARTS = "Give parts optimizers of their own: optax.multi_transform, and jax.lax.stop_gradient in the loss."
+_PARTS = "Give parts optimizers of their own: jl.Optimizer(by={...}), and jax.lax.stop_gradient in the loss."
 _PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
 _RANK = "Ask jax.process_index(), or trainer.is_global_zero."
 _STAGE = "A hook knows by its name; trainer.is_running tells whether a run goes on."
@@ -56,7 +56,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "History": "trainer.history has every logged value.",
         "ProgbarLogger": "It is jl.callbacks.ProgressBar.",
         "RemoteMonitor": _LOGGER,
-        "LearningRateMonitor": _WATCH,
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
@@ -108,8 +107,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "optimizers": _ONE_STEP,
         "lr_schedulers": "A schedule is a part of the optimizer: optax.adam(schedule).",
         "manual_backward": _ONE_STEP,
-        "toggle_optimizer": _PARTS,
-        "untoggle_optimizer": _PARTS,
         "clip_gradients": "Pass Trainer(gradient_clip_val=1.0).",
         "device": f"jax places what a step makes. {_PLACED}",
         "to": _PLACED,
@@ -133,7 +130,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "backward": _ONE_STEP,
         "optimizer_step": _ONE_STEP,
         "lr_scheduler_step": "A schedule is a part of the optimizer: optax.adam(schedule).",
-        "automatic_optimization": f"It always is automatic. {_PARTS}",
         "requires_grad_": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
         "log_grad_norm": "Pass Trainer(callbacks=jl.callbacks.GradientNorm()).",
         "half": "Pass Trainer(precision='16-mixed').",
@@ -170,6 +166,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "init": "A module is built with its parameters: Model(rngs=nnx.Rngs(0)).",
         "bind": "A module holds its parameters: call it, module(x).",
         "to_torchscript": "jax.export writes a compiled function: jax.export.export(jax.jit(fn))(x).",
+        "untoggle_optimizer": _PARTS,
+        "toggle_optimizer": _PARTS,
+        "automatic_optimization": f"It always is automatic. {_PARTS}",
     },
     "Trainer": {
         "optimizers": "trainer.state.opt_state is their state, trainer.hyperparams what optax has injected.",

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
+from jaxlit.core.own_optimizer import second_step
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.reached import reached
 from jaxlit.core.replica import Replica
@@ -36,6 +37,7 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
 
     Raises:
         StateError: It writes to trained parameters in a lower precision than theirs.
+        ModuleError: It updates parameters by an optimizer of its own, and returns a loss to train them by.
     """
     closed = jax.make_jaxpr(pure.body("training", replica))(*args)
     program, traced = closed.jaxpr, pure.trace_of("training")
@@ -46,8 +48,11 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         for i, written in enumerate(traced.changed)
     )
     _check_rounding(pure, *args[:3])
-    if not any(traced.changed[: len(jax.tree.leaves(args[0]))]):  # a step may train its parameters itself
+    trained = len(jax.tree.leaves(args[0]))
+    if not any(traced.changed[:trained]):  # a step may train its parameters itself
         _warn_of_no_gradient(pure.name, program, args[0])
+    elif traced.stepped is not None and any(jaxpr.reaches(program, [0], gradient=True)[:trained]):
+        raise second_step(traced.stepped, f"{pure.name}.training_step")
     _warn_of_constants(closed, pure.origin)
     if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
         _warn_of_chance(pure, replica, args)

@@ -15,7 +15,7 @@ from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import trainer_of, watchers
 from jaxlit.core.stage import STAGES
-from jaxlit.errors import ModuleError, noting_place
+from jaxlit.errors import ModuleError
 from jaxlit.unknown import no_such_name, takes_only_its_arguments
 
 if TYPE_CHECKING:
@@ -241,51 +241,6 @@ class TrainModule(nnx.Module):
 def is_overridden(module: TrainModule, method: str) -> bool:
     """Tell whether the module's class defines a method of `TrainModule` itself."""
     return getattr(type(module), method) is not getattr(TrainModule, method)
-
-
-def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> Optimizer:
-    """Return what `configure_optimizers` returned, as an `Optimizer`.
-
-    Args:
-        module: The module.
-        cls: The class whose method is asked, its own if left out.
-
-    Raises:
-        ModuleError: It is missing or returned something else.
-    """
-    cls = cls or type(module)
-    if cls.configure_optimizers is TrainModule.configure_optimizers:
-        raise ModuleError(
-            f"fit needs {cls.__name__}.configure_optimizers. Return an optax transform from it, optax.adamw(1e-3) say."
-        )
-    with noting_place(f"{cls.__name__}.configure_optimizers"):
-        made = cls.configure_optimizers(module)
-    if isinstance(made, optax.MultiSteps):  # a transform in all but its type
-        made = made.gradient_transformation()
-    if isinstance(made, optax.GradientTransformation):  # a NamedTuple, so this comes before the tuple
-        return Optimizer(made)
-    if isinstance(made, Optimizer) and isinstance(made.tx, optax.GradientTransformation):
-        return made
-    where = f"{cls.__name__}.configure_optimizers"
-    if isinstance(made, (list, tuple)):
-        kind = "optimizers" if all(isinstance(x, optax.GradientTransformation) for x in made) else "things"
-        raise ModuleError(
-            f"{where} returned {len(made)} {kind}; return one, joined by optax.multi_transform with labels by path: "
-            "lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params). A schedule goes into it: "
-            "optax.adamw(schedule)."
-        )
-    raise ModuleError(f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {_other(made)}")
-
-
-def _other(made: Any) -> str:
-    """Return what else `configure_optimizers` returned, and what to return in its place."""
-    if isinstance(made, nnx.Optimizer):
-        return f"an {type(made).__name__} of nnx. Return its tx: what it keeps is kept in the training state."
-    if isinstance(made, dict):
-        keys = ", ".join(map(repr, made)) or "nothing"
-        return f"a dict of {keys}. Return the optimizer alone, with the schedule inside: optax.adamw(schedule)."
-    text = " ".join(repr(made).split())
-    return f"{text if len(text) <= 100 else type(made).__name__}. Return optax.adamw(1e-3), say."
 
 
 def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Callable[[Any, jax.Array], Any]:

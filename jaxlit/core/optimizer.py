@@ -1,35 +1,66 @@
 """What `configure_optimizers` returns."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
+import jax
 import optax
 from flax import nnx
 
-from jaxlit.errors import ArgumentError
+from jaxlit.core.groups import groups_of, label_of
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.leaf_names import leaf_name
+from jaxlit.unknown import refuse_unknown
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transform and the variables that it trains.
+    """An optax transform and the variables that it trains, or one transform for each group of them.
+
+    A group is said by an attribute of the module (`"generator"`, `"net/head"`), a pattern of paths
+    (`"encoder/*/kernel"`; a `*` stands for any text, slashes too), or an nnx filter (`nnx.LoRAParam`; `...` for the
+    rest). A parameter belongs to the first group that it fits.
 
     Args:
         tx: The transform.
         wrt: An nnx filter for the variables to train; the other `nnx.Param`s are frozen.
-        lr_schedule: The schedule inside `tx`, for those who show it.
+        by: A transform for each group, in place of `tx`.
+        lr_schedule: The schedule inside `tx`, for rows, where it cannot be read off `tx`.
+
+    Raises:
+        ArgumentError: An argument is out of its set.
+        ArgumentTypeError: There is no such argument, or `tx` is no transform.
 
     Example:
         >>> import jaxlit as jl, optax
         >>> from flax import nnx
         >>> head_only = jl.Optimizer(optax.adam(1e-3), wrt=nnx.All(nnx.Param, nnx.PathContains("head")))
+        >>> both = jl.Optimizer(by={"generator": optax.adam(1e-3), "discriminator": optax.sgd(0.01)})
     """
 
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformation = None  # type: ignore[assignment]  # by= is in its place
     wrt: Any = nnx.Param
     lr_schedule: optax.Schedule | None = None
+    by: Mapping[Any, optax.GradientTransformation] | None = field(default=None, kw_only=True)
+    groups: Mapping[str, str] = field(default_factory=dict, init=False, repr=False)  # of a parameter's name, if by=
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse an argument that there is not, with what takes its place."""
+        refuse_unknown(cls, kwargs)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Refuse what is no filter, or no schedule."""
+        """Refuse what is no transform, no filter, or no schedule."""
+        if self.by is None:
+            object.__setattr__(self, "tx", _transform("jl.Optimizer(tx)", self.tx))
+        elif self.tx is not None:
+            raise ArgumentError(
+                "jl.Optimizer(tx, by=...) takes tx or by=, got both. Give what tx trains a group: by={..., ...: tx}, "
+                "where the second ... is the rest."
+            )
+        else:
+            object.__setattr__(self, "by", _transforms(self.by))
         try:
             nnx.filterlib.to_predicate(self.wrt)
         except (TypeError, ValueError):
@@ -42,3 +73,62 @@ class Optimizer:
                 "jl.Optimizer(lr_schedule=...) takes an optax schedule, a function of the step, got "
                 f"{self.lr_schedule!r}. Pass optax.constant_schedule(0.1), say."
             )
+        if self.lr_schedule is not None and self.by is not None:
+            raise ArgumentError(
+                "jl.Optimizer(by=..., lr_schedule=...) has a schedule for one of several groups. Leave it out: each "
+                "group's rate is read off its transform."
+            )
+
+    def of(self, module: nnx.Module) -> "Optimizer":
+        """Return this optimizer for a module, with the transform that `by` makes of its parameters.
+
+        Raises:
+            ArgumentError: A group has no parameter, or a parameter no group.
+        """
+        if self.by is None:
+            return self
+        groups = groups_of(module, self.wrt, list(self.by))
+        transforms: dict[Any, optax.GradientTransformation] = {label_of(key): tx for key, tx in self.by.items()}
+
+        def labels(params: Any) -> Any:
+            return jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params)
+
+        made = replace(self, tx=optax.partition(transforms, labels), by=None)
+        object.__setattr__(made, "groups", groups)
+        return made
+
+
+def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
+    if not isinstance(by, Mapping) or not by:
+        raise ArgumentTypeError(
+            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {by!r}. Pass by={{'encoder': "
+            "optax.adam(1e-4), ...: optax.adam(1e-3)}, say, where ... is the rest."
+        )
+    for key in by:
+        try:
+            nnx.filterlib.to_predicate(key)
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"jl.Optimizer(by=...) takes paths and nnx filters as groups, got {key!r}. Pass 'encoder', "
+                "'encoder/*/kernel', nnx.LoRAParam or ..., say."
+            ) from None
+    labels = [label_of(key) for key in by]
+    if twice := [x for x in labels if labels.count(x) > 1]:
+        raise ArgumentError(f"jl.Optimizer(by=...) has two groups that are called {twice[0]!r}. Join them by nnx.Any.")
+    return {key: _transform(f"jl.Optimizer(by={{{key!r}: ...}})", tx) for key, tx in by.items()}
+
+
+def _transform(owner: str, tx: Any) -> optax.GradientTransformation:
+    """Return a transform of optax, or refuse what is none."""
+    if isinstance(tx, optax.MultiSteps):  # a transform in all but its type
+        tx = tx.gradient_transformation()
+    if isinstance(tx, optax.GradientTransformation):
+        return tx
+    if callable(tx) and not isinstance(tx, type):
+        way = f"Call it: {getattr(tx, '__name__', 'it')}(1e-3)."
+    else:
+        way = "Return optax.adamw(1e-3), say."
+    text = " ".join(repr(tx).split())
+    raise ArgumentTypeError(
+        f"{owner} takes an optax.GradientTransformation, got {text if len(text) <= 100 else type(tx).__name__}. {way}"
+    )

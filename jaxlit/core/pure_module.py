@@ -15,6 +15,7 @@ from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
+from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps, note_own_optimizer
 from jaxlit.core.plain_attributes import each_attribute
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reached import Named, reached
@@ -43,6 +44,7 @@ class Traced:
     batch: Any = None  # the structure of the batch
     sharing: Sharing | None = None  # how what replicas make becomes one; None where there is one
     reads: Reads = field(default_factory=Reads)  # of the Trainer
+    stepped: str | None = None  # the path of an optimizer in the module that has taken a step
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
@@ -149,6 +151,7 @@ class PureModule:
         compiles = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
         around = reached(getattr(type(module), STAGES[stage].step), type(module)) if compiles else []
         before, name = Before(module, around), f"{self.name}.{STAGES[stage].step}"
+        steps = counts_of_steps(module) if training else []
         own = [Named({}, path, value, set()) for path, value in each_attribute(module)]
         told = telling_of_untraced_calls(name, self.told, [*around, *own]) if compiles else contextlib.nullcontext()
         with (
@@ -159,7 +162,7 @@ class PureModule:
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
-        before.check(module, name)
+        stepped = check_own_steps(steps, partial(before.check, module, name), name)
         put_back()
         new = self.split(module)
         if training:
@@ -169,7 +172,9 @@ class PureModule:
             changed = tuple(a is not b for a, b in pairs)
         else:
             changed, new = (), _written(given, new)
-        traced = Traced(Table([]), outputs, rows, changed, batch=jax.tree.structure(batch), reads=reads)
+        traced = Traced(
+            Table([]), outputs, rows, changed, batch=jax.tree.structure(batch), reads=reads, stepped=stepped
+        )
         self._keep(stage, loader, collector, traced)
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
@@ -189,6 +194,7 @@ class PureModule:
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
             note_linen(error)
             note_torch(error)
+            note_own_optimizer(error)
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "

@@ -17,6 +17,7 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
@@ -36,6 +37,7 @@ class TrainStep:
         clip: What is done to the gradients of an optimizer step first; it must be without state.
         extras: Callbacks whose arrays are in the state, by their keys.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
+        rates: The learning rates, which leave the optimizer step beside its table.
         wrap: What the strategy makes of the user's step.
         reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
         lay_window: Shards a window's gradients inside the step.
@@ -48,6 +50,7 @@ class TrainStep:
     clip: optax.GradientTransformation | None = None
     extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
     traced: tuple[Callable[..., Any], ...] = ()
+    rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
     reduce_grads: Callable[[Replica, Any, str], Any] = Replica.reduce
     lay_window: Callable[[Any], Any] = same
@@ -121,7 +124,8 @@ class TrainStep:
         params = after.params  # as the batch left them
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
-        return self.layout.flatten(after), self.logs(table, after), *([seen] if self.traced else [])
+        rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step)
+        return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
 
     def look(
         self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
@@ -330,13 +334,14 @@ class TrainStep:
             params = jax.tree.map(_like, params, changed)
         return params, extras
 
-    def logs(self, table: jax.Array, state: TrainState) -> jax.Array:
-        """Return a table as it leaves a step."""
-        if self.nan_policy == "ignore":
-            return table
-        # One small array out of the step: the flag is one more column of it.
-        bad = (state.bad_step >= 0).astype(jnp.float32)
-        return jnp.concatenate([table, jnp.stack([bad, bad])[:, None]], axis=1)
+    def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
+        """Return a table as it leaves a step, with the rates of an optimizer step."""
+        # One small array out of the step: what else the host reads with a row are more columns of it.
+        columns = [table, *(jnp.stack([rate, OF_RATE])[:, None] for rate in rates)]
+        if self.nan_policy != "ignore":
+            bad = (state.bad_step >= 0).astype(jnp.float32)
+            columns.append(jnp.stack([bad, bad])[:, None])
+        return jnp.concatenate(columns, axis=1)
 
 
 def _keep_counters(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.core.device_sums import Table
 from jaxlit.core.hparams import share_hparams
-from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState

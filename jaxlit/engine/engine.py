@@ -26,6 +26,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import Replica, abstract_batch
 from jaxlit.core.stage import STAGES
@@ -99,6 +100,7 @@ class Engine:
         if optimizer:
             check_trainable(self.tx, variables[0], module)
         held = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+        self.rates = rates_of(optimizer, held) if optimizer else Rates()
         self.extras = extras = check_extras(extras, held, leaves_out)
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
@@ -137,6 +139,7 @@ class Engine:
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
         step = self._step = TrainStep(
             *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras),
+            rates=self.rates,
             wrap=self._wrap,
             reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
             lay_window=partial(lay, to=None if state.has_own else state.laid_grads),

@@ -251,7 +251,7 @@ def _refuse_gone(owner: Any) -> None:
     if getattr(owner, "automatic_optimization", True) is False:
         raise ModuleError(
             f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Give parts "
-            "optimizers of their own, optax.multi_transform with jax.lax.stop_gradient in the loss, or write your own "
+            "optimizers of their own, jl.Optimizer(by={...}) with jax.lax.stop_gradient in the loss, or write your own "
             "loop with jl.compile_step."
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.log import Metric, active_collector
+from jaxlit.core.rates import OF_RATE
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import StateError, did_you_mean
 from jaxlit.loop.history import History
@@ -70,17 +71,17 @@ class Results:
     def __init__(self) -> None:
         self.latest: jax.Array | None = None
         self.history = History()
-        self._table = Table([])
-        self._read_of: tuple[Any, list[float]] = (None, [])
+        self._table, self._rates = Table([]), tuple[str, ...]()
+        self._read_of: tuple[Any, list[float], Any] = (None, [], None)
         self._slots: dict[str, Slot] = {}
         self._count = 0  # values of epochs put here
         self.callback_metrics = self._view(lambda slot: slot.callback)
         self.logged_metrics = self._view(lambda slot: slot.logged and slot.metric.logger)
         self.progress_bar_metrics = self._view(lambda slot: slot.logged and slot.metric.prog_bar)
 
-    def show_steps(self, table: Table) -> None:
-        """From now on show the values of `latest`, whose columns are those of `table`."""
-        self._table = table
+    def show_steps(self, table: Table, rates: Sequence[str] = ()) -> None:
+        """From now on show the values of `latest`, whose columns are those of `table`, and learning rates."""
+        self._table, self._rates = table, tuple(rates)
         for column, metric in enumerate(table.metrics):
             if column and metric.on_step:  # column 0 is the loss, which is no logged metric
                 self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
@@ -108,7 +109,7 @@ class Results:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.latest, self._read_of = None, (None, [])
+        self.latest, self._read_of = None, (None, [], None)
         self._slots.clear()
 
     @property
@@ -129,9 +130,21 @@ class Results:
     def steps(self, logs: Any) -> list[float]:
         """Return the values of a step's table, read once."""
         if self._read_of[0] is not logs:
-            # The columns behind the table's own are flags of the engine.
-            self._read_of = (logs, self._table.read(fetch(logs)[..., : len(self._table.metrics)]))
+            # The columns behind the table's own are learning rates, and a flag of the engine.
+            table = fetch(logs)
+            self._read_of = (logs, self._table.read(table[..., : len(self._table.metrics)]), table)
         return self._read_of[1]
+
+    def rates(self, logs: Any) -> dict[str, float]:
+        """Return the learning rates of an optimizer step by their names, given its table."""
+        if self._read_of[0] is not logs:
+            self.steps(logs)
+        found, names = dict[str, float](), iter(self._rates)
+        for rate, weight in self._read_of[2][:, len(self._table.metrics) :].T.tolist():
+            # A row that was left by another optimizer, in a checkpoint, may have others.
+            if weight == OF_RATE and (name := next(names, None)):
+                found[name] = rate
+        return found
 
     def has_column(self, metric: Metric) -> bool:
         """Tell whether the training step itself logs one of a metric's names."""

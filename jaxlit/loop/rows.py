@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
 from jaxlit.callbacks.measure import Measure, Measured
 from jaxlit.errors import NonFiniteError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
@@ -45,7 +46,11 @@ def log_pending(run: Run) -> None:
     values = run.results.steps(logs)
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
-    log_row(run, measured(run, row | dict(window), step), step)
+    row |= window
+    # By themselves rates make no row of a step that has nothing else to log, unless a monitor asks for it.
+    if run.rates_in == "step" or (run.rates_in is None and row):
+        row = {**row, **run.results.rates(logs), **row}  # a user's own value of a name is left
+    log_row(run, measured(run, row, step), step)
     # The last column is the guard's: the row is on the host, so looking costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
@@ -79,7 +84,20 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
         if metric.on_epoch:
             run.results.put_epoch(metric, value)
             row |= {metric.epoch_name: value} if metric.logger else {}
-    return row
+    return {**row, **run.results.rates(run.results.latest), **row} if run.rates_in == "epoch" else row
+
+
+def note_monitor(run: Run) -> None:
+    """Note in which rows the learning rate is to be, and tell if it cannot be read off the optimizer."""
+    monitor = next((c for c in run.hooks.callbacks if isinstance(c, LearningRateMonitor)), None)
+    run.rates_in = None if monitor is None else monitor.logging_interval
+    if monitor is not None and not run.engine.rates.names:
+        _logger.warning(
+            "LearningRateMonitor: the learning rate cannot be read off what %s.configure_optimizers returns, and is in "
+            "no row. Return jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
+            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            type(run.module).__name__,
+        )
 
 
 def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:

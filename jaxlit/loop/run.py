@@ -64,6 +64,7 @@ class Run:
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
+    rates_in: str | None = None  # the rows that a LearningRateMonitor asks for, "step" or "epoch"
     tracing: Tracing = field(init=False)
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since

@@ -170,7 +170,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
-        run.results.show_steps(table)
+        run.results.show_steps(table, run.engine.rates.names)
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
     if (pending := state["pending"]) is not None:

@@ -16,7 +16,7 @@ from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.bad_step import go_back, note_start
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import bind_measures, check_finite, log_pending, log_row, row_of_epoch, row_of_step
+from jaxlit.loop.rows import bind_measures, check_finite, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -32,6 +32,7 @@ def fit(run: Run) -> None:
     if run.done or not run.trains:  # and so no train hook
         run.tell_signal()
         return
+    note_monitor(run)
     run.hooks("on_train_start")
     try:
         while not run.done:
@@ -124,7 +125,7 @@ def begin_steps(run: Run) -> None:
     """
     run.ready = True
     run.engine.prepare_training(run.feeder.example)
-    run.results.show_steps(run.engine.training_table)
+    run.results.show_steps(run.engine.training_table, run.engine.rates.names)
     run.tracing.check(run.engine, run.results)
 
 

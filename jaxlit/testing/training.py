@@ -99,8 +99,8 @@ def train(
         tx: The optimizer in place of the module's own.
         **trainer_arguments: Other arguments of the Trainer.
     """
-    from jaxlit.core.module import optimizer_of
     from jaxlit.core.optimizer import Optimizer
+    from jaxlit.core.optimizer_of import optimizer_of
     from jaxlit.trainer import Trainer
 
     module = model_fn()

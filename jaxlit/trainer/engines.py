@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage

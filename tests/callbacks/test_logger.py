@@ -127,7 +127,7 @@ def test_a_logger_with_lightnings_methods_is_called_as_lightning_calls_it():
     logger = Lightnings()
     fit(Scaled(3), numbered(2), logger=logger, log_every_n_steps=1)
     losses = [1.0, (2 - mean([[1]])) ** 2]
-    rows = [call for k, loss in enumerate(losses) for call in ((k, {"loss": loss, "epoch": 0.0}), "save")]
+    rows = [call for k, loss in enumerate(losses) for call in ((k, {"loss": loss, "lr": 0.25, "epoch": 0.0}), "save")]
     assert logger.calls == [("hyperparams", TOLD), *rows, "success"]
     fails = hooks(on_train_end=lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -5,6 +5,8 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from jax._src import monitoring
@@ -13,9 +15,10 @@ import jaxlit as jl
 from jaxlit.checkpoints import files as files  # of a checkpoint
 from jaxlit.control import Control
 from jaxlit.core.log import Metric as Metric
-from jaxlit.core.module import optimizer_of
+from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.rates import rates_of
 from jaxlit.core.replica import Replica as Replica
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.watchdog import Watchdog
@@ -80,6 +83,18 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
     init = lambda *parts: init_state(optimizer.tx, None if accumulate else 0, Precision(), *parts)  # noqa: E731
     state = jax.eval_shape(init, *parts)
     return state, strategy.state_sharding(state, PureModule(graphdef, optimizer.wrt, module), None)
+
+
+def rates_along(optimizer: jl.Optimizer, params: Any, steps: int) -> dict[str, list[float]]:
+    """Return the learning rates that are read off an optimizer, at each of some steps on parameters that stay."""
+    rates, state = rates_of(optimizer, params), optimizer.tx.init(params)
+    found: dict[str, list[float]] = {name: [] for name in rates.names}
+    for k in range(steps):
+        for name, rate in zip(rates.names, rates.values(state, jnp.float32(1), jnp.int32(k)), strict=True):
+            found[name].append(float(rate))
+        grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), params)
+        _, state = optax.with_extra_args_support(optimizer.tx).update(grads, state, params, value=1.0, grad=grads)
+    return found
 
 
 def key_value_store() -> Any:

@@ -22,17 +22,27 @@ def at_batch(number: int, do: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
 
 
 class Rows(jl.Callback):
-    """Keeps the rows that are logged, as (step, values)."""
+    """Keeps the rows that are logged, as (step, values).
 
-    def __init__(self) -> None:
+    Args:
+        rates: Keep the learning rates, too.
+    """
+
+    def __init__(self, rates: bool = False) -> None:
+        self.rates = rates
         self.rows: list[tuple[int, dict[str, float]]] = []
 
     def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
-        self.rows.append((step, dict(values)))
+        self.rows.append((step, values if self.rates else without_rates(values)))
 
     def of(self, name: str) -> list[float]:
         """Return the values of one name, in order."""
         return [values[name] for _, values in self.rows if name in values]
+
+
+def without_rates(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without learning rates, which stand in the row of each step."""
+    return {name: x for name, x in values.items() if name.partition("/")[0] != "lr"}
 
 
 class Losses(jl.Callback):

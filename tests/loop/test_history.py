@@ -22,13 +22,17 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
     trainer = make_trainer(**BARE, log_every_n_steps=1, max_epochs=2)
     assert len(trainer.history) == 0
     assert trainer.fit(Mean(), numbered(2), numbered(1)) is None
-    assert {name: [*steps] for name, (steps, _) in trainer.history.items()} == {"loss": [0, 1, 2, 3], "val": [1, 3]}
+    assert {name: [*steps] for name, (steps, _) in trainer.history.items()} == {
+        "loss": [0, 1, 2, 3],
+        "lr": [0, 1, 2, 3],
+        "val": [1, 3],
+    }
     assert trainer.history["loss"][1].tolist() == losses(1, 2, 1, 2)
     weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
     assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
     trainer.max_epochs = 1
     trainer.fit(Mean(), numbered(1))
-    assert [*trainer.history] == ["loss"] and trainer.history["loss"][0].tolist() == [0]
+    assert [*trainer.history] == ["loss", "lr"] and trainer.history["loss"][0].tolist() == [0]
     with pytest.raises(KeyError, match="Did you mean 'loss'"):
         trainer.history["los"]
 

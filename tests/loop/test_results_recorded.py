@@ -274,7 +274,7 @@ REFUSED = {name: case["hook"] for name, case in CASES.items() if "raised" in cas
 }
 
 # Left out of the recorded cases: logging in on_save_checkpoint, which is no hook here, and the rows of a
-# LearningRateMonitor, which there is none of.
+# LearningRateMonitor, whose names are others.
 
 
 def approximately(values: dict[str, float]) -> Any:

@@ -418,9 +418,9 @@ def test_debug_and_disable_jit_give_the_numbers_of_a_normal_run(strategy: str, d
     # A window of two batches, a window of the short one, and a validation, whose row comes beside that of its step.
     w = 0.5 * (0.75 + 2.0)
     expected = [
-        (0, pytest.approx({"loss": 2.5, "epoch": 0}, rel=1e-6)),
+        (0, pytest.approx({"loss": 2.5, "lr": 0.25, "epoch": 0}, rel=1e-6)),
         (1, pytest.approx({"val": 3.5 - w, "epoch": 0}, rel=1e-6)),
-        (1, pytest.approx({"loss": 2.0 + (2.0 - 0.75) ** 2, "epoch": 0}, rel=1e-6)),
+        (1, pytest.approx({"loss": 2.0 + (2.0 - 0.75) ** 2, "lr": 0.25, "epoch": 0}, rel=1e-6)),
     ]
     assert sorted(rows, key=lambda row: (row[0], "loss" in row[1])) == expected
     assert weight(model) == pytest.approx(w, rel=1e-6) and trainer.global_step == 2

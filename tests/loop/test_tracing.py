@@ -13,7 +13,7 @@ from kit import trainers
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.journal import hooks
+from kit.journal import hooks, without_rates
 from kit.modules import module
 from kit.refusals import fit_refuses
 from kit.trainers import FOUR, SEVERAL, thinned
@@ -37,7 +37,7 @@ class Sees(jl.Callback):
         self.told.append(("trace", step, *np.round(values["array"].astype(float), 4).tolist()))
 
     def on_log(self, trainer: jl.Trainer, values: dict[str, float], step: int) -> None:
-        self.told.append(("log", step, {k: round(v, 4) for k, v in values.items()}))
+        self.told.append(("log", step, {k: round(v, 4) for k, v in without_rates(values).items()}))
 
     def on_train_batch_end(self, trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.told.append(("end", trainer.global_step - 1))

@@ -24,7 +24,7 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from jaxlit.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from jaxlit.errors import ArgumentError as Arg
 from jaxlit.errors import ArgumentTypeError as Type
 from jaxlit.errors import CheckpointError, DataError, LoggerError, ModuleError, NonFiniteError
@@ -245,7 +245,7 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 # What configure_optimizers returns
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
-ONE = r"configure_optimizers returned 2 optimizers; return one, joined by optax\.multi_transform"
+ONE = r"configure_optimizers returned 2 optimizers, and one takes a step\.\n[^\n]*\n    return jl\.Optimizer\(by=\{'"
 SET_UP = r"Made\.configure_optimizers.*cannot be set up.*lambda params"
 PLATEAU = {"scheduler": optax.contrib.reduce_on_plateau(), "monitor": "nope"}
 LABELS = lambda params: jax.tree.map(lambda _: "b", params)  # noqa: E731
@@ -260,10 +260,9 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
     ("", None, f"{RETURN} None", "adamw"),
     ("", optax.sgd, "function sgd"),
     ("", SCHEDULE, f"{RETURN} <function"),
-    ("", jl.Optimizer("adam"), r"must return an optax\.GradientTransformation"),
     ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} an Optimizer of nnx\. Return its tx: [^\n]{{,80}}$"),
     ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} a dict of nothing", "adamw"),
-    ("", jl.Optimizer(np.ones((64, 64))), rf"{RETURN} Optimizer\. Return optax.adamw"),
+    ("", {"a": SGD, "b": SGD}, r"a dict of 2 optimizers, and .*\n.*\n    return jl\.Optimizer\(by=\{'a': .*, 'b': "),
     ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "lr_scheduler"),
     ("lr_scheduler dict unknown key", scheduled({"scheduler": SCHEDULE, "freq": 2}), RETURN, "lr_scheduler"),
     ("ReduceLROnPlateau monitor missing metric", scheduled(PLATEAU), RETURN, "lr_scheduler"),
@@ -324,6 +323,16 @@ CALLS: list[tuple[Any, ...]] = [
         *("Call it on the class", "Mean"),
     ),
     ("", Arg, lambda: jl.Optimizer(SGD, lr_schedule=0.1), r"lr_schedule=.*0\.1", "function of the step"),
+    (
+        "LearningRateMonitor(logging_interval='x')",
+        Arg,
+        lambda: LearningRateMonitor("x"),
+        "'step', 'epoch'",
+    ),
+    ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
+    ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
+    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got ndarray\. Return optax.adamw"),
+    ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. optax has it"),  # type: ignore[call-arg]
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
     (

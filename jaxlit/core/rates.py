@@ -1,0 +1,212 @@
+"""The learning rates of an optimizer step, read off the program of the optimizer's update."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import Literal
+
+from jaxlit.core.optimizer import Optimizer
+from jaxlit.leaf_names import leaf_name
+from jaxlit.programs.inline import inline, run_equations, value_of
+
+OF_RATE = -1.0  # stands in the place of the weight, in the column of a rate: no metric has such a weight
+_AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
+_SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The learning rates of an optimizer step.
+
+    Args:
+        names: What they are called in a row: `lr`, or one for each group of parameters.
+        values: A function of (the optimizer's state before the step, the loss, the step's index) to one () float32 a
+            name; it is traced into the step.
+    """
+
+    names: tuple[str, ...] = ()
+    values: Callable[[Any, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
+
+
+def rates_of(optimizer: Optimizer, params: Any) -> Rates:
+    """Return the learning rates of an optimizer, none where they cannot be read.
+
+    optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update has it in
+    the open: a rate is what an array of updates is multiplied with at the end, a number or one computed of the
+    optimizer's state. So it is the true one under any wrapper, whatever its schedule counts.
+
+    Args:
+        optimizer: What `configure_optimizers` returned.
+        params: The parameters, abstract.
+    """
+    if (schedule := optimizer.lr_schedule) is not None:
+        return Rates(("lr",), lambda state, loss, step: [_number(schedule(_count(state, step)))])
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    try:
+        # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
+        with jax.disable_jit(False):
+            program = _Program(optimizer.tx, params)
+            factors = [program.factors(i) for i in range(len(names))]
+            found = _named(names, optimizer.groups, [program.key(x) if x else None for x in factors])
+    except Exception:  # what is wrong with the update is told where the step is traced
+        return Rates()
+    return Rates(tuple(found), program.values([factors[i] for i in found.values()]))
+
+
+def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
+    """Return what the rates are called in a row, with the place of a parameter that each holds for."""
+    labels = [groups.get(name, "") for name in names]
+    found: dict[str, int] = {}
+    for label in dict.fromkeys([*groups.values()] or labels):
+        first: dict[Any, int] = {}  # where each of the group's rates is met first
+        for i, key in enumerate(keys):
+            if labels[i] == label and key is not None:
+                first.setdefault(key, i)
+        name = f"lr/{label}" if label else "lr"
+        found |= {f"{name}/pg{k}" if len(first) > 1 else name: i for k, i in enumerate(first.values(), 1)}
+    return found
+
+
+class _Program:
+    """The program of an optimizer's update, without calls.
+
+    Args:
+        tx: The optimizer.
+        params: The parameters, abstract.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
+        tx = optax.with_extra_args_support(tx)
+        params = jax.eval_shape(lambda x: x, params)
+        state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+        leaves, self.treedef = jax.tree.flatten((state, loss))
+
+        def updates(grads: Any, params: Any, state: Any, loss: Any) -> list[Any]:
+            return jax.tree.leaves(tx.update(grads, state, params, value=loss, grad=grads)[0])
+
+        closed = inline(jax.make_jaxpr(updates)(params, params, state, loss))
+        self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self.given = closed.jaxpr.invars[-len(leaves) :]
+        self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
+        self.made: dict[Any, Any] = {}
+        self.of_step = set(closed.jaxpr.invars[: -len(leaves)])  # what depends on gradients or parameters
+        for eqn in self.jaxpr.eqns:
+            if any(x in self.of_step for x in eqn.invars if not isinstance(x, Literal)):
+                self.of_step |= {*eqn.outvars}
+
+    def factors(self, i: int) -> list[Any]:
+        """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
+
+        From the end on it goes inwards until the sign has changed, as it does where a rate makes a descent of a
+        gradient. What comes further inside is the optimizer's own, as the number by which Muon scales a matrix.
+        """
+        var, found, is_rate, descends = self.jaxpr.outvars[i], [], False, False
+        while not (is_rate and descends) and not isinstance(var, Literal) and (eqn := self.made_by.get(var)):
+            name, factor = eqn.primitive.name, None
+            if name in _AS_IT_IS:
+                var = eqn.invars[0]
+                continue
+            if name == "neg":
+                var = eqn.invars[0]
+            elif name == "mul":
+                sides = [self._scalar(x) for x in eqn.invars]
+                free = [k for k, x in enumerate(sides) if x is not None and not self._is_of_step(x)]
+                # A number that is computed of the layer, as LAMB's trust ratio is, is passed by: it is no rate.
+                places = free or [k for k, x in enumerate(sides) if x is not None]
+                if len(places) != 1:
+                    break
+                var = eqn.invars[1 - places[0]]
+                if not free:
+                    continue
+                factor = sides[free[0]]
+            else:
+                break
+            found.append(factor)
+            is_rate |= factor is not None and not (isinstance(factor, Literal) and abs(factor.val) == 1)
+            descends ^= self._is_negative(factor)
+        return found if is_rate else []  # else it is a sign, with the rate elsewhere
+
+    def _is_negative(self, factor: Any) -> bool:
+        """Tell whether a factor changes the sign, by how it is written."""
+        if factor is None or isinstance(factor, Literal):
+            return factor is None or bool(factor.val < 0)
+        eqn = self.made_by.get(factor)
+        if eqn is None or eqn.primitive.name not in ("neg", "mul"):
+            return False
+        return eqn.primitive.name == "neg" or any(isinstance(x, Literal) and x.val < 0 for x in eqn.invars)
+
+    def _is_of_step(self, x: Any) -> bool:
+        return not isinstance(x, Literal) and x in self.of_step
+
+    def _scalar(self, x: Any) -> Any:
+        """Return the number that is spread to an array, as it was before it was rounded to the array's dtype."""
+        while not isinstance(x, Literal) and (eqn := self.made_by.get(x)) is not None and eqn.primitive.name in _SPREAD:
+            if eqn.primitive.name not in _AS_IT_IS and eqn.invars[0].aval.size != 1:
+                return None
+            x = eqn.invars[0]
+        return x if getattr(x.aval, "shape", None) == () else None
+
+    def _needed(self, wanted: Sequence[Any]) -> list[Any]:
+        """Return the equations that make some variables, in order."""
+        needed, eqns = {x for x in wanted if not isinstance(x, Literal)}, []
+        for eqn in reversed(self.jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                eqns.append(eqn)
+                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
+        return eqns[::-1]
+
+    def key(self, factors: Sequence[Any]) -> Any:
+        """Return what two rates have in common that are always the same: of how they are computed.
+
+        Counts of the state are taken for one, as each counts the steps; numbers that can be set are told apart.
+        """
+        return tuple(self._made(x) for x in factors)
+
+    def _made(self, x: Any) -> Any:
+        """Return how a value is computed, as something to compare."""
+        if x is None or isinstance(x, Literal):
+            return x if x is None else np.asarray(x.val).tobytes()
+        if x in self.consts:
+            return np.asarray(self.consts[x]).tobytes()
+        if x not in self.made:
+            eqn = self.made_by.get(x)
+            if eqn is None:
+                self.made[x] = "count" if jnp.issubdtype(x.aval.dtype, jnp.integer) else self.given.index(x)
+            else:
+                of = eqn.primitive.name, str(eqn.params), eqn.outvars.index(x)
+                self.made[x] = hash((*of, *(self._made(y) for y in eqn.invars)))
+        return self.made[x]
+
+    def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array, jax.Array], list[jax.Array]]:
+        """Return a function of (state, loss, step) to the values of rates, each given by its factors."""
+        eqns = self._needed([x for factors in rates for x in factors if x is not None])
+
+        def compute(state: Any, loss: jax.Array, step: jax.Array) -> list[jax.Array]:
+            known = self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True))
+            run_equations(eqns, known)
+            return [
+                _number(-math.prod([-1.0 if x is None else value_of(x, known) for x in factors], start=1.0))
+                for factors in rates
+            ]
+
+        return compute
+
+
+def _count(state: Any, step: jax.Array) -> Any:
+    """Return how many steps an optimizer has taken: it begins anew where its state was left out of a resume."""
+    counts = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if leaf_name(path[-1:]) == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
+    ]
+    return counts[0] if counts else step
+
+
+def _number(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32).reshape(())

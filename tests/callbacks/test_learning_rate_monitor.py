@@ -1,0 +1,52 @@
+"""Which rows the learning rate is in."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+from kit.batches import numbered
+from kit.journal import Rows
+from kit.modules import module
+from kit.refusals import refuses
+from kit.trainers import BARE, fit
+
+from jaxlit.callbacks import LearningRateMonitor
+from jaxlit.errors import ArgumentTypeError
+
+SCHEDULE = optax.linear_schedule(0.2, 0.0, 10)
+
+
+def silent(tx: Any) -> Any:
+    """Return a module whose training step logs nothing."""
+    return module(lambda self, batch: jnp.mean(self.error(batch) ** 2), tx=tx)
+
+
+ROWS = [
+    (module(tx=optax.sgd(SCHEDULE)), [], {0: 0.2, 1: 0.18, 2: 0.16, 3: 0.14}),
+    (silent(optax.sgd(SCHEDULE)), [], {}),
+    (silent(optax.sgd(SCHEDULE)), [LearningRateMonitor()], {0: 0.2, 1: 0.18, 2: 0.16, 3: 0.14}),
+    (module(tx=optax.sgd(SCHEDULE)), [LearningRateMonitor("epoch")], {1: 0.18, 3: 0.14}),
+]
+
+
+@pytest.mark.parametrize(("model", "monitors", "expected"), ROWS, ids=["default", "silent", "step", "epoch"])
+def test_the_rate_is_in_the_rows_of_steps_or_of_epochs(model: Any, monitors: Any, expected: dict[int, float]) -> None:
+    rows = Rows(rates=True)
+    fit(model, numbered(2), None, rows, *monitors, max_epochs=2, log_every_n_steps=1, **BARE)
+    assert {step: row["lr"] for step, row in rows.rows if "lr" in row} == pytest.approx(expected)
+
+
+def test_a_monitor_says_once_what_to_do_where_the_rate_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    for monitors, told in (([], 0), ([LearningRateMonitor()], 1)):
+        caplog.clear()
+        fit(module(tx=optax.lars(0.1)), numbered(2), None, *monitors, max_epochs=2, **BARE)
+        found = [x.getMessage() for x in caplog.records if "LearningRateMonitor" in x.getMessage()]
+        assert len(found) == told
+        assert all("Made.configure_optimizers" in x and "lr_schedule=" in x and "inject_hyper" in x for x in found)
+
+
+@pytest.mark.parametrize("argument", ["log_momentum", "log_weight_decay"])
+def test_what_lightnings_takes_beside_it_is_refused_with_what_takes_its_place(argument: str) -> None:
+    make: Any = LearningRateMonitor
+    refuses(ArgumentTypeError, lambda: make(**{argument: True}), argument, r"trainer\.hyperparams\[")

@@ -1,0 +1,211 @@
+"""What `configure_optimizers` may return: groups of parameters, weight decay, and what is no optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import HandLoop, assert_same
+from kit.checkpoints import keep_all
+from kit.inside import laid_out
+from kit.modules import Linear, Net, module
+from kit.refusals import refuses
+from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
+
+ADAM, SGD, SLOW = optax.adam(0.02), optax.sgd(0.05, momentum=0.9), optax.sgd(0.001)
+
+
+def net(optimizer: Any = None, **arguments: Any) -> Any:
+    made = {} if optimizer is None else {"configure_optimizers": lambda self: optimizer}
+    return module(base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0), **arguments), **made)
+
+
+def labels(**of: list[str]) -> Any:
+    """Return optax's labels of a net: of each path, by its text, the first label one of whose texts is in it."""
+
+    def label(path: Any, _: Any) -> str:
+        return next(name for name, texts in of.items() if any(x in jax.tree_util.keystr(path) for x in texts))
+
+    return lambda params: jax.tree.map_with_path(label, params)
+
+
+# A way to say groups, and the same in optax's labels.
+GROUPS: dict[str, tuple[Any, Any]] = {
+    "attributes": (
+        {"inner": ADAM, "outer": SGD, ...: SLOW},
+        labels(a=["['inner']"], b=["['outer']"], c=[""]),
+    ),
+    "patterns": ({"*/kernel": ADAM, "*/bias": SGD, "norm/*": SLOW}, labels(a=["kernel"], b=["bias"], c=["norm"])),
+    "filters": (
+        {nnx.PathContains("blocks"): ADAM, nnx.PathContains("kernel"): SGD, nnx.Param: SLOW},
+        labels(a=["blocks"], b=["kernel"], c=[""]),
+    ),
+    "as they are printed": (
+        {"blocks[0]": ADAM, "blocks/1/bias": SGD, ...: SLOW},
+        labels(a=["['blocks'][0]"], b=["['blocks'][1]['bias']"], c=[""]),
+    ),
+    "the first that fits": (
+        {"inner/kernel": ADAM, "inner": SGD, "*": SLOW},
+        labels(a=["['inner']['kernel']"], b=["['inner']"], c=[""]),
+    ),
+}
+CASES = [("single", name) for name in GROUPS] + [(name, "patterns") for name in STRATEGIES[1:]]
+
+
+@pytest.mark.parametrize(("strategy", "name"), thinned(CASES, *CASES[:5], ("fsdp", "patterns"), ("pmap", "patterns")))
+def test_each_group_is_trained_as_optax_trains_its_labels(strategy: str, name: str) -> None:
+    by, of = GROUPS[name]
+    model, batches = net(jl.Optimizer(by=by), depth=2), random()
+    fit(model, batches, strategy=splitting(strategy), **BARE)
+    tx = optax.partition(dict(zip("abc", by.values(), strict=True)), of)
+    assert_same(model, HandLoop(net(depth=2), tx)(*batches).module)
+
+
+class Three(Linear):
+    """Two parameters that are trained, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nnx.Param(jnp.full(1, 0.5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x) * self.frozen
+
+    def configure_optimizers(self) -> Any:
+        return jl.Optimizer(by={"kernel": ADAM, "bias": SGD}, wrt=WRT)
+
+
+WRT = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("frozen")))
+
+
+def test_groups_go_with_wrt_accumulation_a_clip_and_a_resume_under_another_strategy() -> None:
+    model, batches = Three(), random(4)
+    given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "default_root_dir": "run", "resume": "auto"}
+    for epochs, strategy in ((1, "fsdp"), (2, "shard_map")):
+        model = Three()
+        fit(model, batches, None, keep_all(), max_epochs=epochs, strategy=splitting(strategy), **given)
+    tx = optax.partition({"a": ADAM, "b": SGD}, labels(a=["kernel"], b=["bias"]))
+    by_hand = HandLoop(Three(), optax.chain(optax.clip_by_global_norm(0.1), tx), wrt=WRT)
+    for window in (batches[:2], batches[2:]) * 2:
+        by_hand.window(*window)
+    assert_same(model, by_hand.module)
+
+
+def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
+    strategy: Any = splitting("fsdp")
+    _, lies = laid_out(strategy, net(jl.Optimizer(by={"*/kernel": ADAM, ...: SGD})))
+    lying = lambda tree: jax.tree_util.tree_leaves_with_path(tree)  # noqa: E731
+    split = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in lying(lies.params)}
+    moments = [(path, x) for path, x in lying(lies.opt_state) if "count" not in str(path[-1])]
+    found = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in moments}
+    assert found == split and len(moments) == len(split) + 3  # two for each of three kernels, one for each other
+    assert any(spec != jax.sharding.PartitionSpec() for spec in found.values())
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"kernel": SGD}, "no group for bias", r"`\.\.\.: optax\.adam"),
+    ({"kernel": SGD, "bais": SGD}, "'bais' fits no trained parameter", "Did you mean 'bias'"),
+    ({...: SGD, "bias": SGD}, r"'bias' has nothing left: \.\.\. comes first", "Put it before"),
+    ({"kernel": SGD, "bias": SGD, nnx.LoRAParam: SGD}, "LoRAParam.* fits no trained", "There are bias, kernel"),
+]
+
+
+@pytest.mark.parametrize(("by", "given", "way"), REFUSED)
+def test_a_parameter_without_a_group_and_a_group_without_one_are_named(by: Any, given: str, way: str) -> None:
+    model = module(base=Linear, configure_optimizers=lambda self: jl.Optimizer(by=by))
+    refuses(ArgumentError, lambda: fit(model, random(), **BARE), given, way)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "words"),
+    [
+        (ArgumentError, lambda: jl.Optimizer(SGD, by={"a": SGD}), ["tx or by=, got both"]),
+        (ArgumentError, lambda: jl.Optimizer(by={"a": SGD}, lr_schedule=lambda k: k), ["lr_schedule", "Leave it out"]),
+        (ArgumentError, lambda: jl.Optimizer(by={3: SGD}), ["got 3", "nnx.LoRAParam"]),
+        (ArgumentError, lambda: jl.Optimizer(by={"a": SGD, nnx.PathContains("a"): SGD}), ["called 'a'"]),
+        (ArgumentTypeError, lambda: jl.Optimizer(by={}), ["a dict of groups", r"got \{\}"]),
+        (ArgumentTypeError, lambda: jl.Optimizer(by={"a": 0.1}), [r"by=\{'a': \.\.\.\}", "got 0.1"]),  # type: ignore
+        (ArgumentTypeError, lambda: jl.Optimizer(), ["got None"]),
+        (ArgumentTypeError, lambda: jl.Optimizer(SGD, groups={}), ["no argument 'groups'", "by="]),  # type: ignore
+    ],
+)
+def test_what_no_optimizer_takes_is_refused_in_its_constructor(kind: Any, make: Any, words: list[str]) -> None:
+    refuses(kind, make, *words)
+
+
+@pytest.mark.parametrize("made", [[SGD], (SGD,), ((jl.Optimizer(SGD),),)])
+def test_a_list_of_one_optimizer_is_that_one(made: Any) -> None:
+    model, batches = net(made), random()
+    fit(model, batches, **BARE)
+    assert_same(model, HandLoop(net(), SGD)(*batches).module)
+
+
+def test_several_optimizers_are_shown_as_groups_of_the_module() -> None:
+    class Two(Linear):
+        def configure_optimizers(self) -> Any:
+            return [SGD, ADAM]
+
+    text = (
+        r"^Two\.configure_optimizers returned 2 optimizers.*\n.*\n    return jl\.Optimizer\(by=\{'bias': .*'kernel': "
+    )
+    refuses(ModuleError, lambda: fit(Two(), random(), **BARE), text)
+
+
+class Zoo(nnx.Module):
+    """Every kind of layer whose parameters decay or do not."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs), nnx.Conv(4, 4, (3,), rngs=rngs)])
+        self.einsum = nnx.Einsum("ab,bc->ac", (4, 4), (4,), rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 4, rngs=rngs, decode=False)  # its biases are matrices
+        self.norms = nnx.List([kind(4, rngs=rngs) for kind in (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm)])
+        self.token = nnx.Embed(4, 4, rngs=rngs)
+        self.pos_emb = nnx.Param(jnp.ones((4, 4)))
+        self.own = nnx.Param(jnp.ones((4, 4)))
+        self.experts = nnx.vmap(lambda rngs: nnx.LayerNorm(4, rngs=rngs))(nnx.Rngs(0).split(3))  # as matrices
+
+
+DECAY = {"layers/0/kernel", "layers/1/kernel", "einsum/kernel", "own"}
+DECAY |= {f"attention/{name}/kernel" for name in ("query", "key", "value", "out")}
+
+
+@pytest.mark.parametrize("as_pure", [True, False], ids=["arrays", "variables"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("lion", marks=pytest.mark.full)])
+def test_only_weights_of_layers_decay(kind: str, as_pure: bool) -> None:
+    state = nnx.state(Zoo(), nnx.Param)
+    params = nnx.as_pure(state) if as_pure else state
+    tx = getattr(optax, kind)(0.1, weight_decay=0.5, mask=jl.decay_mask)
+    ones = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(ones), ones)
+    flat = nnx.to_flat_state(nnx.as_pure(updates))
+    assert {"/".join(map(str, path)) for path, x in flat if np.any(np.asarray(x) != 0)} == DECAY
+
+
+def test_a_step_that_updates_parameters_by_an_optimizer_of_nnx_is_refused() -> None:
+    def step(self: Any, batch: Any, optimizer: Any) -> jax.Array:
+        value_and_grad = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))
+        loss, grads = value_and_grad(self)
+        optimizer.update(self, grads)
+        return loss
+
+    def init(self: Any) -> None:
+        Net.__init__(self, rngs=nnx.Rngs(0))
+        self.own = nnx.Optimizer(self, optax.sgd(0.1), wrt=nnx.Param)
+
+    held = module(lambda self, batch: step(self, batch, self.own), base=Net, init=init)
+    refuses(
+        ModuleError, lambda: fit(held, random(), **BARE), r"Made\.training_step.*self\.own", "return the loss alone"
+    )
+    outside = nnx.Optimizer(net(), optax.adam(0.1), wrt=nnx.Param)
+    model = module(lambda self, batch: step(self, batch, outside), base=Net, init=init)
+    with pytest.raises(Exception, match="Cannot mutate") as caught:
+        fit(model, random(), **BARE)
+    assert any("An optimizer of nnx was updated in the step" in note for note in caught.value.__notes__)

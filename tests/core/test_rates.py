@@ -1,0 +1,200 @@
+"""Learning rates that are read off an optimizer's update, and that stand in the row of each step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered, random
+from kit.checkpoints import keep_all
+from kit.inside import rates_along
+from kit.journal import Rows, hooks
+from kit.modules import Linear, Net, module
+from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
+
+import jaxlit as jl
+
+SCHEDULE = optax.linear_schedule(0.2, 0.0, 10)
+PLATEAU = optax.contrib.reduce_on_plateau
+
+# Of each optimizer the transform with a rate, and with a rate of 1.
+READ: dict[str, Any] = {
+    "sgd": optax.sgd,
+    "momentum": lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True),
+    "adam": optax.adam,
+    "adamw": lambda lr: optax.adamw(lr, weight_decay=0.1, mask=jl.decay_mask),
+    "lion": optax.lion,
+    "lamb": optax.lamb,
+    "adagrad": optax.adagrad,
+    "rmsprop": optax.rmsprop,
+    "radam": optax.radam,
+    "novograd": optax.novograd,
+    "adafactor": optax.adafactor,
+    "muon": optax.contrib.muon,
+    "clipped": lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(lr)),
+    "scaled": lambda lr: optax.chain(optax.scale(3.0), optax.adam(lr)),
+    "injected": lambda lr: optax.inject_hyperparams(optax.adamw)(learning_rate=lr),
+    "by hand": lambda lr: optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(lr)),
+    "frozen in part": lambda lr: optax.partition(
+        {"train": optax.adam(lr), "keep": optax.set_to_zero()}, {"a": {"kernel": "train"}, "bias": "keep"}
+    ),
+}
+UNREAD: dict[str, Any] = {
+    "lars": optax.lars,  # its momentum comes behind the rate
+    "rmsprop, momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
+    "apply_if_finite": lambda lr: optax.apply_if_finite(optax.adam(lr), 3),
+    "polyak": lambda lr: optax.polyak_sgd(),
+    "what fails": lambda lr: optax.GradientTransformation(lambda params: (), lambda *_: 1 / 0),
+}
+PARAMS = {"a": {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}, "bias": jnp.ones(())}
+
+
+def updates(tx: Any, steps: int) -> list[Any]:
+    """Return the updates of each step, by optax alone, on parameters that stay."""
+    state, found = tx.init(PARAMS), []
+    for k in range(steps):
+        grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), PARAMS)
+        made, state = optax.with_extra_args_support(tx).update(grads, state, PARAMS, value=1.0, grad=grads)
+        found.append(np.asarray(made["a"]["kernel"]))
+    return found
+
+
+@pytest.mark.parametrize("lr", [0.01, SCHEDULE], ids=["number", "schedule"])
+@pytest.mark.parametrize("name", thinned(READ, "sgd", "adamw", "muon", "injected", "frozen in part", "adafactor"))
+def test_a_rate_is_what_the_updates_of_rate_1_are_multiplied_with(name: str, lr: Any) -> None:
+    make = READ[name]
+    (rates,) = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
+    ratios = [made / unit for made, unit in zip(updates(make(lr), 3), updates(make(1.0), 3), strict=True)]
+    np.testing.assert_allclose(ratios, np.broadcast_to(np.reshape(rates, (3, 1, 1)), (3, 4, 3)), rtol=1e-5)
+    assert rates == pytest.approx([float(lr(k)) if callable(lr) else lr for k in range(3)])
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_rate_that_cannot_be_read_is_in_no_row_and_can_be_told(name: str) -> None:
+    tx = UNREAD[name](SCHEDULE)
+    assert rates_along(jl.Optimizer(tx), PARAMS, steps=0) == {}
+    told = rates_along(jl.Optimizer(optax.lars(SCHEDULE), lr_schedule=SCHEDULE), PARAMS, steps=3)
+    assert told == {"lr": pytest.approx([0.2, 0.18, 0.16])}
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (optax.chain(optax.adam(SCHEDULE), optax.scale(0.5)), {"lr": 0.1}),
+        (optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(SCHEDULE), optax.scale(-1.0)), {"lr": 0.2}),
+        (optax.chain(optax.adam(0.2), optax.scale(0.5)), {"lr": 0.1}),
+        (optax.sgd(1.0), {}),  # a sign alone is no rate, as in optax.rprop
+        (optax.chain(optax.scale(-1.0), optax.sgd(0.1)), {"lr": 0.1}),
+        (optax.contrib.muon(SCHEDULE, adam_learning_rate=0.1), {"lr/pg1": 0.2, "lr/pg2": 0.1}),
+        (
+            optax.partition({"a": optax.sgd(SCHEDULE), "b": optax.adam(SCHEDULE)}, {"a": "a", "bias": "b"}),
+            {"lr": 0.2},  # one schedule, whose counts are alike
+        ),
+        (
+            optax.partition({k: optax.inject_hyperparams(optax.sgd)(0.1) for k in "ab"}, {"a": "a", "bias": "b"}),
+            {"lr/pg1": 0.1, "lr/pg2": 0.1},  # each can be set
+        ),
+    ],
+)
+def test_several_rates_have_numbers_and_factors_count_together(tx: Any, expected: dict[str, float]) -> None:
+    found = rates_along(jl.Optimizer(tx), PARAMS, steps=1)
+    assert {name: rate for name, (rate,) in found.items()} == pytest.approx(expected)
+
+
+class Groups(Net):
+    """Layers that share two optimizers: one by a schedule, one whose rate is in its state."""
+
+    def configure_optimizers(self) -> jl.Optimizer:  # type: ignore[override]
+        state = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
+        return jl.Optimizer(by={"outer": optax.sgd(SCHEDULE, momentum=0.9), ...: state})
+
+
+def rates_in(rows: Rows) -> dict[int, dict[str, float]]:
+    return {step: {k: v for k, v in row.items() if k.startswith("lr")} for step, row in rows.rows}
+
+
+CASES = [(name, size, policy) for name in STRATEGIES for size in (1, 2) for policy in ("raise", "skip", "ignore")]
+OFTEN = [("single", 1, "raise"), ("fsdp", 2, "skip"), ("shard_map", 1, "ignore"), ("pmap", 2, "raise")]
+
+
+@pytest.mark.parametrize(("strategy", "accumulate", "policy"), thinned(CASES, *OFTEN, full=CASES[::3]))
+def test_rows_hold_the_rate_of_each_group_at_the_steps_of_its_schedule(
+    strategy: str, accumulate: int, policy: str
+) -> None:
+    rows, halve = Rows(rates=True), hooks(on_train_epoch_end=lambda t, m: t.hyperparams.update(learning_rate=0.005))
+    arguments = {"accumulate_grad_batches": accumulate, "nan_policy": policy, "log_every_n_steps": 1, "max_epochs": 2}
+    fit(Groups(rngs=nnx.Rngs(0)), random(4), None, rows, halve, strategy=splitting(strategy), **arguments, **BARE)
+    steps = 4 // accumulate
+    expected = {k: {"lr/outer": float(SCHEDULE(k)), "lr/rest": 0.01 if k < steps else 0.005} for k in range(2 * steps)}
+    assert rates_in(rows) == {k: pytest.approx(v) for k, v in expected.items()}
+    assert list(rows.rows[0][1]) == ["loss", "lr/outer", "lr/rest", "epoch"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("16-mixed", marks=pytest.mark.full)])
+def test_the_rate_of_a_skipped_step_is_that_of_the_next(precision: str) -> None:
+    batches, rows = numbered(4), Rows(rates=True)
+    batches[1]["x"][0] = np.nan
+    model = module(tx=optax.sgd(SCHEDULE))
+    fit(model, batches, None, rows, nan_policy="skip", precision=precision, log_every_n_steps=1, **BARE)
+    assert rows.of("lr") == pytest.approx([0.2, 0.18, 0.18, 0.16])
+
+
+def test_the_loss_in_a_chain_lowers_the_rate_in_the_row() -> None:
+    rows = Rows(rates=True)
+    constant = lambda self, batch: self.w.sum() - jax.lax.stop_gradient(self.w.sum())  # noqa: E731
+    made = module(constant, tx=optax.chain(optax.sgd(0.5), PLATEAU(0.5, patience=2, accumulation_size=1)))
+    fit(made, numbered(5), None, jl.callbacks.LearningRateMonitor(), rows, log_every_n_steps=1, **BARE)
+    tx = PLATEAU(0.5, patience=2, accumulation_size=1)
+    state, expected = tx.init(jnp.zeros(1)), []
+    for _ in range(5):
+        scaled, state = tx.update(jnp.ones(1), state, jnp.zeros(1), value=jnp.zeros(()))
+        expected.append(0.5 * float(scaled[0]))
+    assert rows.of("lr") == pytest.approx(expected) and expected[-1] < 0.5
+
+
+def test_a_resumed_training_goes_on_with_its_rates() -> None:
+    def rates(*epochs: int, **arguments: Any) -> list[float]:
+        found: list[float] = []
+        for n in epochs:
+            rows = Rows(rates=True)
+            model = Groups(rngs=nnx.Rngs(0))
+            given = {"default_root_dir": f"run{len(epochs)}", "resume": "auto", "log_every_n_steps": 1} | arguments
+            fit(model, random(3), None, rows, keep_all(), max_epochs=n, **given)
+            found += [(step, *row.values()) for step, row in rows.rows]  # type: ignore[misc]
+        return found
+
+    resumed = rates(1, 2)
+    assert resumed == rates(2) and len(resumed) == 6
+
+
+def test_an_optimizer_that_begins_anew_begins_its_told_schedule_anew() -> None:
+    def lars(lr: Any) -> jl.Optimizer:
+        return jl.Optimizer(optax.lars(lr), lr_schedule=lr)
+
+    found = []
+    for epochs, resume in ((1, {}), (2, {"ckpt_path": "last", "reset_optimizer": True})):
+        rows, model = Rows(rates=True), module(base=Linear, configure_optimizers=lambda self: lars(SCHEDULE))
+        given = {"max_epochs": epochs, "default_root_dir": "run", "log_every_n_steps": 1} | resume
+        fit(model, random(2), None, rows, keep_all(), **given)
+        found.append(rows.of("lr"))
+    assert found == [pytest.approx([0.2, 0.18]), pytest.approx([0.2, 0.18])]
+
+
+def test_a_pipeline_shows_the_rates_of_all_its_ranks() -> None:
+    rows = Rows(rates=True)
+    strategy = jl.strategies.Pipeline(stages=2, microbatches=2, layers="blocks")
+    fit(Groups(depth=2, rngs=nnx.Rngs(0)), random(3), None, rows, strategy=strategy, log_every_n_steps=1, **BARE)
+    assert rows.of("lr/outer") == pytest.approx([0.2, 0.18, 0.16]) and rows.of("lr/rest") == pytest.approx([0.01] * 3)
+
+
+def test_what_a_module_logs_itself_is_left_alone() -> None:
+    def step(self: Any, batch: Any) -> jax.Array:
+        self.log("lr", 7.0)
+        return jnp.mean(self.error(batch) ** 2)
+
+    rows = Rows(rates=True)
+    fit(module(step), numbered(2), None, rows, log_every_n_steps=1, **BARE)
+    assert rows.of("lr") == [7.0, 7.0]
