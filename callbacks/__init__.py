@@ -14,6 +14,7 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
+from jaxlit.callbacks.timer import Timer
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.callbacks.weight_averaging import EMA, WeightAveraging
 from jaxlit.field_names import no_such_name
@@ -33,6 +34,7 @@ __all__ = [
     "ProgressBar",
     "ReduceLROnPlateau",
     "TensorBoardLogger",
+    "Timer",
     "WandbLogger",
     "WeightAveraging",
 ]

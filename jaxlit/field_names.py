@@ -43,7 +43,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "RichProgressBar": "It is jl.callbacks.ProgressBar.",
         "TQDMProgressBar": "It is jl.callbacks.ProgressBar.",
         "RichModelSummary": "It is jl.callbacks.ModelSummary.",
-        "Timer": "Pass Trainer(max_time='00:01:00:00').",
         "EMAWeightAveraging": "It is jl.callbacks.EMA(decay).",
         "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
         "optimizer's schedule says the learning rate.",

@@ -132,7 +132,7 @@ def after_step(run: Run) -> bool:
     position = run.position
     if run.pending is not None:
         log_pending(run)  # a rollback in it leaves the step without a row
-    if run.deadline is not None:
+    if run.is_timed:
         run.check_time()
     if run.announced:
         run.check_notice()
@@ -208,7 +208,7 @@ def end_epoch(run: Run) -> None:
         run.hooks("on_train_epoch_end")
     if cut or position.reaches(Phase.EPOCH_ROW):
         log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
-    run.check_time()  # an epoch whose batches were all skipped has not looked
+    run.check_time(epoch_over=True)  # an epoch whose batches were all skipped has not looked
     run.cut = cut
     if not cut:
         assert run.train is not None
