@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
@@ -21,6 +22,7 @@ from jaxlit.field_names import no_such_name
 
 __all__ = [
     "EMA",
+    "BackboneFreeze",
     "CSVLogger",
     "Callback",
     "EarlyStopping",

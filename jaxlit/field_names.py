@@ -46,8 +46,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "EMAWeightAveraging": "It is jl.callbacks.EMA(decay).",
         "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
         "optimizer's schedule says the learning rate.",
-        "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
-        "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
+        "BackboneFinetuning": "It is jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=10).",
+        "BaseFinetuning": "Parts that train from an epoch on: one or several jl.callbacks.BackboneFreeze. Parts that "
+        "never do: jl.Optimizer(tx, wrt=filter).",
         "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
         "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
         "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
@@ -91,7 +92,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "local_rank": _RANK,
         "print": "In a step jax.debug.print('{}', x); in a hook print, where self.trainer.is_global_zero.",
         "freeze": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
-        "unfreeze": "Train other variables: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
+        "unfreeze": "A part that trains from an epoch on: jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=3).",
         "all_gather": "A step sees the whole batch; under 'shard_map' jax.lax.all_gather(x, 'data') gathers.",
         "state_dict": "nnx.state(module) is it.",
         "load_state_dict": "nnx.update(module, state), or a checkpoint: Model.load_from_checkpoint(path).",
@@ -173,6 +174,16 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "flush_logs_every_n_steps": _FLUSHED,
     },
     "JSONLLogger argument": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
+    "BackboneFreeze argument": {
+        "unfreeze_backbone_at_epoch": "Pass unfreeze_at_epoch=.",
+        **dict.fromkeys(
+            ("lambda_func", "backbone_initial_ratio_lr", "backbone_initial_lr", "should_align", "initial_denom_lr"),
+            "Pass tx=, whose schedule counts from the epoch that unfreezes: tx=optax.adam(schedule).",
+        ),
+        "train_bn": "Statistics move: module.backbone.eval() keeps them. An nnx filter leaves parameters out.",
+        "verbose": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
+        "rounding": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
+    },
     "EarlyStopping argument": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
     "ModelCheckpoint argument": {
         "verbose": _TOLD,

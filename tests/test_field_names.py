@@ -54,6 +54,7 @@ CLASSES = {
     "CSVLogger": jl.callbacks.CSVLogger,
     "JSONLLogger": jl.callbacks.JSONLLogger,
     "EarlyStopping": functools.partial(jl.callbacks.EarlyStopping, "loss"),
+    "BackboneFreeze": jl.callbacks.BackboneFreeze,
     "ModelCheckpoint": jl.callbacks.ModelCheckpoint,
     "ArrayLoader": functools.partial(jl.ArrayLoader, jnp.ones(2), 1),
 }

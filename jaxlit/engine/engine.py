@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
 from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.parts import Part
 from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
@@ -62,6 +63,7 @@ class Engine:
         debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
         extras: Callbacks that keep arrays in the state, by their keys.
+        parts: What is trained from an epoch on only; the optimizer keeps a state for each.
         leaves_out: Given an error, whose it is, and its hook: whether to go on without the callback.
         example: The first batch of the training, for a strategy that looks at the step before it places the state.
 
@@ -84,11 +86,12 @@ class Engine:
         debug: bool = False,
         own: bool = False,
         extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+        parts: Sequence[Part] = (),
         leaves_out: Callable[[Exception, ArrayKeeper, str], bool] = lambda *_: False,
         example: Any = None,
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
-        self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
+        self.strategy, self.nan_policy, self.module, self._parts = strategy, nan_policy, module, parts
         self.evaluates_only = optimizer is None
         self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
@@ -136,7 +139,7 @@ class Engine:
 
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
         step = self._step = TrainStep(
-            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras),
+            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras, self._parts),
             wrap=self._wrap,
             reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
             lay_window=partial(lay, to=None if state.has_own else state.laid_grads),

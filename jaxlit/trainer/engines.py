@@ -1,8 +1,10 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxlit.callbacks.backbone_freeze import held_parts
 from jaxlit.core.module import TrainModule, optimizer_of
+from jaxlit.core.parts import by_part
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
@@ -101,10 +103,12 @@ class Engines:
         example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := self._strategy.num_processes) > 1:
             example = with_rows(example, processes * num_rows(example))
+        optimizer = optimizer_of(run.module)
+        parts = held_parts(run.hooks.callbacks, run.module, optimizer.wrt)
         return Engine(
             run.module,
             self._strategy,
-            optimizer_of(run.module),
+            replace(optimizer, tx=by_part(optimizer.tx, parts)),
             accumulate=settings.accumulate_grad_batches,
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
             precision=Precision(settings.precision),
@@ -112,6 +116,7 @@ class Engines:
             debug=settings.debug,
             own=own,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
+            parts=parts,
             leaves_out=run.hooks.failed.goes_on,
             example=example,
         )

@@ -1,4 +1,4 @@
-"""A Timer stops behind the step in which its time is over, counts on behind a resume, and tells how long stages took."""
+"""A Timer stops in the step in which its time is over, counts on behind a resume, and tells how long stages took."""
 
 import datetime
 from typing import Any
