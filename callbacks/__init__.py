@@ -12,6 +12,7 @@ from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.prediction_writer import PredictionWriter
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from jaxlit.callbacks.tensorboard_logger import TensorBoardLogger
@@ -33,6 +34,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",
+    "PredictionWriter",
     "ProgressBar",
     "ReduceLROnPlateau",
     "TensorBoardLogger",

@@ -52,7 +52,8 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
         "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
         "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
-        "BasePredictionWriter": "Write in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
+        "BasePredictionWriter": "It is jl.callbacks.PredictionWriter(output_dir); for files of your own write in "
+        "on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
         "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
         "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",

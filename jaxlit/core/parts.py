@@ -37,7 +37,7 @@ def by_part(tx: optax.GradientTransformation, parts: Sequence[Part]) -> optax.Gr
     """
     if not parts:
         return tx
-    transforms = {_REST: tx} | {part.label: part.tx or tx for part in parts}
+    transforms: dict[Any, optax.GradientTransformation] = {_REST: tx} | {part.label: part.tx or tx for part in parts}
     # A function, as the parameters may be masked themselves.
     return optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _of(parts, path), params))
 
