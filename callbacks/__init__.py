@@ -6,6 +6,7 @@ from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.lambda_callback import LambdaCallback
@@ -27,6 +28,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "GradientNorm",
     "JSONLLogger",
     "LambdaCallback",

@@ -49,7 +49,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BackboneFinetuning": "It is jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=10).",
         "BaseFinetuning": "Parts that train from an epoch on: one or several jl.callbacks.BackboneFreeze. Parts that "
         "never do: jl.Optimizer(tx, wrt=filter).",
-        "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
         "DeviceStatsMonitor": "Call trainer.explain(): memory, FLOPs and collectives of each program.",
         "ThroughputMonitor": "Call trainer.explain(): where the time went, and FLOPs of each program.",
         "BasePredictionWriter": "It is jl.callbacks.PredictionWriter(output_dir); for files of your own write in "

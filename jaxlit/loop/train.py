@@ -52,12 +52,13 @@ def train_epoch(run: Run) -> None:
     position, hooks = run.position, run.hooks
     # None where nobody has the hook: what is asked in every step costs no call.
     starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
-    wait, run.accumulate = Bound(run.max_in_flight), run.settings.accumulate_grad_batches
+    wait = Bound(run.max_in_flight)
     run.tracing.seek(position.global_step)
 
     if position.reaches(Phase.EPOCH_START):
         run.engine.begin_epoch(position.epoch)
         hooks("on_train_epoch_start")
+    run.accumulate = run.settings.accumulate_grad_batches  # one window is as long as another until the next epoch
     if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first
         after_step(run)
     run.resumed = run.ready = False

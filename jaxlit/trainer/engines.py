@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jaxlit.callbacks.backbone_freeze import held_parts
+from jaxlit.callbacks.gradient_accumulation_scheduler import scheduler_in
 from jaxlit.core.module import TrainModule, optimizer_of
 from jaxlit.core.parts import by_part
 from jaxlit.core.precision import Precision
@@ -104,12 +105,14 @@ class Engines:
         if example is not None and (processes := self._strategy.num_processes) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)
+        scheduler = scheduler_in(run.hooks.callbacks)
+        later = () if scheduler is None else scheduler.scheduling.values()  # its epochs need room for a window
         parts = held_parts(run.hooks.callbacks, run.module, optimizer.wrt)
         return Engine(
             run.module,
             self._strategy,
             replace(optimizer, tx=by_part(optimizer.tx, parts)),
-            accumulate=settings.accumulate_grad_batches,
+            accumulate=max([settings.accumulate_grad_batches, *later]),
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
             precision=Precision(settings.precision),
             clip=settings.clip,
