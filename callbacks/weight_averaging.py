@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.gradient_accumulation_scheduler import steps_of
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class WeightAveraging(Callback):
                     f"{type(self).__name__}(update_starting_at_epoch={self.update_starting_at_epoch}) does not know "
                     "when that epoch begins: the training loader has no length. Give update_starting_at_step."
                 )
-            self._start = self.update_starting_at_epoch * math.ceil(batches / trainer.accumulate_grad_batches)
+            given = trainer.callbacks, trainer.accumulate_grad_batches, int(batches)
+            self._start = steps_of(*given, self.update_starting_at_epoch)
 
     def init_arrays(self, params: Any) -> dict[str, Any]:
         """Return the average, how many arrays it is of, and what low precision makes of it."""

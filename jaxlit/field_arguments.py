@@ -6,6 +6,7 @@ _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep a
 _FOLDER = "The run's folder holds the file: Trainer(default_root_dir='logs')."
 _FLUSHED = "Every row is flushed as it comes."
 _TOLD = "The last lines of a run tell what it did."
+_UNFREEZE = "Pass tx=, whose schedule counts from the epoch that unfreezes: tx=optax.adam(schedule)."
 _EVALUATE = {
     "verbose": "Pass Trainer(enable_progress_bar=False): then nothing is drawn.",
     "weights_only": "Only the weights are taken out of a checkpoint here.",
@@ -183,5 +184,16 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "groups": "Pass by={'encoder': optax.adam(1e-4), ...: optax.adam(1e-3)}.",
         "lr": "optax has it: optax.adam(1e-3), or optax.adam(schedule).",
         "optimizer": "It is the first argument: jl.Optimizer(optax.adam(1e-3)).",
+    },
+    "BackboneFreeze": {
+        "backbone_initial_lr": _UNFREEZE,
+        "should_align": _UNFREEZE,
+        "backbone_initial_ratio_lr": _UNFREEZE,
+        "train_bn": "Statistics move: module.backbone.eval() keeps them. An nnx filter leaves parameters out.",
+        "verbose": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
+        "rounding": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
+        "unfreeze_backbone_at_epoch": "Pass unfreeze_at_epoch=.",
+        "initial_denom_lr": _UNFREEZE,
+        "lambda_func": _UNFREEZE,
     },
 }

@@ -62,18 +62,18 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "RichProgressBar": "It is jl.callbacks.ProgressBar.",
         "TQDMProgressBar": "It is jl.callbacks.ProgressBar.",
         "RichModelSummary": "It is jl.callbacks.ModelSummary.",
-        "Timer": "Pass Trainer(max_time='00:01:00:00').",
         "EMAWeightAveraging": "It is jl.callbacks.EMA(decay).",
         "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
         "optimizer's schedule says the learning rate.",
-        "BackboneFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
-        "BaseFinetuning": "Train some variables only: jl.Optimizer(tx, wrt=filter).",
-        "GradientAccumulationScheduler": "Set trainer.accumulate_grad_batches in on_train_epoch_start.",
-        "BasePredictionWriter": "Write in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
         "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
         "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
         "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
+        "BackboneFinetuning": "It is jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=10).",
+        "BasePredictionWriter": "It is jl.callbacks.PredictionWriter(output_dir); for files of your own write "
+        "in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
+        "BaseFinetuning": "Parts that train from an epoch on: one or several jl.callbacks.BackboneFreeze. "
+        "Parts that never do: jl.Optimizer(tx, wrt=filter).",
     },
     "jl.strategies": {
         "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",
@@ -117,7 +117,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "local_rank": _RANK,
         "print": "In a step jax.debug.print('{}', x); in a hook print, where self.trainer.is_global_zero.",
         "freeze": "Train some variables only: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
-        "unfreeze": "Train other variables: jl.Optimizer(tx, wrt=filter) from configure_optimizers.",
         "all_gather": "A step sees the whole batch; under 'shard_map' jax.lax.all_gather(x, 'data') gathers.",
         "state_dict": "nnx.state(module) is it.",
         "load_state_dict": "nnx.update(module, state), or a checkpoint: Model.load_from_checkpoint(path).",
@@ -169,6 +168,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "untoggle_optimizer": _PARTS,
         "toggle_optimizer": _PARTS,
         "automatic_optimization": f"It always is automatic. {_PARTS}",
+        "unfreeze": "A part that trains from an epoch on: jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=3).",
     },
     "Trainer": {
         "optimizers": "trainer.state.opt_state is their state, trainer.hyperparams what optax has injected.",

@@ -77,7 +77,9 @@ def state_shardings(program: Program) -> tuple[Any, ...]:
     Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
     compile again.
     """
-    return tuple([lying.sharding for lying in x] if isinstance(x, list) else None for x in program.outputs)
+    is_state = lambda x: isinstance(x, list) and all(isinstance(y, Lying) for y in x)  # noqa: E731
+    # Not every list: what a user's step returns may be one.
+    return tuple([lying.sharding for lying in x] if is_state(x) else None for x in program.outputs)
 
 
 def lay(tree: Any, to: Any) -> Any:

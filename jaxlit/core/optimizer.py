@@ -93,8 +93,12 @@ class Optimizer:
         def labels(params: Any) -> Any:
             return jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params)
 
-        made = replace(self, tx=optax.partition(transforms, labels), by=None)
-        object.__setattr__(made, "groups", groups)
+        return self.with_tx(optax.partition(transforms, labels), groups)
+
+    def with_tx(self, tx: optax.GradientTransformation, groups: Mapping[str, str] | None = None) -> "Optimizer":
+        """Return this optimizer with another transform, and with the groups that it makes, or those of before."""
+        made = replace(self, tx=tx, by=None)
+        object.__setattr__(made, "groups", self.groups if groups is None else groups)
         return made
 
 

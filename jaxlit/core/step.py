@@ -16,6 +16,7 @@ import optax
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
+from jaxlit.core.parts import Hold, Part
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
@@ -36,6 +37,7 @@ class TrainStep:
         nan_policy: "raise", "skip" or "ignore".
         clip: What is done to the gradients of an optimizer step first; it must be without state.
         extras: Callbacks whose arrays are in the state, by their keys.
+        parts: What is trained from an epoch on only; `tx` keeps a state for each.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
         rates: The learning rates, which leave the optimizer step beside its table.
         wrap: What the strategy makes of the user's step.
@@ -49,6 +51,7 @@ class TrainStep:
     nan_policy: str
     clip: optax.GradientTransformation | None = None
     extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
+    parts: Sequence[Part] = ()
     traced: tuple[Callable[..., Any], ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
@@ -153,7 +156,8 @@ class TrainStep:
     def waits(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         whole, loss = holds_weights(self.tx, state.params), jax.ShapeDtypeStruct((), jnp.float32)
-        return waits(self._optimize, state.params, state.opt_state, state.params, loss, whole=whole)
+        given = state.opt_state, state.params, loss, state.epoch
+        return waits(self._optimize, state.params, *given, whole=whole)
 
     @property
     def table(self) -> Table:
@@ -242,7 +246,7 @@ class TrainStep:
             return self._apply_masked(old, new, grads, loss, sums)
 
         def update() -> tuple[Any, ...]:
-            opt_state, (params, updates) = self._optimize(grads, old.opt_state, new.params, loss)
+            opt_state, (params, updates) = self._optimize(grads, old.opt_state, new.params, loss, old.epoch)
             params, extras = self._update_extras(old, params, grads)
             # Kept for traced functions only: otherwise they would be one more copy of the parameters.
             return params, opt_state, extras, new.frozen, new.model_state, updates if self.traced else None
@@ -291,7 +295,7 @@ class TrainStep:
         finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
         ok = early & jnp.stack(finite).all()
         known, whole = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
-        given = grads, old.opt_state, new.params, loss
+        given = grads, old.opt_state, new.params, loss, old.epoch
         opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
         params, extras = self._update_extras(old, params, grads)
         params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
@@ -303,9 +307,12 @@ class TrainStep:
         bad_step = jnp.where(ok | (old.bad_step >= 0), old.bad_step, old.step)
         return replace(new, sums=sums).advance(steps=1, bad_step=bad_step), updates
 
-    def _optimize(self, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, tuple[Any, Any]]:
+    def _optimize(
+        self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
+    ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        tx, clipped, old = optax.with_extra_args_support(self.tx), grads, opt_state
+        tx, old, hold = optax.with_extra_args_support(self.tx), opt_state, Hold(self.parts, epoch)
+        clipped = grads = hold.without(grads)
         if self.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.clip.update(grads, self.clip.init(params))
         try:
@@ -319,7 +326,9 @@ class TrainStep:
                 f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
                 "say, needs a loop of your own."
             ) from error
-        return jax.tree.map(_like, old, opt_state), (optax.apply_updates(params, updates), updates)
+        updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
+        made = hold.keep(params, optax.apply_updates(params, updates))
+        return jax.tree.map(_like, old, opt_state), (made, updates)
 
     def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
         """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""

@@ -1,6 +1,7 @@
 """How a training begins: from a module to the state of step 0."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.linen import AS_NNX, linen_in
@@ -120,3 +122,9 @@ def check_variables(module: TrainModule) -> None:
                 f"{type(module).__name__}: {where} holds {type(value).__name__}, not an array. "
                 "Make one nnx.Variable for each array."
             )
+
+
+@lru_cache(maxsize=64)
+def epoch_starter(home: NamedSharding) -> Callable[..., jax.Array]:
+    """Return a program of (counters, epoch), the same for all engines whose counters lie alike."""
+    return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=home)

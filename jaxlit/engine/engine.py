@@ -2,9 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.eval_step import EvalStep
@@ -23,6 +22,7 @@ from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
 from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.parts import Part
 from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
@@ -33,7 +33,7 @@ from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
-from jaxlit.engine.creation import check_trainable, init_state
+from jaxlit.engine.creation import check_trainable, epoch_starter, init_state
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.look import Look
@@ -63,6 +63,7 @@ class Engine:
         debug: Donate nothing, so that old arrays stay readable.
         own: Whether the module's arrays belong to the engine, which then need not copy them.
         extras: Callbacks that keep arrays in the state, by their keys.
+        parts: What is trained from an epoch on only; the optimizer keeps a state for each.
         leaves_out: Given an error, whose it is, and its hook: whether to go on without the callback.
         example: The first batch of the training, for a strategy that looks at the step before it places the state.
 
@@ -85,11 +86,12 @@ class Engine:
         debug: bool = False,
         own: bool = False,
         extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+        parts: Sequence[Part] = (),
         leaves_out: Callable[[Exception, ArrayKeeper, str], bool] = lambda *_: False,
         example: Any = None,
     ) -> None:
         wrt = optimizer.wrt if optimizer else nnx.Param
-        self.strategy, self.nan_policy, self.module = strategy, nan_policy, module
+        self.strategy, self.nan_policy, self.module, self._parts = strategy, nan_policy, module, parts
         self.evaluates_only = optimizer is None
         self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
         self.traits = Traits.of(module, strategy, precision)
@@ -112,10 +114,8 @@ class Engine:
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
-        self._next_epoch, self._wrap = (
-            _next_epoch(strategy.home),
-            partial(strategy.wrap_body, shardings=self.state.laid),
-        )
+        self._next_epoch = epoch_starter(strategy.home)
+        self._wrap = partial(strategy.wrap_body, shardings=self.state.laid)
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
@@ -138,7 +138,7 @@ class Engine:
 
         trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
         step = self._step = TrainStep(
-            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras),
+            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras, self._parts),
             rates=self.rates,
             wrap=self._wrap,
             reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
@@ -392,9 +392,3 @@ def _outputs(pure: PureModule, stage: str, loader: int | None = None) -> Any:
     traced = pure.trace_of(stage, loader)
     treedef = jax.tree.structure(traced.outputs)
     return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
-
-
-@lru_cache(maxsize=64)
-def _next_epoch(home: NamedSharding) -> Callable[..., jax.Array]:
-    """Return a program of (counters, epoch), the same for all engines whose counters lie alike."""
-    return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=home)

@@ -20,6 +20,7 @@ from jaxlit.data.source import Source
 from jaxlit.distributed.preemption import is_announced_by_jax, is_preempted
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
+from jaxlit.loop.clock import Clock
 from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import Logged
@@ -43,6 +44,14 @@ class Start(NamedTuple):
     logged: Logged | None  # what hooks have logged
 
 
+class Limit(NamedTuple):
+    """A time at which training stops."""
+
+    due: float  # by the run's clock
+    reason: str
+    at_epoch_end: bool  # or else behind the step that runs
+
+
 @dataclass
 class Run:
     """One fit, validate, test or predict: what its loops share."""
@@ -55,6 +64,7 @@ class Run:
     position: Position
     loaders: Loaders
     max_in_flight: int  # steps that may be dispatched and not finished
+    clock: Clock
     engine: Engine = field(init=False)
     feeder: Feeder = field(init=False)
     train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
@@ -81,21 +91,35 @@ class Run:
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
-    deadline: float | None = None  # where `max_time` is over, by time.monotonic()
-    _next_validation: float | None = None  # where validation goes by the clock
+    limits: list[Limit] = field(default_factory=list)  # of time
+    _next_validation: float | None = None  # by the clock, where validation goes by it
     _told: bool = False
     _told_signal: bool = False
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
         if self.settings.max_time is not None:
-            self.deadline = time.monotonic() + self.settings.max_time.total_seconds()
+            self.stop_after(self.settings.max_time.total_seconds(), f"max_time={self.settings.max_time} is over")
         self.restart_interval()
+
+    def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
+        """Ask for a stop once so many seconds from now are over; in several processes all must come here."""
+        self.limits.append(Limit(self._look(ask=True) + seconds, reason, at_epoch_end))
 
     def restart_interval(self) -> None:
         """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
         if isinstance(interval := self.settings.val_check_interval, datetime.timedelta):
-            self._next_validation = time.monotonic() + interval.total_seconds()
+            self._next_validation = self._look(ask=True) + interval.total_seconds()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything waits for a time."""
+        return bool(self.limits) or self._next_validation is not None
+
+    def _look(self, *, ask: bool = False) -> float:
+        dues = [limit.due for limit in self.limits if not limit.at_epoch_end]
+        dues += [] if self._next_validation is None else [self._next_validation]
+        return self.clock.look(min((due for due in dues if due > self.clock.now), default=None), ask=ask)
 
     def end_clock(self) -> None:
         """Stop the clock: the run is over."""
@@ -181,10 +205,15 @@ class Run:
         """Forget where the optimizer steps before `step` began: they were finite."""
         self.starts[:] = [start for start in self.starts if start.step >= step]
 
-    def check_time(self) -> None:
-        """Ask for a stop once `max_time` is over."""
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            self.control.stop(f"max_time={self.settings.max_time} is over")
+    def check_time(self, *, epoch_over: bool = False) -> None:
+        """Ask for a stop once a limit of time is over."""
+        # One process alone may be interrupted: the others are elsewhere then.
+        if not self.is_timed or (self.control.interrupted and self.clock.several):
+            return
+        now = self._look(ask=epoch_over)
+        for limit in self.limits:
+            if now >= limit.due and (epoch_over or not limit.at_epoch_end):
+                self.control.stop(limit.reason)
 
     def validation_is_due(self, last: bool) -> bool:
         """Tell whether to validate after a batch, where there is something to validate on.
@@ -198,7 +227,7 @@ class Run:
         if self.control.should_stop and self.may_stop:
             return True
         if self._next_validation is not None:
-            return time.monotonic() >= self._next_validation
+            return self.clock.now >= self._next_validation
         if self.val_every is None:
             return last
         count = position.total_batch_idx if every is None else position.batch_idx

@@ -158,6 +158,11 @@ def _as_here(given: dict[str, Any]) -> dict[str, Any]:
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are checked one by one."""
     given, found = _as_here(given), dict[str, Any]()
+    if isinstance(windows := given["accumulate_grad_batches"], dict):
+        raise ArgumentTypeError(
+            f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {windows!r}. Pass "
+            f"callbacks=jl.callbacks.GradientAccumulationScheduler({windows!r}) for numbers that change by epoch."
+        )
     for name, low in (
         ("max_steps", -1),
         ("num_sanity_val_steps", -1),

@@ -68,7 +68,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "module": {"class": type(run.module).__name__, "hparams": hide(_kept(hparams))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
-        "accumulate": run.settings.accumulate_grad_batches,
+        "accumulate": run.accumulate if run.position.filled else run.settings.accumulate_grad_batches,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
@@ -166,7 +166,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
-    run.resumed = True
+    run.resumed, run.accumulate = True, state["accumulate"]
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))

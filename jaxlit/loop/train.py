@@ -54,12 +54,13 @@ def train_epoch(run: Run) -> None:
     position, hooks = run.position, run.hooks
     # None where nobody has the hook: what is asked in every step costs no call.
     starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
-    wait, run.accumulate = Bound(run.max_in_flight), run.settings.accumulate_grad_batches
+    wait = Bound(run.max_in_flight)
     run.tracing.seek(position.global_step)
 
     if position.reaches(Phase.EPOCH_START):
         run.engine.begin_epoch(position.epoch)
         hooks("on_train_epoch_start")
+    run.accumulate = run.settings.accumulate_grad_batches  # one window is as long as another until the next epoch
     if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first
         after_step(run)
     run.resumed = run.ready = False
@@ -134,7 +135,7 @@ def after_step(run: Run) -> bool:
     position = run.position
     if run.pending is not None:
         log_pending(run)  # a rollback in it leaves the step without a row
-    if run.deadline is not None:
+    if run.is_timed:
         run.check_time()
     if run.announced:
         run.check_notice()
@@ -210,7 +211,7 @@ def end_epoch(run: Run) -> None:
         run.hooks("on_train_epoch_end")
     if cut or position.reaches(Phase.EPOCH_ROW):
         log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
-    run.check_time()  # an epoch whose batches were all skipped has not looked
+    run.check_time(epoch_over=True)  # an epoch whose batches were all skipped has not looked
     run.cut = cut
     if not cut:
         assert run.train is not None

@@ -134,7 +134,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         raise ArgumentError(
             f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
             f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
-            "epochs that should have none."
+            "epochs that should have none, or pass a GradientAccumulationScheduler."
         )
 
 

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+from jaxlit.callbacks.backbone_freeze import held_parts
+from jaxlit.callbacks.gradient_accumulation_scheduler import scheduler_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
+from jaxlit.core.parts import by_part
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
@@ -102,17 +105,22 @@ class Engines:
         example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := self._strategy.num_processes) > 1:
             example = with_rows(example, processes * num_rows(example))
+        optimizer = optimizer_of(run.module)
+        scheduler = scheduler_in(run.hooks.callbacks)
+        later = () if scheduler is None else scheduler.scheduling.values()  # its epochs need room for a window
+        parts = held_parts(run.hooks.callbacks, run.module, optimizer.wrt)
         return Engine(
             run.module,
             self._strategy,
-            optimizer_of(run.module),
-            accumulate=settings.accumulate_grad_batches,
+            optimizer.with_tx(by_part(optimizer.tx, parts)),
+            accumulate=max([settings.accumulate_grad_batches, *later]),
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
             precision=Precision(settings.precision),
             clip=settings.clip,
             debug=settings.debug,
             own=own,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
+            parts=parts,
             leaves_out=run.hooks.failed.goes_on,
             example=example,
         )

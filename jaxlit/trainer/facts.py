@@ -8,6 +8,7 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.gradient_accumulation_scheduler import steps_of
 from jaxlit.callbacks.logger import Logger, NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.core.log import active_collector
@@ -64,7 +65,8 @@ def estimated_stepping_batches(session: Session) -> int | float:
     settings, batches = session.settings, session.control.num_training_batches
     if batches == math.inf or settings.max_epochs is None:
         return math.inf if settings.max_steps < 0 else settings.max_steps
-    steps = math.ceil(batches / settings.accumulate_grad_batches) * max(settings.max_epochs, 1)
+    given = session.callbacks, settings.accumulate_grad_batches, int(batches)
+    steps = steps_of(*given, max(settings.max_epochs, 1))
     return steps if settings.max_steps < 0 else min(steps, settings.max_steps)
 
 

@@ -27,6 +27,7 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
 from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
 from jaxlit.loop import snapshot
+from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
@@ -261,6 +262,12 @@ class Session:
             rescue=lambda: rescue(self._trainer, run),
         )
 
+    def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
+        """See `Trainer.stop_after`."""
+        if self.fitted is None or not self.running:
+            raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it from a hook of fit.")
+        self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
+
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
         mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
         self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
@@ -269,7 +276,9 @@ class Session:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
-        return Run(self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight)
+        clock = Clock(self.strategy.num_processes > 1)
+        given = self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight, clock
+        return Run(*given)
 
     def _with_default(self, mine: list[Callback]) -> list[Callback]:
         """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""

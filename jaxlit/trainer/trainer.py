@@ -342,6 +342,10 @@ class Trainer(Facts):
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
         self._session.control.stop(reason)
 
+    def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
+        """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
+        self._session.stop_after(seconds, reason, at_epoch_end)
+
     # What was asked for, and what a run is told -------------------------------------------------------
 
     settings: Settings = of_session("Every argument, checked and brought to one form; frozen.")

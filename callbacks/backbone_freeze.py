@@ -1,0 +1,119 @@
+"""Leave a part of the module untrained for some epochs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import TrainModule
+from jaxlit.core.parts import Part
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.leaf_names import leaf_name
+
+
+class BackboneFreeze(Callback):
+    """Leave a part of the module as it is until an epoch, and train it from then on.
+
+    Until then an optimizer step changes nothing of it: its parameters stay bit by bit, its optimizer's state does not
+    move, no weight decay acts on it, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch
+    on it is trained as if its optimizer had been made then: moments, counts and schedules of it begin there, and a clip
+    that is a part of the optimizer goes by its gradients alone. The step is compiled once: it looks the epoch up, and
+    computes the gradients of the part from the start. What is never trained is said by `jl.Optimizer(wrt=...)`, and
+    costs nothing.
+
+    Batch statistics of the part move, as its layers run in training mode: `module.backbone.eval()` before `fit` keeps
+    them. A checkpoint is of a training with the same parts. Several such callbacks unfreeze one part after the other.
+
+    Args:
+        part: The name of an attribute, "backbone" or "net.layers[0]" say, or an nnx filter of parameters.
+        unfreeze_at_epoch: The first epoch that trains it.
+        tx: The optimizer of the part, with a lower rate say; None for one like that of the module.
+
+    Raises:
+        ArgumentError: An argument is out of its set, or before the first step: the part names no trained parameter, all
+            of them, or some that another part names.
+        ArgumentTypeError: `tx` is no optax transform.
+
+    Example:
+        >>> import jaxlit as jl, optax
+        >>> freeze = jl.callbacks.BackboneFreeze("backbone", unfreeze_at_epoch=3, tx=optax.adam(1e-5))
+        >>> trainer = jl.Trainer(max_epochs=10, callbacks=freeze, logger=False)
+    """
+
+    def __init__(
+        self, part: Any = "backbone", *, unfreeze_at_epoch: int = 10, tx: optax.GradientTransformation | None = None
+    ) -> None:
+        self.unfreeze_at_epoch = check.integer("unfreeze_at_epoch", unfreeze_at_epoch, low=1, owner="BackboneFreeze")
+        if tx is not None and not isinstance(tx, optax.GradientTransformation):
+            raise ArgumentTypeError(f"BackboneFreeze(tx=...) takes an optax transform or None, got {tx!r}.")
+        rule = 'takes the name of an attribute, "backbone" say, or an nnx filter'
+        check.require(part not in ("", None, True, False), "part", part, rule, owner="BackboneFreeze")
+        if not isinstance(part, str):
+            try:
+                nnx.filterlib.to_predicate(part)
+            except (TypeError, ValueError):
+                raise ArgumentTypeError(f"BackboneFreeze(part=...) {rule}, got {part!r}.") from None
+        self.part, self.tx = part, tx
+
+    def names(self, module: TrainModule, wrt: Any) -> frozenset[str]:
+        """Return the names of the trained parameters that it holds.
+
+        Args:
+            module: The module.
+            wrt: The filter of those that are trained.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        every = _names(module, wrt)
+        if isinstance(self.part, str):
+            found = [x for x in every if x == self.part or x.startswith((f"{self.part}.", f"{self.part}["))]
+        else:
+            found = _names(module, nnx.All(wrt, self.part))
+        if found:
+            return frozenset(found)
+        parents = dict.fromkeys(x[:i] for x in every for i, char in enumerate(x) if char in ".[")
+        hint = did_you_mean(self.part, parents) if isinstance(self.part, str) else ""
+        shown = ", ".join(every[:5]) + ", ..." * (len(every) > 5)
+        raise ArgumentError(
+            f"BackboneFreeze(part={self.part!r}) names no trained parameter of {type(module).__name__}.{hint} They "
+            f"are: {shown}. Name an attribute that holds some, or leave it out."
+        )
+
+
+def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
+    """Return the parts that the callbacks hold for some epochs.
+
+    Args:
+        callbacks: The callbacks of a fit.
+        module: Its module.
+        wrt: The filter of what is trained.
+
+    Raises:
+        ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
+    """
+    parts = list[Part]()
+    for callback in (c for c in callbacks if isinstance(c, BackboneFreeze)):
+        names, label = callback.names(module, wrt), callback.part
+        if both := sorted(name for part in parts for name in part.names & names):
+            raise ArgumentError(
+                f"BackboneFreeze(part={label!r}) names {both[0]}, which another one names as well. Give each its own."
+            )
+        label = label if isinstance(label, str) else f"part {len(parts)}"
+        parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
+    if parts and not {*_names(module, wrt)} - {name for part in parts for name in part.names}:
+        raise ArgumentError(
+            f"BackboneFreeze(part={', '.join(part.label for part in parts)!r}) holds every trained parameter of "
+            f"{type(module).__name__}. Name a part of them."
+        )
+    return tuple(parts)
+
+
+def _names(module: TrainModule, wanted: Any) -> list[str]:
+    state = nnx.state(module, wanted)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [leaf_name(path) for path, _ in leaves]

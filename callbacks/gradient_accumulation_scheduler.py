@@ -1,0 +1,95 @@
+"""Change from epoch to epoch how many batches an optimizer step takes."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.checks import is_int
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Take another number of batches an optimizer step from some epochs on.
+
+    Each epoch's number is that of the nearest key at or below it, 1 below all keys. The Trainer has no
+    `accumulate_grad_batches` of its own then; the callback sets it. A resumed training goes on with that of its epoch,
+    also in the middle of a window. `trainer.estimated_stepping_batches` knows of it.
+
+    Args:
+        scheduling: Batches an optimizer step, by the first epoch that takes so many.
+
+    Raises:
+        ArgumentError: It is empty, or has an epoch below 0 or a number below 1; or before the first step: the Trainer
+            has a number of its own, or two such callbacks.
+        ArgumentTypeError: It is no dict of ints.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> windows = jl.callbacks.GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})
+        >>> [windows.get_accumulate_grad_batches(epoch) for epoch in (0, 3, 4, 20)]
+        [8, 8, 4, 1]
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, {0: 8, 4: 1} say"
+        if not isinstance(scheduling, Mapping) or not all(is_int(x, low=-(2**63)) for x in _flat(scheduling)):
+            raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
+        if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
+            raise ArgumentError(f"{rule}: epochs of at least 0 and at least 1 batch. Got {dict(scheduling)!r}.")
+        self.scheduling = {int(epoch): int(every) for epoch, every in scheduling.items()}
+        self._sets = False  # the Trainer's number is this one's
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the batches that an optimizer step of an epoch takes."""
+        below = [start for start in self.scheduling if start <= epoch]
+        return self.scheduling[max(below)] if below else 1
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Begin with the number of the epoch that a fit begins in, or goes on in."""
+        if stage != "fit":
+            return
+        if sum(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks) > 1:
+            raise ArgumentError("The callbacks hold two GradientAccumulationSchedulers. Leave one of them out.")
+        if trainer.accumulate_grad_batches != 1:
+            raise ArgumentError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with a "
+                "GradientAccumulationScheduler, which sets it. Leave one of them out."
+            )
+        self._sets = True
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Set the epoch's number."""
+        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Leave the Trainer as it was."""
+        if self._sets:
+            self._sets, trainer.accumulate_grad_batches = False, 1
+
+
+def _flat(scheduling: Mapping[int, int]) -> list[int]:
+    return [*scheduling, *scheduling.values()]
+
+
+def scheduler_in(callbacks: Sequence[Callback]) -> GradientAccumulationScheduler | None:
+    """Return the callback that sets the batches of a step, None where they are the same in all epochs."""
+    return next((c for c in callbacks if isinstance(c, GradientAccumulationScheduler)), None)
+
+
+def steps_of(callbacks: Sequence[Callback], accumulate_grad_batches: int, batches: int, epochs: int) -> int:
+    """Return the optimizer steps of the first epochs.
+
+    Args:
+        callbacks: Those of a fit.
+        accumulate_grad_batches: The Trainer's, where no callback sets it.
+        batches: Batches of an epoch.
+        epochs: How many epochs.
+    """
+    if (scheduler := scheduler_in(callbacks)) is None:
+        return epochs * -(-batches // accumulate_grad_batches)
+    return sum(-(-batches // scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))

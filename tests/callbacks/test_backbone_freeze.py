@@ -1,0 +1,248 @@
+"""A frozen part stays bit by bit, and trains from its epoch on as a loop by hand trains it."""
+
+import signal
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import assert_same, params_of, state_of
+from kit.checkpoints import bytes_of
+from kit.compiles import compiles
+from kit.journal import at_batch, hooks
+from kit.modules import Net
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
+
+from jaxlit.callbacks import BackboneFreeze, GradientNorm
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+EPOCHS, BATCHES = 4, random(4)
+ADAM = optax.adamw(0.03, weight_decay=0.3)
+
+
+class Deep(Net):
+    """Has batch statistics, moments and a weight decay in what is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(rngs=nnx.Rngs(0))
+        kernel = self.inner.kernel[...]
+        self.inner.kernel[...] = kernel.at[0, 0].set(-0.0).at[0, 1].set(1e-40)  # what adding zero would change
+
+    def configure_optimizers(self) -> Any:
+        return ADAM
+
+
+def by_hand(
+    parts: dict[str, tuple[int, Any]], batches: Any = BATCHES, window: int = 1, clip: float | None = None
+) -> Any:
+    """Train a `Deep` by nnx and optax: each part from its epoch on, by an optimizer that is made there.
+
+    Args:
+        parts: By the attribute, the first epoch and the optimizer.
+        batches: Those of each epoch; one that is not finite is left out.
+        window: Batches of a step.
+        clip: The largest norm of all gradients that are used.
+    """
+    model, states = Deep(), dict[str, Any]()
+    gradient = nnx.jit(nnx.value_and_grad(lambda model, batch: model.loss(batch)))
+    part_of = lambda name: next((part for part in parts if name.startswith(f"['{part}']")), "")  # noqa: E731
+    for epoch in range(EPOCHS):
+        for i in range(0, len(batches), window):
+            if any(not np.isfinite(batch["x"]).all() for batch in batches[i : i + window]):
+                model.count[...] += window
+                continue
+            found = [gradient(model, batch)[1] for batch in batches[i : i + window]]
+            model.count[...] += window
+            grads = named(jax.tree.map(lambda *g: sum(g) / len(g), *map(nnx.as_pure, found)))
+            params = named(nnx.as_pure(nnx.state(model, nnx.Param)))
+            live = {name: g for name, g in grads.items() if epoch >= parts.get(part_of(name), (0, None))[0]}
+            if clip is not None:
+                norm = np.sqrt(sum(float((g**2).sum()) for g in live.values()))
+                assert norm > clip
+                live = {name: g * (clip / norm) for name, g in live.items()}
+            for part in {part_of(name) for name in live}:
+                tx = parts.get(part, (0, None))[1] or ADAM
+                mine = {name: x for name, x in params.items() if part_of(name) == part}
+                state = states[part] if part in states else tx.init(mine)
+                updates, states[part] = tx.update({name: live[name] for name in mine}, state, mine)
+                params |= optax.apply_updates(mine, updates)
+            leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
+            assert len(leaves) == len(params)
+            nnx.update(model, jax.tree.unflatten(tree, list(params.values())))
+    return model
+
+
+def named(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+class Kept:
+    """The bits of a part at the start of each epoch."""
+
+    def __init__(self, part: str) -> None:
+        self.found: list[list[bytes]] = []
+        self.callback = hooks(on_train_epoch_start=self.keep, on_train_end=self.keep)
+        self.part = part
+
+    def keep(self, trainer: Any, module: Any) -> None:
+        self.found.append([np.asarray(x).tobytes() for x in jax.tree.leaves(nnx.state(getattr(module, self.part)))])
+
+
+SLOW = optax.sgd(0.05, momentum=0.9)
+CASES: dict[str, Any] = {
+    "one": ({"inner": (2, None)}, {}),
+    "of its own optimizer": ({"inner": (1, SLOW)}, {}),
+    "two": ({"inner": (3, None), "blocks": (1, SLOW)}, {}),
+    "clipped": ({"inner": (2, None)}, {"clip": 0.05}),
+    "window": ({"inner": (2, None)}, {"window": 2, "clip": 0.05}),
+    "to the end": ({"inner": (EPOCHS, None)}, {}),
+}
+OFTEN = [("two", "single"), ("window", "fsdp"), ("clipped", "shard_map")]
+
+
+def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> tuple[Any, Any]:
+    freezes = [BackboneFreeze(part, unfreeze_at_epoch=start, tx=tx) for part, (start, tx) in parts.items()]
+    model = Deep()
+    given = {"max_epochs": EPOCHS, "strategy": splitting(strategy)} | given
+    return model, fit(model, given.pop("batches", BATCHES), None, *freezes, *more, **given)
+
+
+@pytest.mark.parametrize(("case", "strategy"), thinned([(c, s) for c in CASES for s in STRATEGIES], *OFTEN))
+def test_it_trains_as_a_loop_by_hand_whose_optimizers_are_made_when_a_part_is_unfrozen(
+    case: str, strategy: str
+) -> None:
+    parts, options = CASES[case]
+    kept = {part: Kept(part) for part in parts}
+    given = {"accumulate_grad_batches": options.get("window", 1), "gradient_clip_val": options.get("clip")}
+    model, _ = trained(parts, strategy, *(k.callback for k in kept.values()), **given, **BARE)
+    assert_same(model, by_hand(parts, **options), rtol=2e-4, atol=2e-5)
+    for part, (start, _) in parts.items():
+        bits = kept[part].found
+        assert all(x == bits[0] for x in bits[: start + 1]) and len(bits) == EPOCHS + 1
+        assert start == EPOCHS or bits[start + 1] != bits[0]
+
+
+STOPS = [(strategy, stop) for strategy in STRATEGIES for stop in ((0, 2, 3), (1, 1, 6), (2, 0, 9))]
+
+
+@pytest.mark.parametrize(("strategy", "stop"), thinned(STOPS, ("single", (2, 0, 9)), ("fsdp", (1, 1, 6))))
+def test_a_resumed_training_ends_bit_by_bit_as_one_that_was_not_stopped(
+    strategy: str, stop: tuple[int, int, int]
+) -> None:
+    epoch, batch, step = stop
+    end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)
+    parts, found = {"inner": (2, None), "blocks": (1, SLOW)}, []
+    for runs in (["whole"], ["parts", "parts"]):
+        for number, folder in enumerate(runs, 1):
+            more = [end] if number < len(runs) else []
+            given = {"default_root_dir": folder, "resume": "auto", "accumulate_grad_batches": 1, "batches": BATCHES}
+            model, trainer = trained(parts, strategy, *more, **given)
+            assert trainer.global_step == (step if more else EPOCHS * len(BATCHES))
+        found.append((bytes_of(trainer), state_of(model)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "fsdp"))
+def test_a_step_that_is_left_out_as_not_finite_changes_nothing_frozen_or_not(strategy: str) -> None:
+    bad = jax.tree.map(np.copy, BATCHES[2])
+    bad["x"][3] = np.nan
+    batches = [*BATCHES[:2], bad, BATCHES[3]]
+    model, _ = trained({"inner": (2, None)}, strategy, batches=batches, nan_policy="skip", **BARE)
+    assert_same(model, by_hand({"inner": (2, None)}, batches), rtol=2e-4, atol=2e-5)
+
+
+def test_nothing_is_compiled_when_a_part_is_unfrozen_and_its_optimizer_has_not_moved_before() -> None:
+    seen: list[list[str]] = []
+    moments: list[Any] = []
+
+    def start(trainer: Any, module: Any) -> None:
+        moments.append(jax.device_get(trainer.state.opt_state.inner_states["inner"]))
+
+    with compiles() as found:
+        watch = hooks(
+            on_train_epoch_start=start, on_train_batch_end=lambda *_: seen.append(list(found)), on_train_end=start
+        )
+        trained({"inner": (2, None)}, "single", watch, **BARE)
+    assert seen[len(BATCHES)] == seen[-1]  # from the first step of the second epoch on
+    flat = [[x.tobytes() for x in jax.tree.leaves(state)] for state in moments]
+    assert flat[0] == flat[1] == flat[2] != flat[3]
+    (count, *_) = [x for x in jax.tree.leaves(moments[-1]) if not x.ndim]
+    assert count == (EPOCHS - 2) * len(BATCHES)
+
+
+def test_batch_statistics_of_a_frozen_part_move_unless_it_is_in_evaluation_mode() -> None:
+    for evaluates in (False, True):
+        model = Deep()
+        if evaluates:
+            model.norm.eval()
+        before = {name: x.copy() for name, x in state_of(model).items()}
+        fit(model, BATCHES, None, BackboneFreeze("norm", unfreeze_at_epoch=9), **BARE)
+        after = state_of(model)
+        same = {name: np.array_equal(before[name], after[name]) for name in before if "norm" in name}
+        assert same == {name: name.endswith(("['scale']", "['bias']")) or evaluates for name in same} and len(same) == 4
+
+
+def test_a_filter_names_parameters_as_well_and_gradients_are_seen_whole() -> None:
+    kernels, norm = lambda path, x: path[-1] == "kernel" and "outer" not in path, GradientNorm(every_n_steps=1)
+    model, start = Deep(), params_of(Deep())
+    trainer = fit(model, BATCHES, None, BackboneFreeze(kernels, unfreeze_at_epoch=1), norm, **BARE)
+    same = {name for name, x in params_of(model).items() if np.array_equal(x, start[name])}
+    assert same == {"['inner']['kernel']", "['blocks'][0]['kernel']"}
+    assert trainer.callback_metrics["grad_norm"] > 0
+    model = Deep()
+    fit(model, BATCHES, None, BackboneFreeze("blocks[0]", unfreeze_at_epoch=1), **BARE)
+    same = {name for name, x in params_of(model).items() if np.array_equal(x, start[name])}
+    assert same == {"['blocks'][0]['kernel']", "['blocks'][0]['bias']"}
+
+
+def test_rates_of_a_part_are_hyperparameters_of_their_own() -> None:
+    class Adjustable(Deep):
+        def configure_optimizers(self) -> Any:
+            return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+
+    trainer = fit(Adjustable(), BATCHES, None, BackboneFreeze("inner"), **BARE)
+    assert dict(trainer.hyperparams) == pytest.approx({"learning_rate/inner": 0.1, "learning_rate/the rest": 0.1})
+
+
+REFUSED: list[Any] = [
+    ({"part": "iner"}, r"names no trained parameter of Deep.*Did you mean 'inner'\?.*inner\.bias"),
+    ({"part": "inne"}, "names no trained parameter of Deep"),
+    ({"part": nnx.BatchStat}, "names no trained parameter of Deep"),
+    ({"part": nnx.Param}, "holds every trained parameter of Deep"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED)
+def test_a_part_that_is_none_or_all_is_refused_before_the_first_step(arguments: dict[str, Any], words: str) -> None:
+    fit_refuses(ArgumentError, words, model=Deep(), train=BATCHES, callbacks=BackboneFreeze(**arguments))
+
+
+def test_parts_that_overlap_are_refused() -> None:
+    both = [BackboneFreeze("blocks"), BackboneFreeze(nnx.PathContains("blocks"))]
+    fit_refuses(ArgumentError, r"names blocks\[0\]\..*which another", model=Deep(), train=BATCHES, callbacks=both)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (ArgumentError, {"part": ""}),
+        (ArgumentError, {"part": None}),
+        (ArgumentTypeError, {"part": 3}),
+        (ArgumentError, {"unfreeze_at_epoch": 0}),
+        (ArgumentTypeError, {"unfreeze_at_epoch": 1.5}),
+        (ArgumentTypeError, {"tx": 0.1}),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any]) -> None:
+    refuses(kind, lambda: BackboneFreeze(**arguments), rf"BackboneFreeze\({next(iter(arguments))}=\.\.\.\)")
+
+
+def test_a_checkpoint_of_other_parts_is_refused() -> None:
+    trained({"inner": (2, None)}, "single", default_root_dir="run", max_epochs=1)
+    with pytest.raises(Exception, match="optimizer"):
+        fit(Deep(), BATCHES, None, max_epochs=2, default_root_dir="run", resume="auto")

@@ -1,0 +1,136 @@
+"""Windows of another length from epoch to epoch, against the loop by hand."""
+
+import math
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.batches import numbered, sized
+from kit.by_hand import HandLoop, assert_same, mean
+from kit.checkpoints import bytes_of, keep_all
+from kit.journal import at_batch, hooks
+from kit.modules import Linear, Mean, module
+from kit.refusals import fit_refuses, refuses
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import EMA, GradientAccumulationScheduler, WeightAveraging
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+
+SCHEDULES: list[Any] = [  # the schedule, and the windows of four epochs of five batches
+    ({0: 3, 2: 1}, (3, 3, 1, 1)),
+    ({2: 4}, (1, 1, 4, 4)),
+    ({0: 1, 1: 2, 3: 9}, (1, 2, 2, 9)),
+    ({3: 1}, (1, 1, 1, 1)),
+]
+
+
+def windows(lengths: tuple[int, ...]) -> list[list[float]]:
+    return [[float(k + 1) for k in range(i, min(i + n, 5))] for n in lengths for i in range(0, 5, n)]
+
+
+@pytest.mark.parametrize(("schedule", "lengths"), SCHEDULES)
+def test_each_epoch_has_the_windows_of_the_nearest_key_below_it(schedule: Any, lengths: tuple[int, ...]) -> None:
+    model, callback, known = Mean(), GradientAccumulationScheduler(schedule), []
+    model = module(
+        configure_optimizers=lambda self: (
+            known.append(self.trainer.estimated_stepping_batches),
+            Mean.configure_optimizers(self),
+        )[1]
+    )
+    steps: list[int] = []
+    watch = hooks(on_train_epoch_end=lambda trainer, module: steps.append(trainer.global_step))
+    trainer = make_trainer(callback, watch, max_epochs=4, **BARE)
+    for _ in range(2):  # a second fit begins anew
+        steps.clear()
+        model.w[...] = np.zeros(1, np.float32)
+        trainer.fit(model, numbered(5))
+        assert steps == [sum(math.ceil(5 / n) for n in lengths[:k]) for k in range(1, 5)]
+        assert float(model.w[...][0]) == pytest.approx(mean(windows(lengths)), rel=1e-5)
+        assert trainer.accumulate_grad_batches == 1
+    assert known == [steps[-1]] * 2
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp"))
+def test_rows_of_uneven_batches_weigh_as_in_the_loop_by_hand(strategy: str) -> None:
+    batches = sized(16, 8, 16, 24, 8)
+    model, hand = Linear(), HandLoop(Linear())
+    fit(model, batches, None, GradientAccumulationScheduler({1: 2}), strategy=splitting(strategy), max_epochs=2, **BARE)
+    hand(*batches).window(*batches[:2]).window(*batches[2:4]).window(batches[4])
+    assert_same(model, hand.module)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp"))
+@pytest.mark.parametrize("stop", [(0, 1), (1, 3), (2, 0)])
+def test_a_training_resumed_in_any_window_ends_bit_by_bit_as_one_that_was_not_stopped(
+    strategy: str, stop: tuple[int, int]
+) -> None:
+    epoch, batch = stop
+    end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)
+    batches, found = sized(8, 16, 8, 8, 16), []
+
+    def train(folder: str, *more: Any) -> jl.Trainer:
+        given = {"max_epochs": 4, "strategy": splitting(strategy), "default_root_dir": folder, "resume": "auto"}
+        schedule = GradientAccumulationScheduler({0: 2, 1: 3, 2: 1, 3: 2})
+        return fit(Linear(), batches, None, schedule, keep_all(), *more, **given)
+
+    train("parts", end)
+    found = [bytes_of(train(folder)) for folder in ("parts", "whole")]
+    assert found[0] == found[1]
+
+
+def test_a_window_that_a_stop_has_cut_is_gone_on_with_from_a_checkpoint_behind_the_fit() -> None:
+    stop = at_batch(1, lambda trainer, module: trainer.stop("enough"))
+    schedule = GradientAccumulationScheduler({0: 4})
+    trainer = fit(Mean(), numbered(5), None, schedule, stop, max_epochs=1, **BARE)
+    trainer.save_checkpoint("at")
+    model = Mean()
+    fit(model, numbered(5), None, GradientAccumulationScheduler({0: 4}), max_epochs=1, ckpt_path="at", **BARE)
+    assert float(model.w[...][0]) == pytest.approx(mean([[1.0, 2.0, 3.0, 4.0], [5.0]]), rel=1e-5)
+    other = GradientAccumulationScheduler({0: 3})
+    words = "2 of 4 batches.*accumulate_grad_batches=3"
+    call = lambda: fit(Mean(), numbered(5), None, other, max_epochs=1, ckpt_path="at", **BARE)  # noqa: E731
+    refuses(CheckpointError, call, words)
+
+
+def test_an_average_that_starts_at_an_epoch_counts_its_steps() -> None:
+    weights = [mean(windows((5, 1))[:k]) for k in range(1, 7)]
+    for make, expected in (
+        (lambda: WeightAveraging(update_starting_at_epoch=1), np.mean(weights[1:])),
+        (lambda: EMA(0.5, update_starting_at_epoch=1), None),
+    ):
+        model = Mean()
+        fit(model, numbered(5), None, GradientAccumulationScheduler({0: 5, 1: 1}), make(), max_epochs=2, **BARE)
+        if expected is None:
+            expected = weights[1]
+            for w in weights[2:]:
+                expected = 0.5 * expected + 0.5 * w
+        assert float(model.w[...][0]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduling"),
+    [
+        (ArgumentTypeError, 4),
+        (ArgumentTypeError, [(0, 4)]),
+        (ArgumentTypeError, {0: 1.5}),
+        (ArgumentTypeError, {"0": 2}),
+        (ArgumentTypeError, {0: True}),
+        (ArgumentError, {}),
+        (ArgumentError, {-1: 2}),
+        (ArgumentError, {0: 0}),
+    ],
+)
+def test_a_wrong_schedule_is_refused_by_name(kind: Any, scheduling: Any) -> None:
+    refuses(kind, lambda: GradientAccumulationScheduler(scheduling), r"scheduling=\.\.\.\) takes a dict.*(G|g)ot")
+
+
+def test_another_number_beside_it_is_refused_and_a_dict_for_the_trainer_names_it() -> None:
+    scheduler = GradientAccumulationScheduler({0: 2})
+    words = "accumulate_grad_batches=3.*with a GradientAccumulationScheduler"
+    trainer = fit_refuses(ArgumentError, words, callbacks=scheduler, accumulate_grad_batches=3)
+    assert trainer is not None and trainer.accumulate_grad_batches == 3
+    fit_refuses(ArgumentError, "hold two", callbacks=[scheduler, GradientAccumulationScheduler({1: 2})])
+    words = r"int of at least 1, got \{4: 2\}.*GradientAccumulationScheduler\(\{4: 2\}\)"
+    refuses(ArgumentTypeError, lambda: jl.Trainer(accumulate_grad_batches={4: 2}), words)  # type: ignore[arg-type]

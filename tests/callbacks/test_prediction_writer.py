@@ -1,0 +1,226 @@
+"""A PredictionWriter writes what numpy computes of the rows, in their order; what is cut short leaves nothing."""
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kit.batches import Stream, random
+from kit.journal import hooks
+from kit.modules import Linear, module
+from kit.processes import launch, say
+from kit.refusals import refuses
+from kit.trainers import BARE, STRATEGIES, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import PredictionWriter
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+
+(DATA,) = random(1, rows=36)  # four batches of 8 rows and one of 4
+KERNEL = np.linspace(-1.0, 1.0, 3)[:, None]
+
+OUTPUTS: dict[str, Any] = {
+    "an array": (lambda y: y, {"predictions": 1}),
+    "a dict": (lambda y: {"mean": y, "sides": {"up": y > 0, "n": (10 * y).astype(jnp.int32)}}, None),
+    "a sequence": (lambda y: [y[:, 0], (jnp.stack([y, 2 * y], 1), (y > 0).astype(jnp.bfloat16))], None),
+}
+
+
+def expected(case: str, x: np.ndarray) -> Any:
+    """Return what a step makes of rows, computed by numpy."""
+    y = (x.astype(np.float64) @ KERNEL).astype(np.float32)
+    if case == "an array":
+        return y
+    if case == "a dict":
+        return {"mean": y, "sides": {"up": y > 0, "n": (10 * y).astype(np.int32)}}
+    return [y[:, 0], [np.stack([y, 2 * y], 1), (y > 0).astype(np.float32)]]
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert type(found) is type(wanted) or isinstance(wanted, np.ndarray), (type(found), type(wanted))
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+    if isinstance(wanted, (dict, list)):
+        assert len(found) == len(wanted)
+        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
+            same(found[key], wanted[key])
+        return
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def predicts(make: Any) -> Any:
+    return module(base=Linear, predict=lambda self, batch: make(Linear.__call__(self, batch["x"])))
+
+
+def predict(model: Any, loader: Any, *callbacks: jl.Callback, **given: Any) -> Any:
+    trainer = make_trainer(*callbacks, **({"max_epochs": None} | BARE | given))
+    return trainer.predict(model, loader, return_predictions=False)
+
+
+def loader() -> jl.ArrayLoader:
+    return jl.ArrayLoader(DATA, 8)
+
+
+FILES = {
+    "a dict": ["index.json", "mean.npy", "sides.n.npy", "sides.up.npy"],
+    "an array": ["index.json", "predictions.npy"],
+    "a sequence": ["0.npy", "1_0.npy", "1_1.npy", "index.json"],
+}
+OFTEN = ("a dict", "fsdp"), ("a sequence", "single"), ("an array", "pmap")
+
+
+@pytest.mark.parametrize(("case", "strategy"), thinned([(c, s) for c in OUTPUTS for s in STRATEGIES], *OFTEN))
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+def test_rows_stand_in_the_order_of_the_data_as_numpy_computes_them(case: str, strategy: str, interval: str) -> None:
+    model, writer = predicts(OUTPUTS[case][0]), PredictionWriter("made/here", interval)
+    predict(model, loader(), writer, strategy=strategy)
+    same(PredictionWriter.load("made/here"), expected(case, DATA["x"]))
+    assert sorted(os.listdir("made")) == ["here"]
+    assert sorted(os.listdir("made/here")) == FILES[case]
+    if case == "an array":
+        assert np.load("made/here/predictions.npy").shape == (36, 1)
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_parquet_holds_the_same_and_texts(case: str) -> None:
+    pytest.importorskip("pyarrow")
+    for interval in ("batch", "epoch"):
+        predict(predicts(OUTPUTS[case][0]), loader(), PredictionWriter("made", interval, format="parquet"))
+        same(PredictionWriter.load("made"), expected(case, DATA["x"]))
+    batches = [{**batch, "id": np.array([f"row {i * 'x'}{k}" for k in range(8)])} for i, batch in enumerate(random(3))]
+    writer = PredictionWriter("made", format="parquet")
+    predict(predicts(lambda y: {"y": y}), batches, writer, host_keys=("id",))
+    found = PredictionWriter.load("made")
+    assert found["id"].tolist() == [f"row {i * 'x'}{k}" for i in range(3) for k in range(8)]
+    same(found["y"], np.concatenate([b["x"] @ KERNEL for b in batches]).astype(np.float32))
+
+
+def test_several_loaders_have_a_folder_each_and_a_new_run_takes_the_old_ones_place() -> None:
+    model, writer = predicts(lambda y: y), PredictionWriter("made")
+    trainer = make_trainer(writer, **BARE)
+    several = [random(k, seed=k) for k in range(1, 12)]
+    trainer.predict(model, several, return_predictions=False)
+    for found, batches in zip(PredictionWriter.load("made"), several, strict=True):
+        same(found, expected("an array", np.concatenate([b["x"] for b in batches])))
+    kept = trainer.predict(model, loader())
+    same(PredictionWriter.load("made"), np.concatenate(kept))
+    assert sorted(os.listdir("made")) == ["index.json", "predictions.npy"]
+
+
+def test_host_keys_of_numbers_are_written_with_the_outputs_they_belong_to() -> None:
+    rows = {**DATA, "id": np.arange(36)[::-1].copy()}
+    predict(predicts(lambda y: {"y": y}), jl.ArrayLoader(rows, 8), PredictionWriter("made"), host_keys=("id",))
+    found = PredictionWriter.load("made")
+    assert found["id"].tolist() == list(range(35, -1, -1))
+    same(found["y"], expected("an array", DATA["x"]))
+
+
+def test_a_run_that_is_cut_short_leaves_the_predictions_of_the_one_before() -> None:
+    model, ours = predicts(lambda y: y), PredictionWriter("made")
+    predict(model, loader(), ours)
+    before = {path.name: path.read_bytes() for path in Path("made").iterdir()}
+    seen: list[list[str]] = []
+
+    def fail(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int, loader: int) -> None:
+        seen.append(sorted(os.listdir(".")))
+        if idx == 3:
+            raise error
+
+    for error in (OSError("the disk is full"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            predict(model, loader(), ours, hooks(on_predict_batch_end=fail))
+        assert {path.name: path.read_bytes() for path in Path("made").iterdir()} == before
+        assert sorted(os.listdir(".")) == ["made"]
+    assert seen[-1] == [".made.partial", "made"]
+    Path(".made.partial/of a process that was killed").mkdir(parents=True)
+    predict(model, Stream(random(1)), ours)
+    assert PredictionWriter.load("made").shape == (8, 1) and sorted(os.listdir(".")) == ["made"]
+
+
+def test_the_outputs_of_no_more_than_two_batches_are_in_memory() -> None:
+    refs: list[Any] = []
+    alive: list[int] = []
+
+    def count(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        refs.append(weakref.ref(outputs))
+        alive.append(sum(ref() is not None for ref in refs))
+
+    predict(predicts(lambda y: y), random(9), PredictionWriter("made"), hooks(on_predict_batch_end=count))
+    assert max(alive) <= 2 and len(alive) == 9
+
+
+def predict_in_a_process() -> None:
+    """Predict in one of two processes, with batches that divide among them and a tail that does not."""
+    writer = PredictionWriter("made")
+    predict(predicts(lambda y: {"y": y}), loader(), writer, strategy="ddp")
+    say("whole", Path("made/index.json").exists())
+    own = predicts(lambda y: {"y": y})
+    rows = {**DATA, "id": np.arange(36)}
+    with pytest.raises(ArgumentError, match="in several processes predictions are of all rows"):
+        predict(own, jl.ArrayLoader(rows, 8), PredictionWriter("other"), strategy="ddp", host_keys=("id",))
+    os.makedirs("taken/by", exist_ok=True)
+    with pytest.raises(ArgumentError, match="holds no predictions"):
+        predict(own, loader(), PredictionWriter("taken"), strategy="ddp")
+
+
+@pytest.mark.full
+def test_two_processes_write_the_rows_of_both_in_the_order_of_the_data(tmp_path: Path) -> None:
+    for ended in launch(predict_in_a_process, tmp_path):
+        assert ended.code == 0, ended.errors
+    same(PredictionWriter.load(tmp_path / "made"), {"y": expected("an array", DATA["x"])})
+
+
+REFUSED: list[Any] = [
+    ("a scalar", lambda y: {"y": y, "mean": y.mean()}, "one row for each row.*'mean': None"),
+    ("other rows", lambda y: {"y": y, "half": y[:4]}, "one row for each row.*'half': 4"),
+]
+
+
+@pytest.mark.parametrize(("case", "make", "words"), REFUSED)
+def test_outputs_without_a_row_for_each_row_are_refused(case: str, make: Any, words: str) -> None:
+    refuses(DataError, lambda: predict(predicts(make), loader(), PredictionWriter("made")), words)
+    assert os.listdir(".") == []
+
+
+def test_outputs_of_another_shape_in_a_later_batch_and_texts_in_npy_are_refused() -> None:
+    wide = lambda self, batch: batch["x"]  # noqa: E731
+    batches = [random(1)[0], random(1, features=2)[0]]
+    model = module(base=Linear, predict=wide)
+    refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[3\].*\[2\].*Pad them")
+    named = [{**batch, "id": np.array(["a"] * 8)} for batch in random(2)]
+    model, arguments = predicts(lambda y: {"y": y}), {"host_keys": ("id",)}
+    refuses(DataError, lambda: predict(model, named, PredictionWriter("made"), **arguments), "'id' holds texts")
+
+
+def test_a_folder_of_something_else_is_refused_before_the_first_batch() -> None:
+    Path("work").mkdir()
+    Path("work/index.json").write_text("{}")
+    drawn = Stream(random(2))
+    refuses(
+        ArgumentError, lambda: predict(predicts(lambda y: y), drawn, PredictionWriter("work")), "holds no predictions"
+    )
+    refuses(ArgumentError, lambda: PredictionWriter.load("work"), "finds no predictions")
+    assert os.listdir("work") == ["index.json"]
+
+
+def test_a_trial_run_writes_nothing() -> None:
+    trainer = make_trainer(PredictionWriter("made"), fast_dev_run=True)
+    trainer.predict(predicts(lambda y: y), loader())
+    assert not Path("made").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ArgumentTypeError, {"output_dir": 3}, "output_dir"),
+        (ArgumentTypeError, {"output_dir": ""}, "output_dir"),
+        (ArgumentError, {"write_interval": "batch_and_epoch"}, "write_interval.*'batch', 'epoch'"),
+        (ArgumentError, {"format": "csv"}, "format.*'npy', 'parquet'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any], words: str) -> None:
+    refuses(kind, lambda: PredictionWriter(**({"output_dir": "made"} | arguments)), words)

@@ -1,0 +1,121 @@
+"""A Timer stops in the step in which its time is over, counts on behind a resume, and tells how long stages took."""
+
+import datetime
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.inside import Clock, stop_clocks
+from kit.journal import at_batch, hooks
+from kit.modules import Mean
+from kit.refusals import refuses
+from kit.trainers import BARE, THREE, fit, make_trainer, thinned
+
+from jaxlit.callbacks import Timer
+from jaxlit.errors import ArgumentError, ArgumentTypeError
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return stop_clocks(monkeypatch)
+
+
+def ticks(clock: Clock, seconds: float, hook: str = "on_train_batch_end") -> Any:
+    def tick(*_: Any) -> None:
+        clock.now += seconds
+
+    return hooks(**{hook: tick})
+
+
+# Four batches of 3 s an epoch, and the steps that are taken: the first that ends behind the duration is the last.
+DURATIONS = [
+    ("00:00:00:10", {}, 4),
+    ({"seconds": 10}, {}, 4),
+    (datetime.timedelta(seconds=13), {}, 5),
+    (datetime.timedelta(seconds=13), {"interval": "epoch"}, 8),
+    (datetime.timedelta(seconds=12), {"interval": "epoch"}, 4),
+    (datetime.timedelta(0), {}, 0),
+    (None, {}, 12),
+]
+
+
+@pytest.mark.parametrize(("duration", "arguments", "steps"), DURATIONS)
+def test_it_stops_behind_the_step_or_the_epoch_in_which_the_time_is_over(
+    clock: Clock, duration: Any, arguments: dict[str, Any], steps: int
+) -> None:
+    timer = Timer(duration, **arguments)
+    trainer = fit(Mean(), numbered(4), None, timer, ticks(clock, 3), max_epochs=3, **BARE)
+    assert (trainer.global_step, timer.time_elapsed()) == (steps, 3 * steps)
+    left = None if timer.duration is None else timer.duration - 3 * steps
+    assert timer.time_remaining() == left
+    assert (trainer.stop_reason or "Timer").startswith("Timer") and (trainer.stop_reason is None) == (steps == 12)
+
+
+def test_a_second_fit_counts_anew_and_min_steps_keep_it_going(clock: Clock) -> None:
+    timer = Timer({"seconds": 5})
+    trainer = make_trainer(timer, ticks(clock, 3), max_epochs=9, min_steps=3, min_epochs=0, **BARE)
+    for _ in range(2):
+        trainer.fit(Mean(), numbered(4))
+        assert (trainer.global_step, timer.time_elapsed()) == (3, 9)
+        clock.now += 1000
+
+
+@pytest.mark.parametrize("strategy", thinned(THREE, "single"))
+def test_a_resumed_training_has_what_its_checkpoint_left_of_the_time(clock: Clock, strategy: str) -> None:
+    def train(timer: Timer, *more: Any, **given: Any) -> Any:
+        return fit(Mean(), numbered(4), None, timer, ticks(clock, 3), *more, strategy=strategy, max_epochs=9, **given)
+
+    save = at_batch(1, lambda trainer, module: trainer.save_checkpoint("at"))
+    train(Timer({"seconds": 20}), save, **BARE)  # the last that it writes is of step 6, 18 s
+    clock.now += 1000
+    timer = Timer({"seconds": 20})
+    trainer = train(timer, ckpt_path="at", **BARE)
+    assert (trainer.global_step, timer.time_elapsed(), timer.time_remaining()) == (7, 21, -1)
+    used = Timer({"seconds": 18})
+    trainer = train(used, ckpt_path="at", **BARE)
+    assert trainer.global_step == 6 and used.time_elapsed() == 18 and "0:00:18" in trainer.stop_reason
+
+
+def test_it_tells_how_long_each_stage_took(clock: Clock) -> None:
+    timer, trainer = Timer(), None
+    stages = ("train", "validation", "test", "predict")
+    tick = [ticks(clock, k, f"on_{stage}_batch_end") for k, stage in enumerate(stages, 1)]
+    trainer = make_trainer(timer, *tick, num_sanity_val_steps=0, **BARE)
+    seen: list[Any] = []
+    trainer.callbacks += [hooks(on_validation_batch_end=lambda *_: seen.append(timer.end_time("validate")))]
+    trainer.fit(Mean(), numbered(3), numbered(2))
+    trainer.test(None, numbered(5))
+    trainer.predict(None, numbered(7))
+    names = ("train", "validate", "test", "predict")
+    assert [timer.time_elapsed(stage) for stage in names] == [3 * 1 + 2 * 2, 4, 15, 28]
+    assert seen == [None, None] and timer.end_time("test") == timer.start_time("test") + 15  # type: ignore[operator]
+    fresh = Timer()
+    assert [fresh.time_elapsed(stage) for stage in names] == [0] * 4 and fresh.start_time() is None
+
+
+def test_verbose_says_that_it_stopped_the_training(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxlit")
+    for verbose, said in ((True, ["Timer(duration=0:00:05) is over: training took 0:00:06."]), (False, [])):
+        caplog.clear()
+        fit(Mean(), numbered(4), None, Timer({"seconds": 5}, verbose=verbose), ticks(clock, 3), **BARE)
+        assert [
+            r.getMessage() for r in caplog.records if "Timer" in r.getMessage() and "took" in r.getMessage()
+        ] == said
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ArgumentError, {"duration": "1:00"}, r"Timer\(duration=.*DD:HH:MM:SS"),
+        (ArgumentTypeError, {"duration": 5}, r"Timer\(duration="),
+        (ArgumentError, {"interval": "steps"}, r"Timer\(interval=.*'step', 'epoch'.*'step'\?"),
+        (ArgumentTypeError, {"verbose": 1}, r"Timer\(verbose="),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any], words: str) -> None:
+    refuses(kind, lambda: Timer(**arguments), words)
+
+
+def test_an_unknown_stage_and_a_time_outside_of_a_fit_are_refused() -> None:
+    refuses(ArgumentError, lambda: Timer().time_elapsed("training"), "'train', 'validate', 'test', 'predict'")
+    refuses(ArgumentError, lambda: make_trainer().stop_after(1.0, "late"), "Call it from a hook of fit")

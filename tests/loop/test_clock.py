@@ -1,0 +1,77 @@
+"""The times of several processes: all decide alike, at the same step, and seldom ask each other."""
+
+import time
+from typing import Any
+
+import jax
+import pytest
+from kit.threads import as_processes
+
+from jaxlit.loop import clock as clock_file
+from jaxlit.loop.clock import Clock
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], steps: int) -> list[Any]:
+    """Return of each process the look that found the time over, its clock's time there, and how often it asked.
+
+    Args:
+        monkeypatch: Of the test.
+        due: The time.
+        paces: Of each process, the seconds that step k takes by its clock.
+        steps: The most looks.
+    """
+    now, asks, ask = [100.0 * k for k in range(len(paces))], [0] * len(paces), clock_file.agree
+
+    def asking(*args: Any, **named: Any) -> Any:
+        asks[jax.process_index()] += 1
+        return ask(*args, **named)
+
+    def work(index: int) -> tuple[int, float, int]:
+        clock, first = Clock(True), now[index]
+        end = clock.look(None, ask=True) + due
+        for k in range(steps):
+            now[index] += paces[index](k)
+            if clock.look(end) >= end:
+                return k, now[index] - first, asks[index]
+        return steps, now[index] - first, asks[index]
+
+    monkeypatch.setattr(clock_file, "agree", asking)
+    monkeypatch.setattr(time, "monotonic", lambda: now[jax.process_index()])
+    return as_processes(monkeypatch, work, len(paces))
+
+
+@pytest.mark.parametrize(
+    ("due", "paces", "latest"),
+    [
+        # One that is slower in each step is the one that counts: 100 s are over in its step 199.
+        (100.0, [lambda k: 0.4, lambda k: 0.5], 199),
+        (100.0, [lambda k: 0.5, lambda k: 0.1 if k % 2 else 0.7], 199),
+        # A first step that compiles.
+        (100.0, [lambda k: 0.25 if k else 50.0, lambda k: 0.25], 200),
+        # It is over in the first.
+        (1.0, [lambda k: 2.0, lambda k: 0.0], 0),
+    ],
+)
+def test_all_processes_find_the_time_over_at_one_step(
+    monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], latest: int
+) -> None:
+    found = decided(monkeypatch, due, paces, 1000)
+    assert len({(step, asks) for step, _, asks in found}) == 1
+    assert found[0][0] == latest
+
+
+def test_it_asks_seldom_and_a_pace_that_slows_down_costs_a_few_of_the_steps_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 20 000 steps of 10 ms, 200 s: an exchange each 10 s and at each halving of the last 20.
+    (step, seconds, asks), other = decided(monkeypatch, 200.0, [lambda k: 0.01, lambda k: 0.01], 30_000)
+    assert (step, asks) == (other[0], other[2]) and 200.0 <= seconds + 1e-6 < 200.1 and asks < 50
+    (_, seconds, _), _ = decided(monkeypatch, 200.0, [lambda k: 0.01 if k < 100 else 0.1] * 2, 30_000)
+    assert 200.0 <= seconds + 1e-6 < 210.0
+
+
+def test_one_process_looks_at_its_clock_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(False)
+    began = clock.look(None)
+    monkeypatch.setattr(clock_file, "agree", lambda *_, **__: pytest.fail("there is nobody to ask"))
+    assert [clock.look(1.0) >= began for _ in range(3)] == [True] * 3
