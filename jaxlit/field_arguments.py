@@ -162,7 +162,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     },
     "LearningRateMonitor": {
         "log_momentum": "One that changes is a hyperparameter: in a hook self.log('b1', trainer.hyperparams['b1']).",
-        "log_weight_decay": "One that changes is one of trainer.hyperparams: log it in a hook.",
+        "log_weight_decay": "One that changes: self.log('decay', trainer.hyperparams['weight_decay']).",
     },
     "Optimizer": {
         "interval": "A schedule counts optimizer steps; trainer.num_training_batches is an epoch of batches.",

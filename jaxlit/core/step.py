@@ -156,7 +156,7 @@ class TrainStep:
     def waits(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         whole, loss = holds_weights(self.tx, state.params), jax.ShapeDtypeStruct((), jnp.float32)
-        given = state.opt_state, state.params, loss, state.epoch
+        given = state.opt_state, state.params, loss, jax.ShapeDtypeStruct((), jnp.int32)
         return waits(self._optimize, state.params, *given, whole=whole)
 
     @property

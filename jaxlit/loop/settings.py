@@ -149,7 +149,7 @@ def _as_here(given: dict[str, Any]) -> dict[str, Any]:
         devices = int(devices)
     elif isinstance(devices, (list, tuple)):
         raise ArgumentTypeError(
-            f"Trainer(devices={devices}) takes how many, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
+            f"Trainer(devices={devices}) takes an int, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
             f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(devices)},), ('data',), devices=[...]))."
         )
     return given | {"precision": precision, "devices": devices}

@@ -168,7 +168,7 @@ def test_a_resumed_training_shows_its_curves_from_the_beginning() -> None:
         arguments = {"default_root_dir": "run", "resume": "auto", "max_epochs": epochs, "log_every_n_steps": 1}
         trainer = fit(Mean(), numbered(4), None, RunReport(), **arguments)
     assert [*trainer.history["loss"][0]] == [4, 5, 6, 7]
-    (points,) = (attrs["points"] for tag, attrs in read().tags if tag == "polyline")
+    points, _ = (attrs["points"] for tag, attrs in read().tags if tag == "polyline")  # the loss, the rate
     assert len(points.split()) == 8
 
 
