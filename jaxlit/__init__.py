@@ -15,6 +15,7 @@ from jaxlit.pipeline.marks import pipeline_yield
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
+from jaxlit.trainer.lr_find import lr_find
 from jaxlit.version import __version__
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "distributed",
     "errors",
     "lazy",
+    "lr_find",
     "pipeline",
     "pipeline_yield",
     "register_strategy",
