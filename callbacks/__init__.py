@@ -5,7 +5,7 @@ from typing import Any
 from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
@@ -28,6 +28,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "GradientNorm",
     "JSONLLogger",

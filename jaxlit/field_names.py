@@ -184,7 +184,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "verbose": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
         "rounding": "trainer.hyperparams has the rates of optax.inject_hyperparams.",
     },
-    "EarlyStopping argument": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
+    "EarlyStopping argument": {"log_rank_zero_only": "One process tells."},
     "ModelCheckpoint argument": {
         "verbose": _TOLD,
         "save_weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
