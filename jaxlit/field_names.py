@@ -40,6 +40,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
+        "LitLogger": _LOGGER,
         "RichProgressBar": "It is jl.callbacks.ProgressBar.",
         "TQDMProgressBar": "It is jl.callbacks.ProgressBar.",
         "RichModelSummary": "It is jl.callbacks.ModelSummary.",
@@ -55,8 +56,13 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
         "LearningRateFinder": "It is jl.lr_find(trainer, model, loader), before fit.",
-        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
-        "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
+        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes, and small batches add "
+        "up by Trainer(accumulate_grad_batches=...).",
+        "ModelPruning": "Subclass jl.Callback: init_arrays keeps the masks, and update_arrays returns the parameters "
+        "times them, compiled into the step.",
+        "Checkpoint": "It is jl.callbacks.ModelCheckpoint; one of your own calls trainer.saver, or save_checkpoint.",
+        "SpikeDetection": "Trainer(nan_policy=...) acts on steps that are not finite, "
+        "jl.callbacks.EarlyStopping(divergence_threshold=...) on a loss that grows.",
     },
     "log argument": {
         "sync_dist": "Values are those of all devices and processes anyway: leave it out.",
@@ -74,6 +80,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "FSDPStrategy": "It is jl.strategies.FSDP, 'fsdp'.",
         "DeepSpeedStrategy": "Its stages are jl.strategies.FSDP(stage=1, 2 or 3).",
         "ModelParallelStrategy": "It is jl.strategies.TensorParallel.",
+        "ParallelStrategy": "Subclass jl.Strategy: mesh_shape, batch_spec and state_sharding say how things lie.",
         "SingleDeviceStrategy": "It is jl.strategies.SingleDevice, 'single'.",
     },
     "TrainModule": {

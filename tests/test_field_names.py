@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import json
 import pickle
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -102,6 +104,18 @@ def test_an_import_of_a_name_of_the_field_says_what_takes_its_place(owner: str) 
             exec(f"from {OWNERS[owner].__name__} import {name}")
         assert getattr(OWNERS[owner], name, None) is None  # as everywhere else, an AttributeError
     exec(f"from {OWNERS[owner].__name__} import *")
+
+
+LIGHTNING = json.loads((Path(__file__).parent / "data" / "lightning_names.json").read_text())
+ROOMS = [("callbacks", jl.callbacks), ("loggers", jl.callbacks), ("strategies", jl.strategies)]
+
+
+@pytest.mark.parametrize(("room", "face"), ROOMS)
+def test_every_name_of_lightnings_is_here_or_says_what_takes_its_place(room: str, face: Any) -> None:
+    owner = {"loggers": "jl.callbacks"}.get(room, f"jl.{room}")
+    known = {*face.__all__, *ADVICE[owner]}
+    assert [name for name in LIGHTNING[room] if name not in known] == [] and len(LIGHTNING[room]) > 5
+    assert {*face.__all__} & {*ADVICE[owner]} == set()
 
 
 def test_what_an_advice_names_is_there() -> None:
