@@ -6,7 +6,7 @@ from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.device_stats_monitor import DeviceStatsMonitor
-from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
@@ -34,6 +34,7 @@ __all__ = [
     "Callback",
     "DeviceStatsMonitor",
     "EarlyStopping",
+    "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "GradientNorm",
     "JSONLLogger",

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -144,3 +145,8 @@ class Timer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count the seconds of a checkpoint as well."""
         self._before = float(state_dict["time_elapsed"]["train"])
+
+
+def limits_time(callbacks: Sequence[Callback]) -> bool:
+    """Tell whether one of the callbacks ends a training when its time is over."""
+    return any(isinstance(c, Timer) and c.duration is not None for c in callbacks)

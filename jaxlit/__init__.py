@@ -17,6 +17,7 @@ from jaxlit.pipeline.marks import pipeline_yield
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
+from jaxlit.trainer.lr_find import lr_find
 from jaxlit.unknown import no_such_name
 from jaxlit.version import __version__
 
@@ -35,6 +36,7 @@ __all__ = [
     "distributed",
     "errors",
     "lazy",
+    "lr_find",
     "pipeline",
     "pipeline_yield",
     "register_strategy",

@@ -93,7 +93,6 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "resume_from_checkpoint": "Pass resume=, or fit(ckpt_path=...).",
         "progress_bar_refresh_rate": "Pass callbacks=jl.callbacks.ProgressBar(...), or enable_progress_bar=False.",
         "weights_summary": "Pass callbacks=jl.callbacks.ModelSummary(...), or enable_model_summary=False.",
-        "auto_lr_find": "There is no tuner: fit with max_steps for each rate.",
         "auto_scale_batch_size": "There is no tuner: trainer.explain() tells the memory that a step takes.",
         "barebones": "Pass logger, enable_checkpointing, enable_progress_bar and enable_model_summary as False.",
         "enable_autolog_hparams": "Every logger is told of the hyperparameters when a run begins: leave it out.",
@@ -114,6 +113,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "metrics": "Log them in a step: self.log('accuracy', value).",
         "verbose": "Pass enable_progress_bar=False, or logging.getLogger('jaxlit').setLevel(...).",
         "profiler": "Pass callbacks=jl.callbacks.Profiler(start_step=10); trainer.explain() tells where the time went.",
+        "auto_lr_find": "Call jl.lr_find(trainer, model, loader) before fit.",
     },
     "CSVLogger": {
         "save_dir": _FOLDER,

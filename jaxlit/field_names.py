@@ -24,7 +24,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "Fabric": "It is jl.compile_step: the Trainer's step for a loop of your own.",
         "plugins": "What they do is said by Trainer(strategy=..., precision=...).",
         "DataLoader": "It is jl.ArrayLoader for arrays in memory; a DataLoader of torch is taken as it is.",
-        "Tuner": _TUNER,
         "rank_zero_only": "Ask trainer.is_global_zero in the hook: if trainer.is_global_zero: ...",
         "rank_zero_info": "print, where trainer.is_global_zero.",
         "utilities": "Nothing of it is needed: trainer.is_global_zero tells the process that writes.",
@@ -43,12 +42,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "fit": "It is a method: jl.Trainer(max_epochs=3).fit(model, loader).",
         "TrainState": "trainer.state is it, in a fit and after it.",
         "profilers": "jl.callbacks.Profiler traces some steps; trainer.explain() tells where the time went.",
+        "Tuner": "A rate is found by jl.lr_find(trainer, model, loader); trainer.explain() tells the memory of a step.",
     },
     "jl.callbacks": {
-        "Checkpoint": "It is jl.callbacks.ModelCheckpoint.",
-        "SpikeDetection": "nan_policy='rollback' goes back behind a loss that is not finite; EarlyStopping has "
-        "divergence_threshold.",
-        "LitLogger": _LOGGER,
         "TerminateOnNaN": "nan_policy='raise' is the Trainer's default.",
         "BackupAndRestore": "Pass Trainer(resume='auto', default_root_dir='run').",
         "LearningRateScheduler": "A schedule is a part of the optimizer: optax.adam(schedule).",
@@ -66,14 +62,17 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "StochasticWeightAveraging": "It is jl.callbacks.WeightAveraging(update_starting_at_epoch=...); the "
         "optimizer's schedule says the learning rate.",
         "OnExceptionCheckpoint": "jl.callbacks.ModelCheckpoint writes one after an error as well.",
-        "LearningRateFinder": "There is none: train a few steps with each rate, Trainer(max_steps=100).",
-        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes.",
-        "ModelPruning": "Mask the gradients and weights by optax: optax.chain(tx, optax.masked(...)).",
         "BackboneFinetuning": "It is jl.callbacks.BackboneFreeze(part, unfreeze_at_epoch=10).",
         "BasePredictionWriter": "It is jl.callbacks.PredictionWriter(output_dir); for files of your own write "
         "in on_predict_batch_end, with trainer.predict(..., return_predictions=False).",
         "BaseFinetuning": "Parts that train from an epoch on: one or several jl.callbacks.BackboneFreeze. "
         "Parts that never do: jl.Optimizer(tx, wrt=filter).",
+        "Checkpoint": "It is jl.callbacks.ModelCheckpoint; one of your own calls trainer.saver, or save_checkpoint.",
+        "ModelPruning": "Subclass jl.Callback: init_arrays keeps the masks, and update_arrays returns the parameters times them, compiled into the step.",
+        "LearningRateFinder": "It is jl.lr_find(trainer, model, loader), before fit.",
+        "LitLogger": "Subclass jl.callbacks.Logger: log_metrics(metrics, step) takes every row.",
+        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes, and small batches add up by Trainer(accumulate_grad_batches=...).",
+        "SpikeDetection": "Trainer(nan_policy=...) acts on steps that are not finite, jl.callbacks.EarlyStopping(divergence_threshold=...) on a loss that grows.",
     },
     "jl.strategies": {
         "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",
@@ -81,10 +80,10 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedStrategy": "Its stages are jl.strategies.FSDP(stage=1, 2 or 3).",
         "ModelParallelStrategy": "It is jl.strategies.TensorParallel.",
         "SingleDeviceStrategy": "It is jl.strategies.SingleDevice, 'single'.",
-        "ParallelStrategy": "Subclass jl.Strategy.",
         "XLAStrategy": "It is jl.strategies.DDP, 'ddp': jax runs on TPUs as it is.",
         "DataParallelStrategy": "It is jl.strategies.DDP, 'ddp'.",
         "StrategyRegistry": "jl.register_strategy(name) adds one.",
+        "ParallelStrategy": "Subclass jl.Strategy: mesh_shape, batch_spec and state_sharding say how things lie.",
     },
     "strategy": {
         **dict.fromkeys(
@@ -183,7 +182,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "is_last_batch": "A hook knows its batch_idx: it is the last at trainer.num_training_batches - 1.",
         "received_sigterm": "It is trainer.interrupted.",
         "progress_bar_callback": "Look through trainer.callbacks.",
-        "tune": _TUNER,
         "training": _STAGE,
         "optimizer": "trainer.state.opt_state is its state.",
         "lr_schedulers": "A schedule is a part of the optimizer: optax.adam(schedule).",
@@ -215,8 +213,9 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "compile": "Every step is compiled; configure_optimizers of the module returns the optimizer.",
         "summary": "nnx.tabulate(module, x) prints one; a fit begins with it.",
         "load_checkpoint": "Pass fit(ckpt_path=path), or call Model.load_from_checkpoint(path).",
-        "lr_find": "There is no tuner: fit with max_steps for each rate.",
         "profiler": "Pass callbacks=jl.callbacks.Profiler(start_step=10); trainer.explain() tells where the time went.",
+        "lr_find": "It is jl.lr_find(trainer, model, loader), before fit.",
+        "tune": "A rate is found by jl.lr_find(trainer, model, loader), before fit.",
     },
     "DataModule": {
         "load_from_checkpoint": "Build it anew: its own state comes back with the training, fit(ckpt_path=...).",

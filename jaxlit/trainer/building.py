@@ -1,12 +1,14 @@
 """From what a user passes as model and data to a module and loaders that a run can begin with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
 from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.timer import limits_time
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
@@ -80,7 +82,9 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
     return model
 
 
-def check_fit(settings: Settings, ckpt_path: Any, strict: bool, reset_optimizer: bool) -> None:
+def check_fit(
+    settings: Settings, callbacks: Sequence[Callback], ckpt_path: Any, strict: bool, reset_optimizer: bool
+) -> None:
     """Refuse a fit that has no end, or says how to take a checkpoint that is not there.
 
     Raises:
@@ -93,7 +97,7 @@ def check_fit(settings: Settings, ckpt_path: Any, strict: bool, reset_optimizer:
             "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
             "Pass ckpt_path=..., or Trainer(resume=...)."
         )
-    if not settings.has_limit:
+    if not (settings.has_limit or limits_time(callbacks)):
         raise ArgumentError(
             "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or Trainer(max_time=...)."
         )

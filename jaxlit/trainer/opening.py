@@ -1,10 +1,10 @@
 """The loaders of a run are opened, looked at, and made to go on where a checkpoint stands."""
 
-import datetime
 import logging
 
 import jax
 
+from jaxlit.callbacks.timer import limits_time
 from jaxlit.core.module import call_step, is_overridden
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError
@@ -24,9 +24,9 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
         DataError: A loader cannot go on where the checkpoint stands.
     """
     settings, name = run.settings, type(run.module).__name__
-    _check_clocks(run, strategy)
     ((source, limit),) = run.loaders.open("training", required=True)
-    if limit is None and settings.max_steps < 0 and settings.max_time is None and source.is_endless:
+    timed = settings.max_time is not None or limits_time(run.hooks.callbacks)
+    if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
         raise ArgumentError(
             f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
             "Trainer(max_time=...) or Trainer(limit_train_batches=...)."
@@ -60,12 +60,3 @@ def check_loaders(run: Run, watchdog: Watchdog) -> None:
     for source, _ in run.val:
         if source.is_grain and not run.settings.num_sanity_val_steps:
             source.close()  # its threads and processes would wait until the first validation
-
-
-def _check_clocks(run: Run, strategy: Strategy) -> None:
-    by_clock = run.settings.max_time is not None or isinstance(run.settings.val_check_interval, datetime.timedelta)
-    if strategy.num_processes > 1 and by_clock:
-        raise ArgumentError(
-            "Trainer(max_time=...) and a val_check_interval that is a duration go by a clock, and each process has "
-            "its own. Count steps or batches in several processes."
-        )

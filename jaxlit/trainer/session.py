@@ -126,7 +126,7 @@ class Session:
             reset_optimizer: See `Trainer.fit`.
         """
         stage = STAGES["training"]
-        check_fit(self.settings, ckpt_path, strict, reset_optimizer)
+        check_fit(self.settings, self.callbacks, ckpt_path, strict, reset_optimizer)
         loaders = make_loaders(self.settings, stage, given, datamodule)
         self._check_idle(stage)
         found = self._claim(stage, ckpt_path)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from kit.modules import Mean, module
 from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
-from jaxlit.callbacks import EarlyStopping
+from jaxlit.callbacks import EarlyStopping, EarlyStoppingReason
 from jaxlit.errors import ArgumentError, JaxlitError
 
 NAN, INF = math.nan, math.inf
@@ -50,12 +51,64 @@ def test_stops_at_the_check_that_the_rules_name(make_trainer, arguments, values,
     assert stopped_at(EarlyStopping("val/loss", **arguments), make_trainer(), values) == expected
 
 
+def lightnings(values: Any, mode: str, min_delta: float, patience: int, **rules: Any) -> tuple[Any, ...]:
+    """Return where Lightning 2.6's rule stops, for which of its reasons, the best value and the checks waited."""
+    better = {"min": lambda a, b: a < b, "max": lambda a, b: a > b}[mode]
+    best, wait, delta = (INF, 0, -min_delta) if mode == "min" else (-INF, 0, min_delta)
+    stopping, divergence = rules["stopping_threshold"], rules["divergence_threshold"]
+    for i, value in enumerate(values):
+        if rules["check_finite"] and not math.isfinite(value):
+            return i, "NON_FINITE_METRIC", best, wait
+        if stopping is not None and better(value, stopping):
+            return i, "STOPPING_THRESHOLD", best, wait
+        if divergence is not None and better(-value, -divergence):
+            return i, "DIVERGENCE_THRESHOLD", best, wait
+        if better(value - delta, best):
+            best, wait = value, 0
+            continue
+        wait += 1
+        if wait >= patience:
+            return i, "PATIENCE_EXHAUSTED", best, wait
+    return None, "NOT_STOPPED", best, wait
+
+
+def test_random_sequences_stop_where_lightnings_rule_stops_them_for_its_reason(make_trainer) -> None:
+    rng, reasons = random.Random(0), set()
+    for _ in range(400):
+        arguments = {
+            "mode": rng.choice(["min", "max"]),
+            "min_delta": rng.choice([0.0, 0.25, 1.0]),
+            "patience": rng.randrange(5),
+            "check_finite": rng.random() < 0.8,
+            "stopping_threshold": rng.choice([None, None, -1.0, 4.0]),
+            "divergence_threshold": rng.choice([None, None, -1.5, 3.5]),
+        }
+        # Quarters, whose sums and differences are exact.
+        values = [rng.choice([NAN, INF]) if rng.random() < 0.05 else rng.randrange(-8, 20) / 4 for _ in range(12)]
+        callback = EarlyStopping("val/loss", **arguments)
+        at = stopped_at(callback, make_trainer(), values)
+        found = at, callback.stopping_reason.name, callback.best_score, callback.wait_count
+        assert found == lightnings(values, **arguments), (arguments, values)
+        reasons.add(callback.stopping_reason)
+    assert reasons == {*EarlyStoppingReason}
+
+
+def test_verbose_tells_of_improvements(make_trainer, caplog) -> None:
+    caplog.set_level("INFO", "jaxlit")
+    for verbose, said in ((True, ["improved to 3.", "improved by 1 to 2.", "improved by 0.5 to 1.5."]), (False, [])):
+        caplog.clear()
+        stopped_at(EarlyStopping("val/loss", patience=9, verbose=verbose), make_trainer(), [3, 2, 2.5, 1.5, 1.5])
+        assert [r.getMessage() for r in caplog.records] == [f"val/loss {words}" for words in said]
+
+
 def test_attributes_tell_what_happened_and_a_second_fit_counts_from_zero(make_trainer) -> None:
     callback, trainer = EarlyStopping("val/loss", patience=2), make_trainer()
     assert stopped_at(callback, trainer, [3, 1, 2, 2]) == 3
     assert (callback.wait_count, callback.stopped_epoch, callback.best_score) == (2, 3, 1)
-    assert callback.stopping_reason == trainer.stop_reason and "val/loss" in trainer.stop_reason
-    assert stopped_at(callback, make_trainer(), [5, 4, 3]) is None and callback.stopping_reason is None
+    assert callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert callback.stopping_reason_message == trainer.stop_reason and "val/loss" in trainer.stop_reason
+    assert stopped_at(callback, make_trainer(), [5, 4, 3]) is None
+    assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED and callback.stopping_reason_message is None
 
 
 def test_patience_does_not_run_while_min_epochs_or_min_steps_blocks(make_trainer) -> None:
@@ -118,6 +171,10 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
         trainer.train_epoch(first, val={"val/loss": value})
         other.train_epoch(second, val={"val/loss": value})
         assert (first.wait_count, first.best_score) == (second.wait_count, second.best_score)
+    third = EarlyStopping("val/loss")
+    third.load_state_dict(json.loads(json.dumps(second.state_dict(), allow_nan=False)))
+    assert third.stopping_reason is first.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert third.stopping_reason_message == trainer.stop_reason
     assert other.should_stop and trainer.should_stop
 
 
@@ -128,7 +185,7 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
         *(("min_delta", "at least 0", x) for x in (-0.1, "0")),
         *(("patience", "int of at least 0", x) for x in (-1, 1.5, True)),
         ("mode", "'min' or 'max'", "auto"),
-        *((name, "True or False", 1) for name in ("check_finite", "strict")),
+        *((name, "True or False", 1) for name in ("check_finite", "strict", "verbose")),
         ("check_on_train_epoch_end", "True, False or None", 1),
         *((f"{name}_threshold", "number", "low") for name in ("stopping", "divergence")),
     ],

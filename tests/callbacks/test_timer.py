@@ -1,14 +1,15 @@
 """A Timer stops in the step in which its time is over, counts on behind a resume, and tells how long stages took."""
 
 import datetime
+import itertools
 from typing import Any
 
 import pytest
-from kit.batches import numbered
+from kit.batches import Stream, numbered
 from kit.inside import Clock, stop_clocks
 from kit.journal import at_batch, hooks
 from kit.modules import Mean
-from kit.refusals import refuses
+from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, THREE, fit, make_trainer, thinned
 
 from jaxlit.callbacks import Timer
@@ -74,6 +75,14 @@ def test_a_resumed_training_has_what_its_checkpoint_left_of_the_time(clock: Cloc
     used = Timer({"seconds": 18})
     trainer = train(used, ckpt_path="at", **BARE)
     assert trainer.global_step == 6 and used.time_elapsed() == 18 and "0:00:18" in trainer.stop_reason
+
+
+def test_it_is_limit_enough_also_for_a_loader_without_end(clock: Clock) -> None:
+    endless = Stream(itertools.cycle(numbered(2)))  # type: ignore[arg-type]
+    for timer, limit in ((Timer({"seconds": 8}), None), (Timer({"seconds": 8}), 2)):
+        given = {"max_epochs": None, "limit_train_batches": 1.0 if limit is None else limit} | BARE
+        assert fit(Mean(), endless, None, timer, ticks(clock, 3), **given).global_step == 3
+    fit_refuses(ArgumentError, "has no limit", max_epochs=None, callbacks=Timer())
 
 
 def test_it_tells_how_long_each_stage_took(clock: Clock) -> None:

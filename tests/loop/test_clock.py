@@ -1,12 +1,20 @@
 """The times of several processes: all decide alike, at the same step, and seldom ask each other."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from kit.batches import random
+from kit.journal import hooks
+from kit.modules import Linear
+from kit.processes import launch, say
 from kit.threads import as_processes
+from kit.trainers import BARE, fit
 
+import jaxlit as jl
+from jaxlit.callbacks import Timer
 from jaxlit.loop import clock as clock_file
 from jaxlit.loop.clock import Clock
 
@@ -75,3 +83,41 @@ def test_one_process_looks_at_its_clock_at_every_step(monkeypatch: pytest.Monkey
     began = clock.look(None)
     monkeypatch.setattr(clock_file, "agree", lambda *_, **__: pytest.fail("there is nobody to ask"))
     assert [clock.look(1.0) >= began for _ in range(3)] == [True] * 3
+
+
+def train_in_a_process() -> None:
+    """Train with a clock of this process's own: a batch takes 3 s in the first process and 1 s in the other."""
+    now, seconds = [1000.0 * jax.process_index()], 3.0 - 2.0 * jax.process_index()
+    real, validated = time.monotonic, list[int]()
+    time.monotonic = lambda: now[0]
+
+    def tick(*_: Any) -> None:
+        now[0] += seconds
+
+    watch = hooks(
+        on_train_batch_end=tick,
+        on_validation_start=lambda trainer, module: validated.append(trainer.global_step),
+    )
+    (rows,) = random(1, rows=32)
+    loader = jl.ArrayLoader(rows, 8)
+    by_timer = Timer({"seconds": 20})
+    given = {
+        "strategy": "ddp",
+        "max_epochs": None,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": {"seconds": 10},
+    } | BARE
+    for name, callbacks, more in (("max_time", [], {"max_time": {"seconds": 20}}), ("Timer", [by_timer], {})):
+        validated.clear()
+        trainer = fit(Linear(), loader, loader, watch, *callbacks, **given, **more)
+        say(name, [trainer.global_step, validated, trainer.stop_reason.split("=")[0].split("(")[0]])
+    time.monotonic = real
+
+
+@pytest.mark.full
+def test_two_processes_of_other_clocks_validate_and_stop_at_one_step(tmp_path: Path) -> None:
+    ended = launch(train_in_a_process, tmp_path)
+    assert [one.code for one in ended] == [0, 0], ended[0].errors + ended[1].errors
+    # 3 s a batch, by the slower: 10 s are over in the fourth, anew in the eighth; 20 s in the seventh, which validates.
+    for name in ("max_time", "Timer"):
+        assert [one.said[name] for one in ended] == [[7, [4, 7], name]] * 2
