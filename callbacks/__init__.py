@@ -10,6 +10,7 @@ from jaxlit.callbacks.gradient_norm import GradientNorm
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.logger import Logger, NoLogger
+from jaxlit.callbacks.mlflow_logger import MLFlowLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.profiler import Profiler
@@ -32,6 +33,7 @@ __all__ = [
     "JSONLLogger",
     "LambdaCallback",
     "Logger",
+    "MLFlowLogger",
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",

@@ -37,7 +37,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "jl.callbacks": {
         "LearningRateMonitor": _WATCH,
-        "MLFlowLogger": _LOGGER,
+        "MLflowLogger": "It is jl.callbacks.MLFlowLogger, as Lightning spells it.",
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
         "RichProgressBar": "It is jl.callbacks.ProgressBar.",
@@ -172,6 +172,10 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "flush_logs_every_n_steps": _FLUSHED,
     },
     "JSONLLogger argument": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
+    "MLFlowLogger argument": {
+        "synchronous": "Everything is sent by a thread, and the end waits for it at most finish_timeout=60 seconds.",
+        "checkpoint_path_prefix": "Checkpoints are artifacts in checkpoints/<name>.",
+    },
     "Profiler argument": {
         "filename": "jax names the files: pass dirpath=.",
         "schedule": "The steps are start_step=10, num_steps=5.",
