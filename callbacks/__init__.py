@@ -13,6 +13,7 @@ from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
 from jaxlit.callbacks.logger import Logger, NoLogger
+from jaxlit.callbacks.mlflow_logger import MLFlowLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.prediction_writer import PredictionWriter
@@ -41,6 +42,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "Logger",
+    "MLFlowLogger",
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",

@@ -134,7 +134,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "settings": "Pass a run of your own: experiment=wandb.init(settings=...).",
     },
     "JSONLLogger": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
-    "EarlyStopping": {"verbose": _TOLD, "log_rank_zero_only": "One process tells."},
+    "EarlyStopping": {"log_rank_zero_only": "One process tells."},
     "ModelCheckpoint": {
         "verbose": _TOLD,
         "save_weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
@@ -195,5 +195,9 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "unfreeze_backbone_at_epoch": "Pass unfreeze_at_epoch=.",
         "initial_denom_lr": _UNFREEZE,
         "lambda_func": _UNFREEZE,
+    },
+    "MLFlowLogger": {
+        "synchronous": "Everything is sent by a thread, and the end waits for it at most finish_timeout=60 seconds.",
+        "checkpoint_path_prefix": "Checkpoints are artifacts in checkpoints/<name>.",
     },
 }

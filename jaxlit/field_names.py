@@ -10,7 +10,7 @@ _PARTS = "Give parts optimizers of their own: jl.Optimizer(by={...}), and jax.la
 _PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
 _RANK = "Ask jax.process_index(), or trainer.is_global_zero."
 _STAGE = "A hook knows by its name; trainer.is_running tells whether a run goes on."
-_TUNER = "There is no tuner: fit with max_steps for each value."
+_TUNER = "A rate is found by jl.lr_find(trainer, model, loader); trainer.explain() tells the memory of a step."
 
 # By what has not the name: of each name one line of advice.
 ADVICE: Mapping[str, Mapping[str, str]] = {
@@ -42,7 +42,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "fit": "It is a method: jl.Trainer(max_epochs=3).fit(model, loader).",
         "TrainState": "trainer.state is it, in a fit and after it.",
         "profilers": "jl.callbacks.Profiler traces some steps; trainer.explain() tells where the time went.",
-        "Tuner": "A rate is found by jl.lr_find(trainer, model, loader); trainer.explain() tells the memory of a step.",
+        "Tuner": _TUNER,
     },
     "jl.callbacks": {
         "TerminateOnNaN": "nan_policy='raise' is the Trainer's default.",
@@ -52,7 +52,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "History": "trainer.history has every logged value.",
         "ProgbarLogger": "It is jl.callbacks.ProgressBar.",
         "RemoteMonitor": _LOGGER,
-        "MLFlowLogger": _LOGGER,
         "CometLogger": _LOGGER,
         "NeptuneLogger": _LOGGER,
         "RichProgressBar": "It is jl.callbacks.ProgressBar.",
@@ -68,11 +67,15 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "BaseFinetuning": "Parts that train from an epoch on: one or several jl.callbacks.BackboneFreeze. "
         "Parts that never do: jl.Optimizer(tx, wrt=filter).",
         "Checkpoint": "It is jl.callbacks.ModelCheckpoint; one of your own calls trainer.saver, or save_checkpoint.",
-        "ModelPruning": "Subclass jl.Callback: init_arrays keeps the masks, and update_arrays returns the parameters times them, compiled into the step.",
+        "ModelPruning": "Subclass jl.Callback: init_arrays keeps the masks, and update_arrays returns the "
+        "parameters times them, compiled into the step.",
         "LearningRateFinder": "It is jl.lr_find(trainer, model, loader), before fit.",
         "LitLogger": "Subclass jl.callbacks.Logger: log_metrics(metrics, step) takes every row.",
-        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes, and small batches add up by Trainer(accumulate_grad_batches=...).",
-        "SpikeDetection": "Trainer(nan_policy=...) acts on steps that are not finite, jl.callbacks.EarlyStopping(divergence_threshold=...) on a loss that grows.",
+        "BatchSizeFinder": "There is none: trainer.explain() tells the memory that a step takes, and small "
+        "batches add up by Trainer(accumulate_grad_batches=...).",
+        "SpikeDetection": "Trainer(nan_policy=...) acts on steps that are not finite, "
+        "jl.callbacks.EarlyStopping(divergence_threshold=...) on a loss that grows.",
+        "MLflowLogger": "It is jl.callbacks.MLFlowLogger, as Lightning spells it.",
     },
     "jl.strategies": {
         "DDPStrategy": "It is jl.strategies.DDP, 'ddp'.",

@@ -1,5 +1,5 @@
 """Those callbacks that are loggers, as `from jaxlit.loggers import WandbLogger` in a port asks for them."""
 
-from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, TensorBoardLogger, WandbLogger
+from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-__all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["CSVLogger", "JSONLLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -32,6 +32,7 @@ class MediaFolder:
         run_dir: Returns the run's folder; None to make everything and keep nothing.
         step: Returns the step of what comes without one.
         goes_on: Tells whether a training goes on, which what fails here does not end.
+        tells: Whether a line says where the folder is.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class MediaFolder:
         run_dir: Callable[[], Path | None] = lambda: None,
         step: Callable[[], int] = lambda: 0,
         goes_on: Callable[[], bool] = lambda: False,
+        *,
+        tells: bool = True,
     ) -> None:
-        self._run_dir, self._step, self.goes_on = run_dir, step, goes_on
+        self._run_dir, self._step, self.goes_on, self._tells = run_dir, step, goes_on, tells
         self._told: set[Any] = set()
         self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
 
@@ -125,7 +128,7 @@ class MediaFolder:
         for suffix, content in files:
             (folder / f"{at}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
         self._newest[folder] = at, number + 1
-        if media not in self._told:
+        if self._tells and media not in self._told:
             self._told.add(media)
             how = "" if has_pillow() else "; images as .npy, as Pillow is not installed"
             say(f"media {short_path(media)} (what is no number, and no logger here holds{how})")

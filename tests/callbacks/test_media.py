@@ -17,12 +17,13 @@ from kit.wandb_runs import PIXELS
 from matplotlib.figure import Figure
 from PIL import Image
 
-from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger, WandbLogger
+from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger, TensorBoardLogger, WandbLogger
 from jaxlit.errors import ArgumentError, LoggerError
 
 GIVEN = np.arange(20.0).reshape(4, 5)
+TWO = {"default_root_dir": "run", "max_epochs": 2}
 KINDS = {"txt", "csv", "json", "png"}
-HELD = {JSONLLogger: {"png"}, WandbLogger: set()}
+HELD = {JSONLLogger: {"png"}, WandbLogger: set(), TensorBoardLogger: set()}
 
 
 def draw(trainer, *_):
@@ -42,16 +43,21 @@ def media(folder="run/media"):
 
 
 @pytest.mark.parametrize(
-    "logger", thinned([True, False, CSVLogger(), JSONLLogger(), WandbLogger(offline=True)], True, False, full=[])
+    "logger",
+    thinned(
+        [True, False, CSVLogger(), JSONLLogger(), TensorBoardLogger(), WandbLogger(offline=True)], True, False, full=[]
+    ),
 )
 def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(logger, capsys):
     module = Mean()
-    fit(module, numbered(3), None, hooks(on_train_epoch_end=draw), logger=logger, default_root_dir="run", max_epochs=2)
+    fit(module, numbered(3), None, hooks(on_train_epoch_end=draw), logger=logger, log_every_n_steps=1, **TWO)
     assert float(module.w[0]) == mean([[1], [2], [3]] * 2)
     kinds = HELD.get(type(logger), KINDS)
     names = {"text": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
     expected = [f"kinds/{name}/{step}.{kind}" for name, kind in names.items() for step in (2, 5) if kind in kinds]
     assert (media() if kinds else []) == sorted(expected)
+    own = {CSVLogger: "metrics.csv", bool: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogger: "events.*"}
+    assert not own.get(type(logger)) or bool([*Path("run").glob(own[type(logger)])]) == (logger is not False)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("media")]
     assert told == ["media run/media (what is no number, and no logger here holds)"] * bool(kinds)
 

@@ -1,8 +1,6 @@
 """The engine's promises: nothing is read, replicas reduce once, and no buffer is shared with the caller."""
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,29 +11,13 @@ import pytest
 from flax import nnx
 from kit.batches import numbered, random
 from kit.compiles import compiles
+from kit.costs import reads
 from kit.inside import lowered
 from kit.journal import hooks
 from kit.modules import Linear, Net, module
 from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
-
-
-@contextlib.contextmanager
-def reads() -> Iterator[list[str]]:
-    """Record every read of an array's value; complete on arrays of two devices or more."""
-    cls, seen, saved = type(jnp.zeros(())), [], {}
-    value = saved["_value"] = cls.__dict__["_value"]
-    cls._value = property(lambda self: (seen.append("_value"), value.fget(self))[1])
-    for name in ("__array__", "__dlpack__", "__buffer__"):
-        if name in cls.__dict__:
-            old = saved[name] = cls.__dict__[name]
-            setattr(cls, name, lambda self, *a, _old=old, _n=name, **k: (seen.append(_n), _old(self, *a, **k))[1])
-    try:
-        yield seen
-    finally:
-        for name, old in saved.items():
-            setattr(cls, name, old)
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), thinned((("fsdp", 1), ("fsdp", 2), ("pmap", 1)), ("fsdp", 2)))

@@ -1,10 +1,5 @@
 """The training loop: where it skips and stops, what it waits for, what a second fit begins from, what a step costs."""
 
-import gc
-import sys
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +8,7 @@ import numpy as np
 import pytest
 from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
+from kit.costs import calls_per_step as calls_per_step_of
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
 from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
@@ -226,54 +222,15 @@ def test_an_evaluation_waits_for_steps_in_flight(limit: int, times: int, monkeyp
 # What a step costs -----------------------------------------------------------------------------------------
 
 
-class Profiled:
-    """A loader that reads the number of Python calls at two of its batches."""
-
-    def __init__(self, first: int, last: int, beside: str) -> None:
-        self.calls, self._beside = 0, beside
-        self._first, self._last, self._noted = first, last, {}
-
-    def count(self, frame: Any, event: str, argument: Any) -> None:
-        self.calls += event == "call" and not frame.f_code.co_filename.startswith(self._beside)
-
-    def __iter__(self) -> Iterator[Any]:
-        for k, batch in enumerate(numbered(self._last + 1)):
-            self._noted[k] = self.calls
-            yield batch
-
-    @property
-    def per_step(self) -> float:
-        return (self._noted[self._last] - self._noted[self._first]) / (self._last - self._first)
-
-
 def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
-    """Count the Python calls of the steps 20 to 60, also those of helper threads.
-
-    On several devices without jax's own: to split one array over them jax alone makes more than a hundred.
-    """
-
     def step(self: Any, batch: Any) -> jax.Array:
         loss = jnp.mean(self.error(batch) ** 2)
         for i in range(metrics):
             self.log(f"metric_{i}", loss, on_step=True, on_epoch=True)
         return loss
 
-    beside = "no file" if strategy == "single" else str(Path(jax.__file__).parent)
-    loader = Profiled(20, 60, beside)
     trainer = make_trainer(strategy=strategy, log_every_n_steps=log_every, **BARE)
-    before = sys.getprofile()
-    gc.collect()
-    gc.disable()  # jax has a hook in the collector
-    threading.setprofile(loader.count)
-    sys.setprofile(loader.count)
-    try:
-        trainer.fit(module(step), loader)
-    finally:
-        sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        gc.enable()
-    assert trainer.global_step == 61
-    return loader.per_step
+    return calls_per_step_of(trainer, module(step))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,324 @@
+"""Logged rows in MLflow."""
+
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.logger import Logger
+from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.reporting.background import Background
+from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.reporting.redaction import redacted
+from jaxlit.reporting.terminal import absolute, say
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_MOST_AT_ONCE = 500  # metrics or parameters in one call
+_LONGEST = 500  # characters of a parameter, which every store takes
+_MOST_COPIES = 3  # of checkpoints that wait to be sent
+_NO_CLIENT: Any = None
+_KEY = "jaxlit_run"  # a tag
+_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the names of metrics and parameters
+
+
+class MLFlowLogger(Logger):
+    """Send every logged row to an MLflow run, with hyperparameters as its parameters; pictures and texts are artifacts.
+
+    All is sent by a thread of its own: training waits for MLflow at the end only. What cannot be sent is told of once,
+    and nothing more is sent; rows stay in the CSV file. A resumed training goes on in its run, where rows that it makes
+    again stand twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
+
+    Args:
+        experiment_name: The experiment, which is made if it is not there.
+        run_name: The run's name; None for the name of its folder.
+        tracking_uri: Where MLflow is; None for what `MLFLOW_TRACKING_URI` or MLflow itself says.
+        tags: Tags of the run.
+        save_dir: A folder for an `mlflow.db` and artifacts, in place of `tracking_uri`.
+        log_model: True uploads the checkpoints that are kept at the end, "all" each once it is written.
+        prefix: What the names of all metrics begin with, and a slash.
+        artifact_location: Where a new experiment keeps its artifacts; None for as MLflow decides.
+        run_id: A run to go on with.
+        finish_timeout: Seconds to wait at the end for what is not sent yet.
+        on_error: "warn" says once what cannot be sent; "raise" ends training.
+
+    Raises:
+        LoggerError: MLflow is not installed.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> try:
+        ...     logger = jl.callbacks.MLFlowLogger("digits", save_dir="mlflow")
+        ... except jl.errors.LoggerError as error:
+        ...     print("pip install" in str(error))
+        True
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "jaxlit",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_dir: str | Path | None = None,
+        *,
+        log_model: bool | str = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        finish_timeout: float = 60.0,
+        on_error: str = "warn",
+    ) -> None:
+        texts = {"run_name": run_name, "tracking_uri": tracking_uri, "artifact_location": artifact_location}
+        for name, text in {"experiment_name": experiment_name, **texts, "run_id": run_id}.items():
+            allowed = (text is None and name != "experiment_name") or (isinstance(text, str) and text != "")
+            check.require(allowed, name, text, "takes a string that is not empty", owner="MLFlowLogger")
+        check.require(tags is None or isinstance(tags, Mapping), "tags", tags, "takes a mapping", owner="MLFlowLogger")
+        check.require(isinstance(prefix, str), "prefix", prefix, "takes a string", owner="MLFlowLogger")
+        known = log_model in (True, False, "all") and isinstance(log_model, (bool, str))
+        check.require(known, "log_model", log_model, "takes True, False or 'all'", owner="MLFlowLogger")
+        check.one_of("on_error", on_error, ("warn", "raise"), owner="MLFlowLogger")
+        self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner="MLFlowLogger")
+        if save_dir is not None and tracking_uri is not None:
+            raise ArgumentError(
+                f"MLFlowLogger(save_dir={str(save_dir)!r}, tracking_uri={tracking_uri!r}) are two places. Pass one."
+            )
+        _need_mlflow()
+        self.experiment_name, self.run_name, self.tags = experiment_name, run_name, dict(tags or {})
+        self.save_dir = None if save_dir is None else absolute(Path(save_dir))
+        self.tracking_uri, self.artifact_location = tracking_uri, artifact_location
+        self.log_model, self.prefix, self.on_error = log_model, prefix, on_error
+        self.run_id, self.experiment_id = run_id, None
+        self._given_id, self._client = run_id, _NO_CLIENT
+        self._key = ""  # a tag of the run, which is known before its id is
+        self._sender: Background | None = None
+        self._error: Exception | None = None
+        self._copies = 0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The experiment's name."""
+        return self.experiment_name
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """The run's id; None until it is known."""
+        return self.run_id
+
+    @property
+    def experiment(self) -> Any:  # type: ignore[override]
+        """The `mlflow.MlflowClient`; None until the run is open, and in other processes."""
+        return self._client
+
+    @property
+    def location(self) -> str | None:
+        """The run's page, or its store; None until it is open."""
+        if self._client is None or self.run_id is None:
+            return None
+        uri = str(self._client.tracking_uri)
+        page = f"{uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return page if uri.startswith("http") else f"{uri} (run {self.run_id})"
+
+    # What a run calls -------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Begin anew; each fit that is no resume has a run of its own."""
+        if stage == "fit":
+            self.run_id, self._client, self._key = self._given_id, _NO_CLIENT, secrets.token_hex(8)
+        self._error, self._copies = None, 0
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Send hyperparameters, without secrets, nested ones by paths; one that the run has keeps its value there."""
+        flat = dict(_flat(redacted(dict(params))))
+        self._send(lambda: self._log_params(flat))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send a row."""
+        row, now, at = dict(metrics), int(time.time() * 1000), self._at(step)
+        self._send(lambda: self._log_metrics(row, now, at))
+
+    def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
+        """Upload it, a copy since it may be deleted before it is sent."""
+        if self.log_model != "all" or not trainer.is_global_zero:
+            return
+        if self._copies >= _MOST_COPIES:
+            say(f"MLFlowLogger leaves {path.name} out: {self._copies} checkpoints before it are not sent yet.")
+            return
+        self._copies += 1
+        folder = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-"))
+        shutil.copytree(path, folder / path.name)
+        self._send(lambda: self._upload(folder, "checkpoints", copy=True), drop=folder)
+
+    def finalize(self, status: str) -> None:
+        """End the run, and wait for what is not sent."""
+        if self._sender is None or (trainer := self._attached) is None:
+            return
+        if self.log_model is True:
+            paths = [p for c in trainer.checkpoint_callbacks for p in (*c.best_k_models, c.last_model_path) if p]
+            for path in dict.fromkeys(paths):
+                self._send(lambda path=path: self._upload(Path(path), f"checkpoints/{Path(path).name}"))
+        ended = "FAILED" if status == "failed" else "KILLED" if trainer.interrupted else "FINISHED"
+        self._send(lambda: self._client.set_terminated(self.run_id, status=ended))
+        sender, self._sender = self._sender, None
+        if not sender.join(self.finish_timeout):
+            say(f"MLFlowLogger waited {self.finish_timeout:g} s for MLflow: {len(sender)} rows or files are not sent.")
+        sender.close()
+        self._raise()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the run is found by."""
+        return {"run": self._key}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in that run, unless another was asked for."""
+        self._key = state_dict["run"]
+
+    # What is no number ------------------------------------------------------------------------------
+
+    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
+        """Send a text."""
+        self._log_media(key, step, lambda files: files.log_text(key, text))
+
+    def log_table(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+    ) -> None:
+        """Send a table, as CSV."""
+        self._log_media(key, step, lambda files: files.log_table(key, columns, data))
+
+    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
+        """Send counts and edges, as JSON."""
+        self._log_media(key, step, lambda files: files.log_histogram(key, values, bins=bins))
+
+    def log_image(
+        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+    ) -> None:
+        """Send images, and their captions as texts beside them."""
+        self._log_media(key, step, lambda files: files.log_image(key, images, captions=captions))
+
+    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+        """Send a matplotlib figure, as an image."""
+        self._log_media(key, step, lambda files: files.log_figure(key, figure))
+
+    def _log_media(self, key: str, step: int | None, write: Callable[[MediaFolder], None]) -> None:
+        self._check_key(key)
+        folder, at = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-")), self._at(step)
+        try:
+            write(MediaFolder(lambda: folder, lambda: at, tells=False))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._send(lambda: self._upload(folder / "media", "media", drop=folder), drop=folder)
+
+    # Helpers, the last four in the thread -------------------------------------------------------------
+
+    def _at(self, step: int | None) -> int:
+        trainer = self._attached
+        return int(step) if step is not None else 0 if trainer is None else max(trainer.global_step - 1, 0)
+
+    def _send(self, job: Callable[[], Any], *, drop: Path | None = None) -> None:
+        """Have the thread do something with the run, which it opens first."""
+        self._raise()
+        trainer = self._attached
+        if trainer is None or not trainer.is_global_zero or self._error is not None:
+            if drop is not None:
+                shutil.rmtree(drop, ignore_errors=True)
+            return
+        if self._sender is None:
+            self._sender = Background("mlflow", self._fail)
+        name, folder = self.run_name or trainer.run_dir.name, drop
+
+        def work() -> None:
+            if self._error is not None:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+            if self._client is None:
+                self._open(name)
+            job()
+
+        self._sender.submit(work)
+
+    def _raise(self) -> None:
+        if self._error is not None and self.on_error == "raise":
+            raise LoggerError(
+                f"MLFlowLogger cannot send to MLflow: {self._error!r}. Look at its server, or leave the logger out."
+            ) from self._error
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            if self.on_error == "warn":
+                say(f"MLFlowLogger cannot send to MLflow: {error!r}. Nothing more is sent to it; training goes on.")
+
+    def _open(self, name: str) -> None:
+        from mlflow.tracking import MlflowClient  # type: ignore[import-not-found]
+
+        uri, artifacts = self.tracking_uri, self.artifact_location
+        if (folder := self.save_dir) is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", artifacts or (folder / "artifacts").as_uri()
+        client = MlflowClient(tracking_uri=uri)
+        if self.run_id is None:
+            found = client.get_experiment_by_name(self.experiment_name)
+            made = None if found is not None else client.create_experiment(self.experiment_name, artifacts)
+            self.experiment_id = made if found is None else found.experiment_id
+            there = client.search_runs([self.experiment_id], f"tags.{_KEY} = '{self._key}'")
+            self.run_id = there[0].info.run_id if there else None
+        if self.run_id is not None:
+            self.experiment_id = client.get_run(self.run_id).info.experiment_id
+            client.update_run(self.run_id, status="RUNNING")
+        else:
+            tags = {str(key): str(value) for key, value in redacted(self.tags).items()} | {_KEY: self._key}
+            self.run_id = client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
+        self._client = client
+
+    def _log_metrics(self, row: Mapping[str, float], now: int, step: int) -> None:
+        from mlflow.entities import Metric  # type: ignore[import-not-found]
+
+        names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in row}
+        found = [Metric(names[name], float(value), now, step) for name, value in row.items()]
+        for start in range(0, len(found), _MOST_AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=found[start : start + _MOST_AT_ONCE])
+
+    def _log_params(self, flat: Mapping[str, str]) -> None:
+        from mlflow.entities import Param  # type: ignore[import-not-found]
+
+        there = self._client.get_run(self.run_id).data.params  # which a run never lets go of
+        found = [Param(key, value) for key, value in flat.items() if key not in there]
+        for start in range(0, len(found), 100):
+            self._client.log_batch(self.run_id, params=found[start : start + 100])
+
+    def _upload(self, folder: Path, place: str, *, drop: Path | None = None, copy: bool = False) -> None:
+        try:
+            self._client.log_artifacts(self.run_id, str(folder), place)
+        finally:
+            self._copies -= copy
+            if copy or drop is not None:
+                shutil.rmtree(drop or folder, ignore_errors=True)
+
+
+def _need_mlflow() -> None:
+    try:
+        import mlflow.tracking  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        raise LoggerError(
+            "MLFlowLogger needs MLflow, which is not installed. Run `pip install jaxlit[mlflow]`."
+        ) from error
+
+
+def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield values with the path of their names, as texts that every store takes."""
+    for key, value in params.items():
+        name = _FORBIDDEN.sub("_", f"{before}{key}")
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{name}/")
+        else:
+            yield name, str(value)[:_LONGEST]

@@ -1,0 +1,104 @@
+"""What callbacks cost a training: no value is read for them between rows, and a step pays a call or two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from kit.batches import numbered
+from kit.costs import calls_per_step, reads
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.trainers import BARE, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit import callbacks as cb
+
+# Every callback of jaxlit, as it may be made; none of them has anything to do between the rows.
+MADE: dict[str, Callable[[], jl.Callback]] = {
+    "CSVLogger": cb.CSVLogger,
+    "Callback": cb.Callback,
+    "DeviceStatsMonitor": lambda: cb.DeviceStatsMonitor(cpu_stats=True),
+    "EMA": lambda: cb.EMA(0.9),
+    "EarlyStopping": lambda: cb.EarlyStopping("loss", check_on_train_epoch_end=True),
+    "GradientNorm": cb.GradientNorm,
+    "JSONLLogger": cb.JSONLLogger,
+    "LambdaCallback": lambda: cb.LambdaCallback(on_train_epoch_end=lambda trainer, module: None),
+    "Logger": cb.Logger,
+    "ModelCheckpoint": lambda: cb.ModelCheckpoint(every_n_train_steps=1000),
+    "ModelSummary": cb.ModelSummary,
+    "NoLogger": cb.NoLogger,
+    "Profiler": lambda: cb.Profiler(1000),
+    "ProgressBar": cb.ProgressBar,
+    "ReduceLROnPlateau": lambda: cb.ReduceLROnPlateau("loss", check_on_train_epoch_end=True),
+    "RunReport": cb.RunReport,
+    "TensorBoardLogger": cb.TensorBoardLogger,
+    "ThroughputMonitor": cb.ThroughputMonitor,
+    "WandbLogger": lambda: cb.WandbLogger("costs", offline=True),
+    "WeightAveraging": cb.WeightAveraging,
+}
+
+# Python calls that a step pays for one: its hook, and that the loop times it. The first two look at what was compiled,
+# and at whether it is time to save.
+PAID = {"ProgressBar": 10, "ModelCheckpoint": 9, "Profiler": 2, "ThroughputMonitor": 2}
+KINDS = {
+    "ProgressBar": "enable_progress_bar",
+    "ModelCheckpoint": "enable_checkpointing",
+    "ModelSummary": "enable_model_summary",
+}
+
+
+class Model(Mean):
+    """Keeps its learning rate in the optimizer's state, for ReduceLROnPlateau."""
+
+    def configure_optimizers(self) -> Any:
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+
+
+def trainer_with(name: str, *others: jl.Callback, log_every: int, **more: Any) -> jl.Trainer:
+    made = [] if name == "none" else [MADE[name]()]
+    arguments = BARE | {"log_every_n_steps": log_every} | ({KINDS[name]: True} if name in KINDS else {})
+    return make_trainer(*others, *made, **arguments | more)
+
+
+def calls(name: str) -> float:
+    # Hooks that others have anyway, so that what the loop pays for having any is in both.
+    nothing = lambda *_: None  # noqa: E731
+    return calls_per_step(
+        trainer_with(name, hooks(on_train_batch_end=nothing, on_safe_point=nothing), log_every=1000), Model()
+    )
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("bare"))
+        return calls("none")
+
+
+def test_the_table_has_every_callback() -> None:
+    made_elsewhere = {"MLFlowLogger"}  # by a stand-in for MLflow: tests/callbacks/test_mlflow_logger.py
+    assert {name for name in cb.__all__ if name not in made_elsewhere} == {*MADE}
+
+
+@pytest.mark.parametrize(
+    "name", thinned(MADE, "DeviceStatsMonitor", "ProgressBar", "ThroughputMonitor", "Profiler", "RunReport")
+)
+def test_a_step_pays_for_a_callback_its_hook_and_no_more(name: str, bare: float) -> None:
+    found = calls(name) - bare
+    assert found <= PAID.get(name, 0), found
+
+
+@pytest.mark.parametrize(
+    "name", thinned(MADE, "DeviceStatsMonitor", "ModelCheckpoint", "ThroughputMonitor", "Profiler", "RunReport")
+)
+def test_nothing_is_read_from_a_device_between_rows(name: str) -> None:
+    """Rows are due behind the batches 9 and 19, and read one step late; only there may anything be read."""
+    at: list[int] = []
+    with reads() as seen:
+        count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))
+        trainer = trainer_with(name, count, log_every=10, strategy="ddp")  # the counter sees arrays of several devices
+        trainer.fit(Model(), numbered(30))
+    assert {int(batch) for batch in np.flatnonzero(np.diff(at)) + 1} <= {11, 21}, np.diff(at)
+    assert at[-1] > at[1], "the counter has seen nothing"

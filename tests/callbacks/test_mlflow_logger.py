@@ -1,0 +1,264 @@
+"""MLFlowLogger: what a store holds behind a training; a stand-in for MLflow's client keeps it."""
+
+import signal
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from kit.batches import numbered
+from kit.journal import Rows, hooks
+from kit.modules import Mean
+from kit.refusals import refuses
+from kit.trainers import BARE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.callbacks import MLFlowLogger
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
+
+KEY = "hf_" + "Ab1" * 12
+
+
+class Metric(NamedTuple):
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class Param(NamedTuple):
+    key: str
+    value: str
+
+
+class Store:
+    """What all clients of one address share."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, Any] = {}
+        self.fails = ""  # the method that raises
+
+
+STORES: dict[str, Store] = defaultdict(Store)
+
+
+class Client:
+    """MLflow's client, as far as the logger calls it; parameters cannot be changed, as there."""
+
+    def __init__(self, tracking_uri: str | None = None) -> None:
+        self.tracking_uri = tracking_uri or "sqlite:///default.db"
+        self._store = STORES[self.tracking_uri]
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name != "tracking_uri" and self._store.fails == name:
+            raise ConnectionError(f"{name} fails")
+        return object.__getattribute__(self, name)
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=self._store.experiments[name]) if name in self._store.experiments else None
+
+    def create_experiment(self, name: str, artifact_location: str | None = None) -> str:
+        self._store.experiments[name] = f"e{len(self._store.experiments)}"
+        return self._store.experiments[name]
+
+    def search_runs(self, experiment_ids: list[str], filter_string: str = "") -> list[Any]:
+        tag, wanted = filter_string.removeprefix("tags.").split(" = ")
+        return [run for run in self._store.runs.values() if run.data.tags.get(tag) == wanted.strip("'")]
+
+    def create_run(self, experiment_id: str, run_name: str | None = None, tags: Any = None) -> Any:
+        info = SimpleNamespace(run_id=f"r{len(self._store.runs)}", experiment_id=experiment_id, status="RUNNING")
+        info.run_name = run_name
+        data = SimpleNamespace(tags=dict(tags), params={}, metrics=[])
+        self._store.runs[info.run_id] = SimpleNamespace(info=info, data=data, files={})
+        return self._store.runs[info.run_id]
+
+    def get_run(self, run_id: str) -> Any:
+        return self._store.runs[run_id]
+
+    def update_run(self, run_id: str, status: str | None = None) -> None:
+        self._store.runs[run_id].info.status = status
+
+    def set_terminated(self, run_id: str, status: str | None = None) -> None:
+        self._store.runs[run_id].info.status = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert len(metrics) <= 1000 and len(params) <= 100
+        held = self._store.runs[run_id].data
+        held.metrics += metrics
+        for key, value in params:
+            assert held.params.setdefault(key, value) == value
+
+    def log_artifacts(self, run_id: str, local_dir: str, artifact_path: str = "") -> None:
+        files = {p.relative_to(local_dir).as_posix(): p.read_bytes() for p in Path(local_dir).rglob("*") if p.is_file()}
+        self._store.runs[run_id].files |= {f"{artifact_path}/{name}": content for name, content in files.items()}
+
+
+@pytest.fixture(autouse=True)
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `import mlflow` find the stand-in."""
+    STORES.clear()
+    names = {
+        "mlflow": {},
+        "mlflow.tracking": {"MlflowClient": Client},
+        "mlflow.entities": {"Metric": Metric, "Param": Param},
+    }
+    for name, members in names.items():
+        found = ModuleType(name)
+        vars(found).update(members)
+        monkeypatch.setitem(sys.modules, name, found)
+    for name in ("tracking", "entities"):
+        setattr(sys.modules["mlflow"], name, sys.modules[f"mlflow.{name}"])
+
+
+def the_run(uri: str = "sqlite:///default.db") -> Any:
+    (run,) = STORES[uri].runs.values()
+    return run
+
+
+def made(**hparams: Any) -> Any:
+    def init(self: Any, width: int = 3, api_key: str = KEY, nested: Any = None) -> None:
+        Mean.__init__(self)
+
+    return type("Made", (Mean,), {"__init__": init})(**hparams)
+
+
+def log_media(trainer: Any, *_: Any) -> None:
+    trainer.logger.log_text("a/note", f"key {KEY}")
+    trainer.logger.log_table("rows", ["x"], [[1]])
+    trainer.logger.log_image("picture", np.zeros((2, 2, 3), np.uint8), captions=["black"])
+    trainer.logger.log_histogram("spread", np.arange(4.0), bins=2)
+
+
+def test_rows_hyperparameters_tags_and_media_are_in_the_run() -> None:
+    logger, rows = MLFlowLogger("exp", "one", tags={"who": 3}, prefix="p"), Rows()
+    model = made(width=7, nested={"a": {"b": 1}, "c[0]": 2})
+    media = hooks(on_train_end=log_media)
+    given = BARE | {"logger": logger, "log_every_n_steps": 1}
+    trainer = fit(model, numbered(4), numbered(1, 9), rows, media, **given)
+    run = the_run()
+    found = {(m.step, m.key): m.value for m in run.data.metrics}
+    assert found == {(step, f"p/{name}"): value for step, row in rows.rows for name, value in row.items()}
+    assert run.data.params == {"width": "7", "api_key": "<redacted>", "nested/a/b": "1", "nested/c_0_": "2"}
+    assert run.data.tags.items() >= {("who", "3")} and (run.info.run_name, run.info.status) == ("one", "FINISHED")
+    assert [*run.files] == [
+        "media/a/note/3.txt",
+        "media/rows/3.csv",
+        "media/picture/3.png",
+        "media/picture/3.txt",
+        "media/spread/3.json",
+    ]
+    assert KEY.encode() not in run.files["media/a/note/3.txt"] and run.files["media/rows/3.csv"] == b"x\n1\n"
+    assert not Path(trainer.run_dir / "media").exists()
+    assert (logger.name, logger.version, logger.location) == ("exp", "r0", "sqlite:///default.db (run r0)")
+
+
+def test_a_row_of_many_metrics_is_sent_in_parts() -> None:
+    logger = MLFlowLogger()
+    row = {f"m{i}": float(i) for i in range(1234)}
+    fit(
+        Mean(),
+        numbered(1),
+        None,
+        hooks(on_train_end=lambda *_: logger.log_metrics(row, 9)),
+        **BARE | {"logger": logger},
+    )
+    assert {m.key: m.value for m in the_run().data.metrics if m.step == 9} == row
+
+
+@pytest.mark.parametrize("given", ["resumed", "an id"])
+def test_a_resumed_training_and_one_with_an_id_go_on_in_the_run(given: str) -> None:
+    first = MLFlowLogger(save_dir="ml")
+    store = f"sqlite:///{Path.cwd() / 'ml' / 'mlflow.db'}"
+    fit(made(), numbered(4), logger=first, default_root_dir="run", log_every_n_steps=1)
+    again = MLFlowLogger(save_dir="ml", run_id=first.run_id if given == "an id" else None)
+    arguments = {"default_root_dir": "run", "resume": "auto"} if given == "resumed" else {"default_root_dir": "new"}
+    fit(made(width=9), numbered(4), logger=again, max_epochs=2, log_every_n_steps=1, **arguments)
+    run = the_run(store)
+    assert run.data.params["width"] == "3"  # a parameter of MLflow's keeps its value
+    steps = [m.step for m in run.data.metrics if m.key == "loss"]
+    assert steps == ([*range(8)] if given == "resumed" else [*range(4), *range(8)])
+
+
+def test_each_fit_that_is_no_resume_has_a_run() -> None:
+    trainer = make_trainer(**BARE | {"logger": MLFlowLogger()})
+    for _ in range(2):
+        trainer.fit(Mean(), numbered(2))
+    trainer.validate(Mean(), numbered(1))
+    runs = [*STORES["sqlite:///default.db"].runs.values()]
+    assert [run.info.status for run in runs] == ["FINISHED"] * 2 and "val" in {m.key for m in runs[1].data.metrics}
+
+
+def fail(trainer: Any, *_: Any) -> None:
+    if trainer.global_step == 2:
+        raise KeyError("x")
+
+
+@pytest.mark.parametrize("how, status", [("error", "FAILED"), ("Ctrl-C", "KILLED")])
+def test_how_a_fit_ended_is_the_runs_status(how: str, status: str) -> None:
+    stop = hooks(on_train_batch_end=fail if how == "error" else lambda t, *_: signal.raise_signal(signal.SIGINT))
+    trainer = make_trainer(stop, **BARE | {"logger": MLFlowLogger()})
+    if how == "error":
+        with pytest.raises(KeyError):
+            trainer.fit(Mean(), numbered(4))
+    else:
+        trainer.fit(Mean(), numbered(4))
+    assert the_run().info.status == status
+
+
+@pytest.mark.parametrize(
+    "log_model, kept", [(False, []), (True, ["step_00000004"]), ("all", ["step_00000002", "step_00000004"])]
+)
+def test_checkpoints_are_artifacts(log_model: Any, kept: list[str]) -> None:
+    trainer = fit(Mean(), numbered(2), logger=MLFlowLogger(log_model=log_model), max_epochs=2, default_root_dir="run")
+    files = the_run().files
+    assert sorted({name.split("/")[1] for name in files}) == kept
+    for name in kept[-1:]:
+        folder = Path(trainer.run_dir / "checkpoints" / name)
+        assert files[f"checkpoints/{name}/MANIFEST.json"] == (folder / "MANIFEST.json").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["get_experiment_by_name", "log_batch", "log_artifacts", "set_terminated"])
+def test_what_fails_is_told_once_and_training_goes_on_to_the_same_weights(method: str, capsys: Any) -> None:
+    def run(fails: str) -> bytes:
+        STORES.clear()
+        STORES["sqlite:///default.db"].fails, model = fails, Mean()
+        media = hooks(on_train_end=log_media)
+        fit(model, numbered(4), None, media, **BARE | {"logger": MLFlowLogger(log_model="all"), "log_every_n_steps": 1})
+        return np.asarray(model.w[...]).tobytes()
+
+    assert run(method) == run("")
+    assert capsys.readouterr().out.count("MLFlowLogger cannot send") == 1
+
+
+def test_on_error_raise_ends_training() -> None:
+    STORES["sqlite:///default.db"].fails = "log_batch"
+    with pytest.raises(LoggerError, match="log_batch fails"):
+        fit(Mean(), numbered(4), **BARE | {"logger": MLFlowLogger(on_error="raise"), "log_every_n_steps": 1})
+
+
+@pytest.mark.parametrize(
+    "kind, arguments, patterns",
+    [
+        (ArgumentError, {"experiment_name": ""}, ["experiment_name"]),
+        (ArgumentError, {"tags": "x"}, ["tags", "mapping"]),
+        (ArgumentError, {"log_model": 1}, ["log_model", "'all'"]),
+        (ArgumentError, {"on_error": "stop"}, ["on_error", "'warn'"]),
+        (ArgumentError, {"save_dir": "a", "tracking_uri": "b"}, ["save_dir", "tracking_uri", "two places"]),
+        (ArgumentTypeError, {"synchronous": True}, ["synchronous", "thread"]),
+        (ArgumentTypeError, {"checkpoint_path_prefix": "x"}, ["checkpoint_path_prefix", "checkpoints/"]),
+    ],
+)
+def test_arguments_are_refused_by_name(kind: Any, arguments: dict[str, Any], patterns: list[str]) -> None:
+    refuses(kind, lambda: MLFlowLogger(**arguments), *patterns)
+
+
+def test_without_mlflow_the_constructor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    refuses(LoggerError, MLFlowLogger, r"pip install jaxlit\[mlflow\]")
+    with pytest.raises(AttributeError, match="MLFlowLogger, as Lightning spells it"):
+        _ = jl.callbacks.MLflowLogger
