@@ -66,9 +66,7 @@ def updates(tx: Any, steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("lr", [0.01, SCHEDULE], ids=["number", "schedule"])
-@pytest.mark.parametrize(
-    "name", thinned(READ, "adamw", "muon", "frozen in part", "adafactor", "jitted")
-)
+@pytest.mark.parametrize("name", thinned(READ, "adamw", "muon", "frozen in part", "adafactor", "jitted"))
 def test_a_rate_is_what_the_updates_of_rate_1_are_multiplied_with(name: str, lr: Any) -> None:
     make = READ[name]
     (rates,) = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
