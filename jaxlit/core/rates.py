@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.leaf_names import leaf_name
 from jaxlit.programs.inline import inline, run_equations, value_of
+from jaxlit.programs.jaxpr import CALLS
 
 OF_RATE = -1.0  # stands in the place of the weight, in the column of a rate: no metric has such a weight
 _AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
@@ -74,7 +75,7 @@ def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any])
 
 
 class _Program:
-    """The program of an optimizer's update, without calls.
+    """The program of an optimizer's update.
 
     Args:
         tx: The optimizer.
@@ -90,7 +91,10 @@ class _Program:
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list[Any]:
             return jax.tree.leaves(tx.update(grads, state, params, value=loss, grad=grads)[0])
 
-        closed = inline(jax.make_jaxpr(updates)(params, params, state, loss))
+        closed = jax.make_jaxpr(updates)(params, params, state, loss)
+        ends = {x for x in closed.jaxpr.outvars if not isinstance(x, Literal)}
+        if any(eqn.primitive.name in CALLS and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
+            closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.given = closed.jaxpr.invars[-len(leaves) :]
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}

@@ -170,6 +170,7 @@ class Zoo(nnx.Module):
         self.token = nnx.Embed(4, 4, rngs=rngs)
         self.pos_emb = nnx.Param(jnp.ones((4, 4)))
         self.own = nnx.Param(jnp.ones((4, 4)))
+        self.vector = nnx.Param(jnp.ones(4))
         self.experts = nnx.vmap(lambda rngs: nnx.LayerNorm(4, rngs=rngs))(nnx.Rngs(0).split(3))  # as matrices
 
 

@@ -1,5 +1,6 @@
 """Learning rates that are read off an optimizer's update, and that stand in the row of each step."""
 
+import ast
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from kit.checkpoints import keep_all
 from kit.inside import rates_along
 from kit.journal import Rows, hooks
 from kit.modules import Linear, Net, module
+from kit.pages import blocks
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
 
 import jaxlit as jl
@@ -38,6 +40,7 @@ READ: dict[str, Any] = {
     "scaled": lambda lr: optax.chain(optax.scale(3.0), optax.adam(lr)),
     "injected": lambda lr: optax.inject_hyperparams(optax.adamw)(learning_rate=lr),
     "by hand": lambda lr: optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(lr)),
+    "jitted": lambda lr: optax.GradientTransformation(optax.adam(lr).init, jax.jit(optax.adam(lr).update)),
     "frozen in part": lambda lr: optax.partition(
         {"train": optax.adam(lr), "keep": optax.set_to_zero()}, {"a": {"kernel": "train"}, "bias": "keep"}
     ),
@@ -63,7 +66,7 @@ def updates(tx: Any, steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("lr", [0.01, SCHEDULE], ids=["number", "schedule"])
-@pytest.mark.parametrize("name", thinned(READ, "sgd", "adamw", "muon", "injected", "frozen in part", "adafactor"))
+@pytest.mark.parametrize("name", thinned(READ, "adamw", "muon", "frozen in part", "adafactor", "jitted"))
 def test_a_rate_is_what_the_updates_of_rate_1_are_multiplied_with(name: str, lr: Any) -> None:
     make = READ[name]
     (rates,) = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
@@ -133,12 +136,11 @@ def test_rows_hold_the_rate_of_each_group_at_the_steps_of_its_schedule(
     assert list(rows.rows[0][1]) == ["loss", "lr/outer", "lr/rest", "epoch"]
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("16-mixed", marks=pytest.mark.full)])
-def test_the_rate_of_a_skipped_step_is_that_of_the_next(precision: str) -> None:
+def test_the_rate_of_a_skipped_step_is_that_of_the_next() -> None:
     batches, rows = numbered(4), Rows(rates=True)
     batches[1]["x"][0] = np.nan
     model = module(tx=optax.sgd(SCHEDULE))
-    fit(model, batches, None, rows, nan_policy="skip", precision=precision, log_every_n_steps=1, **BARE)
+    fit(model, batches, None, rows, nan_policy="skip", log_every_n_steps=1, **BARE)
     assert rows.of("lr") == pytest.approx([0.2, 0.18, 0.18, 0.16])
 
 
@@ -188,6 +190,49 @@ def test_a_pipeline_shows_the_rates_of_all_its_ranks() -> None:
     strategy = jl.strategies.Pipeline(stages=2, microbatches=2, layers="blocks")
     fit(Groups(depth=2, rngs=nnx.Rngs(0)), random(3), None, rows, strategy=strategy, log_every_n_steps=1, **BARE)
     assert rows.of("lr/outer") == pytest.approx([0.2, 0.18, 0.16]) and rows.of("lr/rest") == pytest.approx([0.01] * 3)
+
+
+def cosine(lr: float, steps: int) -> Any:
+    return lambda k: lr * 0.5 * (1 + np.cos(np.pi * min(k, steps) / steps))
+
+
+# Of each module of the pages the rates of its eight steps, by formula.
+RECIPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("schedules.md", "Warmup"): {"lr": lambda k: 3e-4 * k},
+    ("schedules.md", "OneCycle"): {"lr": optax.cosine_onecycle_schedule(8, 0.1)},
+    ("schedules.md", "Cosine"): {"lr": cosine(3e-3, 8)},
+    ("schedules.md", "Decay"): {"lr": lambda k: 0.1 * 0.5 ** (k // 4)},
+    ("schedules.md", "Adjustable"): {"lr": lambda k: 0.1},
+    ("schedules.md", "Plateau"): {"lr": lambda k: 0.1},
+    ("optimizers.md", "Net"): {"lr": cosine(1e-2, 20)},
+    ("optimizers.md", "Hidden"): {"lr": cosine(1e-2, 20)},
+    ("optimizers.md", "Decayed"): {"lr": lambda k: 1e-3},
+    ("optimizers.md", "Grouped"): {"lr/encoder": cosine(1e-3, 20), "lr/rest": lambda k: 0.1},
+    ("optimizers.md", "GAN"): {"lr/generator": lambda k: 2e-3, "lr/discriminator": lambda k: 1e-3},
+    ("optimizers.md", "Tuned"): {"lr": lambda k: 1e-2},
+    ("optimizers.md", "Adjustable"): {"lr/encoder": lambda k: 1e-3, "lr/head": lambda k: 1e-2},
+}
+
+
+def names_of(page: str) -> dict[str, Any]:
+    """Return what a page defines, without training anything."""
+    program, scope = ast.parse("\n".join(blocks(page))), dict[str, Any]()
+    kept = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+    data = ("x", "data", "real", "schedule")
+    is_data = lambda x: isinstance(x, ast.Assign) and getattr(x.targets[0], "id", None) in data  # noqa: E731
+    program.body = [x for x in program.body if isinstance(x, kept) or is_data(x)]
+    exec(compile(program, page, "exec"), scope)
+    return scope
+
+
+@pytest.mark.parametrize(("page", "name"), thinned(RECIPES, ("schedules.md", "OneCycle"), ("optimizers.md", "Hidden")))
+def test_the_rates_of_the_pages_recipes_are_in_their_rows(page: str, name: str) -> None:
+    scope, rows, expected = names_of(page), Rows(rates=True), RECIPES[page, name]
+    model = scope[name](rngs=nnx.Rngs(0)) if name == "GAN" else scope[name]()
+    data = scope["real" if name == "GAN" else "data"]
+    fit(model, data, None, rows, jl.callbacks.LearningRateMonitor(), max_epochs=2, log_every_n_steps=1, **BARE)
+    for key, rate in expected.items():
+        assert rows.of(key) == pytest.approx([float(rate(k)) for k in range(8)], rel=1e-5, abs=1e-9)
 
 
 def test_what_a_module_logs_itself_is_left_alone() -> None:
