@@ -25,7 +25,8 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
-        run.hooks("begin_row", step)
+        if (hook := run.hooks.begin_row) is not None:
+            hook(step)
         return run.results.latest, window, step
     # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
@@ -50,7 +51,10 @@ def log_pending(run: Run) -> None:
     # By themselves rates make no row of a step that has nothing else to log, unless a monitor asks for it.
     if run.rates_in == "step" or (run.rates_in is None and row):
         row = {**row, **run.results.rates(logs), **row}  # a user's own value of a name is left
-    log_row(run, measured(run, row, step), step)
+    if (hook := run.hooks.fill_row) is not None:  # the row's values have arrived, so its step is done
+        hook(added := Measured(row), step)
+        row |= added
+    log_row(run, row, step)
     # The last column is the guard's: the row is on the host, so looking costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
@@ -60,17 +64,10 @@ def log_pending(run: Run) -> None:
 
 def bind_measures(hooks: Hooks) -> None:
     """Find the callbacks that add to rows, by hooks that only they have."""
-    for name in ("begin_row", "fill_row"):
-        owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
-        hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
-
-
-def measured(run: Run, row: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return a step's row with what callbacks measure: its values have arrived, so the step is done."""
-    if (hook := run.hooks.bind("fill_row")).functions:
-        hook(added := Measured(row), step)
-        return row | added
-    return row
+    owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
+    for name in ("begin_row", "fill_row") if owners else ():
+        found = hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
+        setattr(hooks, name, found)
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:

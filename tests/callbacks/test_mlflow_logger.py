@@ -128,6 +128,7 @@ def made(**hparams: Any) -> Any:
 
 def log_media(trainer: Any, *_: Any) -> None:
     trainer.logger.log_text("a/note", f"key {KEY}")
+    trainer.logger.log_hyperparams({"hf_token": KEY})
     trainer.logger.log_table("rows", ["x"], [[1]])
     trainer.logger.log_image("picture", np.zeros((2, 2, 3), np.uint8), captions=["black"])
     trainer.logger.log_histogram("spread", np.arange(4.0), bins=2)
@@ -142,7 +143,13 @@ def test_rows_hyperparameters_tags_and_media_are_in_the_run() -> None:
     run = the_run()
     found = {(m.step, m.key): m.value for m in run.data.metrics if m.key != "p/lr"}  # which `Rows` leaves out
     assert found == {(step, f"p/{name}"): value for step, row in rows.rows for name, value in row.items()}
-    assert run.data.params == {"width": "7", "api_key": "<redacted>", "nested/a/b": "1", "nested/c_0_": "2"}
+    assert run.data.params == {
+        "width": "7",
+        "api_key": "<redacted>",
+        "nested/a/b": "1",
+        "nested/c_0_": "2",
+        "hf_token": "<redacted>",
+    }
     assert run.data.tags.items() >= {("who", "3")} and (run.info.run_name, run.info.status) == ("one", "FINISHED")
     assert [*run.files] == [
         "media/a/note/3.txt",

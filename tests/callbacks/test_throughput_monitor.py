@@ -167,6 +167,16 @@ def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch
     assert rates == [None, ROWS, ROWS, None, ROWS, ROWS]
 
 
+def test_in_several_processes_counts_are_added_up_and_the_clock_is_the_firsts(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, told = throughput_monitor._Point(4, 8, 100, 300, 2.5), []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        throughput_monitor, "agree", lambda topic, value: (told.append(value), [value, [90, 270, 7.0, True]])[1]
+    )
+    assert throughput_monitor._of_all(first) == (throughput_monitor._Point(4, 8, 190, 570, 2.5), True)
+    assert told == [[100, 300, 2.5, False]]
+
+
 def stand_in(**attributes: Any) -> Any:
     """Return what the monitor asks of a Trainer."""
     device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
