@@ -13,6 +13,7 @@ from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.lambda_callback import LambdaCallback
 from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
 from jaxlit.callbacks.logger import Logger, NoLogger
+from jaxlit.callbacks.measure import Measure
 from jaxlit.callbacks.mlflow_logger import MLFlowLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary
@@ -43,6 +44,7 @@ __all__ = [
     "LearningRateMonitor",
     "Logger",
     "MLFlowLogger",
+    "Measure",
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",

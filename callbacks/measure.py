@@ -36,6 +36,14 @@ class Measure(Callback):
     """Adds values to the rows of steps, those of every `log_every_n_steps`.
 
     No device is asked for them: a row comes a step late, when its values have arrived, and its step is done by then.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> class Queue(jl.callbacks.Measure):
+        ...     def __init__(self, queue):
+        ...         self.queue = queue
+        ...     def fill_row(self, trainer, module, row, step):
+        ...         row.put(self, {"waiting": len(self.queue)})
     """
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:

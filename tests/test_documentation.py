@@ -96,6 +96,13 @@ def test_the_index_has_one_line_for_each_page() -> None:
     assert sorted(links) == [page for page in PAGES if page != "index.md"]
 
 
+def test_the_page_on_callbacks_has_every_one() -> None:
+    import jaxlit as jl
+
+    first = "\n".join(line.split(" | ")[0] for line in page_text("callbacks.md").splitlines() if line.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", first)) == sorted(jl.callbacks.__all__)
+
+
 def test_links_between_pages_lead_to_a_heading() -> None:
     headings = {page: re.findall(r"^#+ (.*)$", page_text(page), re.M) for page in PAGES}
     anchors = {page: {re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings[page]} for page in PAGES}

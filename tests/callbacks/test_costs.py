@@ -28,6 +28,7 @@ MADE: dict[str, Callable[[], jl.Callback]] = {
     "LambdaCallback": lambda: cb.LambdaCallback(on_train_epoch_end=lambda trainer, module: None),
     "LearningRateMonitor": cb.LearningRateMonitor,
     "Logger": cb.Logger,
+    "Measure": cb.Measure,
     "ModelCheckpoint": lambda: cb.ModelCheckpoint(every_n_train_steps=1000),
     "ModelSummary": cb.ModelSummary,
     "NoLogger": cb.NoLogger,
@@ -43,8 +44,8 @@ MADE: dict[str, Callable[[], jl.Callback]] = {
     "WeightAveraging": cb.WeightAveraging,
 }
 
-# Python calls that a step pays for one: its hook, and that the loop times it. The first three look at what was compiled,
-# at whether it is time to save, and at the clock.
+# Python calls that a step pays for one: its hook, and that the loop times it. The first three look at the clock, at what
+# was compiled, and at whether it is time to save.
 PAID = {"Timer": 7, "ProgressBar": 10, "ModelCheckpoint": 9, "Profiler": 2, "ThroughputMonitor": 2}
 KINDS = {
     "ProgressBar": "enable_progress_bar",
@@ -82,7 +83,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def test_the_table_has_every_callback() -> None:
-    # MLflow has a stand-in in tests/callbacks/test_mlflow_logger.py; a frozen part is in the compiled step, and no hook.
+    # MLflow has a stand-in in tests/callbacks/test_mlflow_logger.py; a frozen part is in the compiled step.
     made_elsewhere = {"MLFlowLogger", "BackboneFreeze", "EarlyStoppingReason"}
     assert {name for name in cb.__all__ if name not in made_elsewhere} == {*MADE}
 
