@@ -44,8 +44,8 @@ MADE: dict[str, Callable[[], jl.Callback]] = {
     "WeightAveraging": cb.WeightAveraging,
 }
 
-# Python calls that a step pays for one: its hook, and that the loop times it. The first three look at the clock, at what
-# was compiled, and at whether it is time to save.
+# Python calls that a step pays for one: its hook, and that the loop times it. The first three look at the clock, at
+# what was compiled, and at whether it is time to save.
 PAID = {"Timer": 7, "ProgressBar": 10, "ModelCheckpoint": 9, "Profiler": 2, "ThroughputMonitor": 2}
 KINDS = {
     "ProgressBar": "enable_progress_bar",
