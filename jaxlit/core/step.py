@@ -155,9 +155,9 @@ class TrainStep:
 
     def waits(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
-        whole, loss = holds_weights(self.tx, state.params), jax.ShapeDtypeStruct((), jnp.float32)
-        given = state.opt_state, state.params, loss, jax.ShapeDtypeStruct((), jnp.int32)
-        return waits(self._optimize, state.params, *given, whole=whole)
+        loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
+        given = state.params, state.opt_state, state.params, loss, epoch
+        return waits(self._optimize, *given, whole=holds_weights(self.tx, state.params))
 
     @property
     def table(self) -> Table:

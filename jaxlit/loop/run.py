@@ -92,6 +92,7 @@ class Run:
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
     limits: list[Limit] = field(default_factory=list)  # of time
+    is_timed: bool = False  # anything waits for a time; an attribute, as each step asks
     _next_validation: float | None = None  # by the clock, where validation goes by it
     _told: bool = False
     _told_signal: bool = False
@@ -105,16 +106,12 @@ class Run:
     def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
         """Ask for a stop once so many seconds from now are over; in several processes all must come here."""
         self.limits.append(Limit(self._look(ask=True) + seconds, reason, at_epoch_end))
+        self.is_timed = True
 
     def restart_interval(self) -> None:
         """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
         if isinstance(interval := self.settings.val_check_interval, datetime.timedelta):
-            self._next_validation = self._look(ask=True) + interval.total_seconds()
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether anything waits for a time."""
-        return bool(self.limits) or self._next_validation is not None
+            self._next_validation, self.is_timed = self._look(ask=True) + interval.total_seconds(), True
 
     def _look(self, *, ask: bool = False) -> float:
         dues = [limit.due for limit in self.limits if not limit.at_epoch_end]

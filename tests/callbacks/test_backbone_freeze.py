@@ -18,7 +18,7 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
 
 from jaxlit.callbacks import BackboneFreeze, GradientNorm
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 
 EPOCHS, BATCHES = 4, random(4)
 ADAM = optax.adamw(0.03, weight_decay=0.3)
@@ -246,3 +246,15 @@ def test_a_checkpoint_of_other_parts_is_refused() -> None:
     trained({"inner": (2, None)}, "single", default_root_dir="run", max_epochs=1)
     with pytest.raises(Exception, match="optimizer"):
         fit(Deep(), BATCHES, None, max_epochs=2, default_root_dir="run", resume="auto")
+
+
+def test_a_step_that_ends_training_as_not_finite_is_looked_at_again_and_leaves_a_frozen_part_alone() -> None:
+    bad = jax.tree.map(np.copy, BATCHES[2])
+    bad["x"][3] = np.nan
+    model, start = Deep(), state_of(Deep())
+    with pytest.raises(NonFiniteError, match="Batch 2, run again on these parameters, gave the same"):
+        fit(model, [*BATCHES[:2], bad], None, BackboneFreeze("inner"), **BARE)
+    assert {name for name, x in params_of(model).items() if np.array_equal(x, start[name])} == {
+        "['inner']['bias']",
+        "['inner']['kernel']",
+    }
