@@ -107,6 +107,7 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
         ((502, 4), (), (251, 1)),
         ((50, 30), (), (25, 15)),  # over four of the eight devices
         ((12, 101), (), (3, 101)),
+        ((4, 4, 101), (), (1, 2, 101)),  # four devices along the first, two are left for the second
     ],
 )
 def test_the_largest_dim_that_divides_is_split_or_two_or_over_a_part_of_the_devices(shape, whole_dims, part) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit.batches import numbered, random
 from kit.by_hand import assert_same, params_of
 from kit.journal import hooks
@@ -52,6 +53,15 @@ def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_wher
     for _ in range(2):  # one lazy module may be built twice, and does not advance its generator
         assert_bit_equal(first_params(jl.lazy(Net, rngs=rngs)), Net(rngs=nnx.clone(other)))
     assert (jax.random.key_data(rngs()) == jax.random.key_data(other())).all()
+
+
+def test_a_constructor_may_name_axes_of_the_mesh() -> None:
+    class Constrained(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel.set_value(jax.lax.with_sharding_constraint(self.kernel[...], P()))
+
+    assert_same(fit(jl.lazy(Constrained), random(1), strategy="fsdp").module, fit(Linear(), random(1)).module)
 
 
 def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
