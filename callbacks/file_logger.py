@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
@@ -33,6 +33,11 @@ class FileLogger(Logger, ABC):
         name = type(self).__name__
         if not isinstance(filename, str) or Path(filename).name != filename or filename in ("", ".."):
             raise ArgumentError(f"{name}(filename=...) takes a file name without folders, got {filename!r}.")
+        if not Path(filename).suffix:  # in Lightning a folder stands in this place
+            raise ArgumentError(
+                f"{name}(filename=...) takes a file name with a suffix, {filename}.csv say, got {filename!r}. The folder is "
+                "the run's: Trainer(default_root_dir=...)."
+            )
         if on_error not in ("warn", "raise"):
             raise ArgumentError(f"{name}(on_error=...) takes 'warn' or 'raise', got {on_error!r}.")
         self.filename, self.on_error = filename, on_error
@@ -50,9 +55,9 @@ class FileLogger(Logger, ABC):
         return None if self.path is None else str(self.path)
 
     @property
-    def experiment(self) -> Path | None:  # type: ignore[override]
-        """The folder that the file is in, or will be; None before the first run."""
-        return self.log_dir if self.path is None else self.path.parent
+    def experiment(self) -> Self:  # type: ignore[override]
+        """The logger itself: what it writes with is its own methods."""
+        return self
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write hyperparameters to `hparams.json` beside the rows, without secrets; what is no JSON value as its text.

@@ -264,6 +264,15 @@ class Logger(Callback):
             )
 
 
+class _Nothing:
+    """Takes every call."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **named: None
+
+
 class NoLogger(Logger):
     """Takes rows and hyperparameters and keeps none; pictures and the like go to the run's folder.
 
@@ -277,6 +286,11 @@ class NoLogger(Logger):
     """
 
     _media = MediaFolder()
+
+    @property
+    def experiment(self) -> Any:  # type: ignore[override]
+        """Something that has every method, and does nothing: a hook may call those of another logger's."""
+        return _Nothing()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Drop hyperparameters."""

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,7 +113,10 @@ def pyarrow_or_refuse() -> tuple[Any, Any]:
         ArgumentError: It is not installed.
     """
     try:
-        return import_module("pyarrow"), import_module("pyarrow.parquet")
+        import pyarrow  # type: ignore[import-not-found]
+        import pyarrow.parquet  # type: ignore[import-not-found]
+
+        return pyarrow, pyarrow.parquet
     except ImportError as error:
         raise ArgumentError(
             "PredictionWriter(format='parquet') needs pyarrow, which is not installed. Run `pip install "

@@ -54,4 +54,4 @@ def __getattr__(name: str) -> Any:
     # Lightning's classes stand beside its Trainer: `jl.EarlyStopping` is what a port says.
     if name in callbacks.__all__:
         return getattr(callbacks, name)
-    raise no_such_name("jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl", name, __all__)
+    raise no_such_name("jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl", name, [*__all__, *callbacks.__all__])

@@ -39,8 +39,9 @@ def is_int(value: Any, *, low: int) -> bool:
 def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
     """Return an int of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        hint = f" Pass the number: {name}=int(text)." if isinstance(value, str) and value.isdecimal() else ""
-        raise ArgumentTypeError(f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.{hint}")
+        raise ArgumentTypeError(
+            f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.{_as_text(name, value)}"
+        )
     if value < low:
         raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value}.")
     return int(value)
@@ -66,6 +67,7 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentTypeError(
             f"{owner}({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
+            f"{_as_text(name, value)}"
         )
     if not value >= 0 or (isinstance(value, (float, np.floating)) and not value <= 1.0):
         raise ArgumentError(
@@ -77,7 +79,7 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
 def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:
     """Return a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.{_as_text(name, value)}")
     if not 0 < value < math.inf:
         raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
     return float(value)
@@ -96,7 +98,7 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     parts = value
     if isinstance(value, str):
         if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.{_as_text(name, value)}")
         parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
     if isinstance(parts, dict):
         try:
@@ -132,3 +134,10 @@ def names(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str, ...]:
     if not all(isinstance(x, str) for x in value):
         raise ArgumentTypeError(f"{owner}({name}=...) takes strings, got {value!r}.")
     return tuple(value)
+
+
+def _as_text(name: str, value: Any) -> str:
+    """Return what to do about a number that is given as text, as a shell or a file does."""
+    if not isinstance(value, str) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", value.strip()):
+        return ""
+    return f" Pass the number: {name}={'int' if value.strip().lstrip('-').isdecimal() else 'float'}(text)."

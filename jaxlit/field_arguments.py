@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 _ARRAYS = "Subclass jl.Callback with init_arrays and update_arrays, which keep arrays in the training state."
-_FOLDER = "The run's folder holds the file: Trainer(default_root_dir='logs')."
+_FOLDER = "Rows are in the run's folder, a fresh runs/<time>-<id>, or Trainer(default_root_dir='logs/first')."
+_BEST = "ModelCheckpoint(monitor=...) keeps the best: trainer.validate(ckpt_path='best') takes it."
 _FLUSHED = "Every row is flushed as it comes."
 _TOLD = "The last lines of a run tell what it did."
 _UNFREEZE = "Pass tx=, whose schedule counts from the epoch that unfreezes: tx=optax.adam(schedule)."
@@ -38,6 +39,9 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "epochs": "Pass Trainer(max_epochs=).",
         "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
         "callbacks": "Pass Trainer(callbacks=).",
+        "module": "Its name is model.",
+        "validation_split": "Split the data, and pass val_dataloaders=.",
+        "steps_per_epoch": "Pass Trainer(limit_train_batches=).",
         "verbose": "Pass Trainer(enable_progress_bar=False).",
         "train_dataloader": "Pass train_dataloaders=.",
         "val_dataloader": "Pass val_dataloaders=.",
@@ -106,7 +110,13 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "learning_rate": "The optimizer has it: configure_optimizers of the module returns optax.adamw(lr).",
         "wandb": "Pass logger=jl.callbacks.WandbLogger(project='name').",
         "stochastic_weight_avg": _ARRAYS,
-        "epochs": "Pass max_epochs=.",
+        **dict.fromkeys(("epochs", "num_epochs", "n_epochs", "num_train_epochs"), "Pass max_epochs=."),
+        **dict.fromkeys(("steps", "num_steps", "train_steps", "total_steps", "num_train_steps"), "Pass max_steps=."),
+        **dict.fromkeys(("log_interval", "logging_steps", "log_every"), "Pass log_every_n_steps=."),
+        **dict.fromkeys(("log_dir", "output_dir", "logdir"), "Pass default_root_dir=."),
+        **dict.fromkeys(("eval_interval", "eval_steps"), "Pass val_check_interval=."),
+        "enable_logging": "Pass logger=False.",
+        "steps_per_epoch": "Pass limit_train_batches=.",
         "batch_size": "It is the loader's: jl.ArrayLoader(data, batch_size).",
         "optimizer": "configure_optimizers of the module returns it.",
         "loss": "training_step of the module returns it.",
@@ -134,7 +144,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "settings": "Pass a run of your own: experiment=wandb.init(settings=...).",
     },
     "JSONLLogger": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},
-    "EarlyStopping": {"log_rank_zero_only": "One process tells."},
+    "EarlyStopping": {"log_rank_zero_only": "One process tells.", "restore_best_weights": _BEST},
     "ModelCheckpoint": {
         "verbose": _TOLD,
         "save_weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",

@@ -1,5 +1,16 @@
 """Those callbacks that are loggers, as `from jaxlit.loggers import WandbLogger` in a port asks for them."""
 
+from typing import Any
+
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from jaxlit.unknown import no_such_name
 
 __all__ = ["CSVLogger", "JSONLLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name("jl.callbacks", name, __all__, called="jl.loggers")

@@ -29,6 +29,23 @@ def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: st
     return ImportError(text, name=name) if advice and imports else AttributeError(text)
 
 
+class ElsewhereOnTheClass:
+    """A class method of Lightning's that a class does not have: the class says what takes its place.
+
+    Args:
+        owner: A key of `ADVICE`.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}. {ADVICE[self._owner][self._name]}")
+
+
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     """Refuse an argument that a constructor does not have.
 

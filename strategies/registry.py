@@ -101,8 +101,8 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
         return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
-        advice = ADVICE["strategy"].get(name)
-        hint = f" {advice}" if advice else did_you_mean(name, strategy_names())
+        advice = ADVICE["strategy"].get(name.lower())
+        hint = f" {advice}" if advice else did_you_mean(name.lower(), strategy_names())
         raise ArgumentError(f"Unknown strategy {strategy!r}.{hint} Known: {', '.join(strategy_names())}.")
     if not colon:
         return _registry[name]()

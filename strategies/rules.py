@@ -37,7 +37,7 @@ class Rules:
     """
 
     def __init__(self, rules: Mapping[str, Any] | None = None, *, owner: str = "Rules") -> None:
-        self.owner, self.paths, self.names = owner, {}, {}
+        self.owner, self.paths, self.names, self._given = owner, {}, {}, rules or {}
         if not isinstance(rules, Mapping | None):
             raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {rules!r}.")
         for key, value in (rules or {}).items():
@@ -59,6 +59,9 @@ class Rules:
                     f"{owner}(rules={{{key!r}: {value!r}}}): a path takes a jax.sharding.PartitionSpec, the name of a "
                     "dim takes a mesh axis, a tuple of them, or None."
                 )
+
+    def __repr__(self) -> str:
+        return f"Rules({self._given})"
 
     def check(self, mesh: Mesh, paths: Sequence[str], names: Iterable[P] = ()) -> None:
         """Refuse rules that name no axis of the mesh, or a path that no array has.

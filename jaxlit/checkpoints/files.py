@@ -22,7 +22,7 @@ from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_state
 from jaxlit.distributed.exchange import agree
-from jaxlit.errors import CheckpointError, did_you_mean
+from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 
 FOLDER = "checkpoints"  # in a run's folder
 STATE, ARRAYS = manifest.STATE, "arrays"
@@ -201,7 +201,14 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
+    if not isinstance(path, (str, Path)):
+        raise ArgumentTypeError(f"{argument} takes a path, got {path!r}.")
     where, missing = Path(path), ""
+    if where.is_file():
+        raise CheckpointError(
+            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
+            "are read with it, and given to a module by nnx.update(module, state)."
+        )
     if (where / manifest.MANIFEST).exists() or step_of(where) is not None:
         if where.exists():
             return read(where), []

@@ -46,10 +46,20 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
 
 
 def _several(where: str, module: TrainModule, made: Sequence[Any]) -> str:
-    if all(isinstance(x, _KINDS) for x in made):
+    found = _optimizers_in(made)
+    if len(found) > 1:
         names = list(dict.fromkeys(str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))))
-        return _by(where, f"{len(made)} optimizers", names if len(names) == len(made) else ["encoder", "decoder"])
+        return _by(where, f"{len(found)} optimizers", names if len(names) == len(found) else ["encoder", "decoder"])
     return f"{where} returned {len(made)} things; return one optimizer. A schedule goes into it: optax.adamw(schedule)."
+
+
+def _optimizers_in(made: Any) -> list[Any]:
+    """Return the optimizers in lists of lists and dicts, as Lightning takes them beside schedulers."""
+    if isinstance(made, _KINDS):
+        return [made]
+    if isinstance(made, Mapping):
+        return _optimizers_in(made.get("optimizer"))
+    return [x for part in made for x in _optimizers_in(part)] if isinstance(made, (list, tuple)) else []
 
 
 def _by(where: str, what: str, groups: Any) -> str:

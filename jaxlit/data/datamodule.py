@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from jaxlit.core.hparams import Hparams, hparams_of, keep_hparams, replace_hparams, set_hparams
-from jaxlit.unknown import no_such_name, takes_only_its_arguments
+from jaxlit.unknown import ElsewhereOnTheClass, no_such_name, takes_only_its_arguments
 
 
 class DataModule:
@@ -22,6 +22,9 @@ class DataModule:
         ...         return jl.ArrayLoader(self.rows, 4, shuffle=True)
         >>> data = Squares()
     """
+
+    # Class methods of Lightning's, which `__getattr__` never sees.
+    load_from_checkpoint, from_datasets = ElsewhereOnTheClass("DataModule"), ElsewhereOnTheClass("DataModule")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep the constructor's arguments as hyperparameters."""

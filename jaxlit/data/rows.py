@@ -51,14 +51,18 @@ def is_hugging_face(loader: Any) -> bool:
 
 
 def doubted_rows(loader: Any, batch: Any, argument: str) -> str | None:
-    """Return why the elements of a sequence seem to be rows: a number of its own, a label say, stands beside an array.
+    """Return why the elements of a loader seem to be rows: a number of its own, a label say, stands beside an array.
 
-    A Python float under a name, a temperature say, is one that all rows share.
+    A Python float under a name, a temperature say, is one that all rows share; a fraction is taken for a label only
+    where the loader is a sequence.
     """
-    held = _leaves(batch) if _is_sequence(loader) else []
+    held = _leaves(batch)
     leaves = [np.asarray(x) for x in held]
     shared = [isinstance(batch, Mapping) and type(x) is float for x in held]
-    own = [x.ndim == 0 and x.dtype.kind in "iuf" and not is_shared for x, is_shared in zip(leaves, shared, strict=True)]
+    labels = "iuf" if _is_sequence(loader) else "iu"
+    own = [
+        x.ndim == 0 and x.dtype.kind in labels and not is_shared for x, is_shared in zip(leaves, shared, strict=True)
+    ]
     if not any(own) or all(x.ndim == 0 for x in leaves):
         return None
     return (

@@ -22,6 +22,9 @@ class Hyperparams(MutableMapping[str, float]):
     def __init__(self, state: "FlatState") -> None:
         self._state = state
 
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
     def __getitem__(self, name: str) -> float:
         return self._state.read(self._index(name))
 

@@ -45,6 +45,10 @@ class lazy:
             raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {cls!r}.")
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
+    def __repr__(self) -> str:
+        given = [repr(x) for x in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        return f"jl.lazy({', '.join([self.cls.__name__, *given])})"
+
     def builder(self, seed: int) -> Callable[[], TrainModule]:
         """Return a function that builds the module, fit to be traced."""
         kwargs = dict(self.kwargs)

@@ -12,7 +12,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Position
 from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
-from jaxlit.errors import ModuleError
+from jaxlit.errors import ModuleError, did_you_mean
 from jaxlit.loop.failures import Failures
 
 if TYPE_CHECKING:
@@ -42,6 +42,17 @@ _GONE = {
     ),
     "on_validation_model_zero_grad": f"{_IN_STEP}: there are no gradients between steps.",
     "training_epoch_end": "Use on_train_epoch_end.",
+    **dict.fromkeys(
+        ("on_epoch_end", "on_batch_end"), "Use on_train_epoch_end, on_train_batch_end or one of another stage."
+    ),
+    **dict.fromkeys(
+        ("on_epoch_start", "on_epoch_begin", "on_batch_start", "on_batch_begin", "on_train_batch_begin"),
+        "Use on_train_epoch_start, on_train_batch_start or one of another stage.",
+    ),
+    **dict.fromkeys(
+        ("on_train_begin", "on_pretrain_routine_start", "on_init_start", "on_init_end"), "Use on_train_start."
+    ),
+    "on_keyboard_interrupt": "Ask trainer.interrupted in on_train_end.",
     "validation_epoch_end": "Use on_validation_epoch_end.",
     "test_epoch_end": "Use on_test_epoch_end.",
     **dict.fromkeys(
@@ -49,6 +60,11 @@ _GONE = {
     ),
 }
 
+
+_HOOKS = {
+    *(name for cls in (Callback, DataModule) for name in vars(cls) if name.startswith("on_")),
+    "on_before_batch_transfer",
+}
 
 # Hooks that are about numbers.
 _WITHOUT_MODULE = ("on_log", "on_trace")
@@ -251,6 +267,11 @@ def _refuse_gone(owner: Any) -> None:
     for name, remedy in _GONE.items():
         if callable(getattr(type(owner), name, None)):
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
+    for name in dir(type(owner)):
+        # A helper of one's own may begin so as well: only what is nearly a hook is a slip.
+        own = name.startswith("on_") and name not in _HOOKS and callable(getattr(type(owner), name, None))
+        if own and (hint := did_you_mean(name, _HOOKS, 0.9)):
+            raise ModuleError(f"{type(owner).__name__}.{name} would never be called.{hint}")
     if getattr(owner, "automatic_optimization", True) is False:
         raise ModuleError(
             f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Give parts "

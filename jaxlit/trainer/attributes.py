@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxlit.core.reads import READS
 from jaxlit.errors import did_you_mean
+from jaxlit.field_names import ADVICE
 from jaxlit.loop.settings import Settings
 
 _ARGUMENTS = {field.name for field in dataclasses.fields(Settings)}
@@ -69,6 +70,8 @@ def check_known(trainer: type, name: str, value: Any) -> None:
         return
     if name in _ARGUMENTS:
         refuse(name, value)
+    if advice := ADVICE["Trainer"].get(name):
+        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {value!r}. {advice}")
     if hint := did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")]):
         raise AttributeError(
             f"Trainer has no attribute {name!r}, which would be set to {value!r}.{hint} Keep what is your own in a "

@@ -226,14 +226,14 @@ def kinds_of(callbacks=(), **arguments):
 
 
 def test_there_is_a_csv_file_beside_wandb_a_json_file_too_and_without_loggers_none():
-    wandb, given, rows = WandbLogger(offline=True), CSVLogger("a"), JSONLLogger("b")
+    wandb, given, rows = WandbLogger(offline=True), CSVLogger("a.csv"), JSONLLogger("b.jsonl")
     for arguments, expected in (
         ({}, ["CSV"]),
         ({"logger": False}, []),
         ({"logger": False, "callbacks": [wandb]}, ["Wandb"]),
         ({"logger": rows}, ["JSONL"]),
         ({"callbacks": [rows]}, ["JSONL", "CSV"]),
-        ({"logger": False, "callbacks": [rows, given, JSONLLogger("c")]}, ["JSONL", "CSV", "JSONL"]),
+        ({"logger": False, "callbacks": [rows, given, JSONLLogger("c.jsonl")]}, ["JSONL", "CSV", "JSONL"]),
         ({"callbacks": [wandb]}, ["Wandb", "CSV", "JSONL"]),
         ({"callbacks": [given, wandb]}, ["CSV", "Wandb", "JSONL"]),
         ({"callbacks": [rows, wandb]}, ["JSONL", "Wandb", "CSV"]),

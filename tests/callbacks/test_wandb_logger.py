@@ -207,14 +207,17 @@ def test_a_failure_ends_training_and_the_run_if_asked():
     assert summary()["exit_code"] == 1
 
 
-def test_behind_a_fit_there_is_still_its_run_or_the_folder_of_a_file(capfd):
+def test_behind_a_fit_there_is_still_its_run_and_a_logger_of_files_is_its_own(capfd):
     logger, file, seen = WandbLogger("digits", offline=True), jl.callbacks.CSVLogger(), []
-    assert logger.experiment is None and file.experiment is None
+    assert logger.experiment is None and file.experiment is file
+    with pytest.raises(AttributeError, match="CSVLogger has no attribute 'add_image'. Call log_image"):
+        file.experiment.add_image  # noqa: B018
+    assert jl.callbacks.NoLogger().experiment.add_image("x", np.zeros(3)) is None
     sees = hooks(on_train_end=lambda t, m: seen.append(logger.experiment))
     run_stage(trainer_of(sees, logger, file))
     run = logger.experiment
     assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
-    assert Path(run.dir).parent == run_files()[0].parent.absolute() and file.experiment == Path("run").absolute()
+    assert Path(run.dir).parent == run_files()[0].parent.absolute()
     begin(logger, default_root_dir="again")
     assert logger.experiment is not run and logger.experiment.id == run.id
 
