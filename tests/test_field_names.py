@@ -95,7 +95,7 @@ def test_a_callback_refuses_an_argument_that_it_does_not_have() -> None:
     refuses(
         ArgumentTypeError,
         lambda: cast(Any, Mine)(save_dir="x"),
-        r"Mine has no argument 'save_dir'. Rows are in the run's folder",
+        r"Mine has no argument 'save_dir'. Rows are in the",
     )
     refuses(ArgumentTypeError, lambda: cast(Any, Plain)(rate=1), r"Plain has no argument 'rate'. It has none.$")
     refuses(ArgumentTypeError, lambda: cast(Any, Plain)(3), r"Plain takes no arguments, got 3. Define __init__")
