@@ -35,6 +35,12 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     elif trainer.interrupted:
         ended = f"interrupted in epoch {max(epoch, 1)}"
     lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
+    if (
+        0 < trainer.global_step < (every := trainer.log_every_n_steps)
+        and trainer.logged_metrics
+        and not trainer.history
+    ):
+        lines.append(f"  {'rows':<10}  none, as the steps are fewer than log_every_n_steps={every}")
     checkpoints = _checkpoints(trainer)
     for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer)), ("trace", _traces(trainer))):
         parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []

@@ -35,8 +35,8 @@ class FileLogger(Logger, ABC):
             raise ArgumentError(f"{name}(filename=...) takes a file name without folders, got {filename!r}.")
         if not Path(filename).suffix:  # in Lightning a folder stands in this place
             raise ArgumentError(
-                f"{name}(filename=...) takes a file name with a suffix, {filename}.csv say, got {filename!r}. The folder "
-                "is the run's: Trainer(default_root_dir=...)."
+                f"{name}(filename=...) takes a name with a suffix, got {filename!r}. Pass {filename}.txt, say; the "
+                "folder is the run's: Trainer(default_root_dir=...)."
             )
         if on_error not in ("warn", "raise"):
             raise ArgumentError(f"{name}(on_error=...) takes 'warn' or 'raise', got {on_error!r}.")

@@ -69,6 +69,19 @@ def test_an_argument_of_the_field_works_or_says_what_takes_its_place(call: str, 
         refuses((ArgumentError, ArgumentTypeError), run, re.escape(answer))
 
 
+def test_class_methods_of_the_field_say_what_takes_their_place_on_the_class() -> None:
+    for name, answer in (("load_from_checkpoint", "ckpt_path"), ("from_datasets", r"fit\(")):
+        with pytest.raises(AttributeError, match=rf"^Data has no attribute '{name}'\. .*{answer}"):
+            getattr(Data, name)
+    with pytest.raises(
+        AttributeError, match=r"jl\.loggers has no attribute 'CometLogger'\. Subclass jl\.callbacks\.Logger"
+    ):
+        _ = jl.loggers.CometLogger  # type: ignore[attr-defined]
+    for name in ("optimizers", "fit_loop", "lr"):
+        with pytest.raises(AttributeError, match=f"Trainer has no attribute '{name}', which would be set to 1"):
+            setattr(OWNERS["trainer"], name, 1)
+
+
 def test_no_advice_is_given_on_what_is_there() -> None:
     owners = OWNERS | {"TrainModule": OWNERS["module"], "DataModule": OWNERS["data"], "Logger": OWNERS["logger"]}
     owners["Trainer"] = OWNERS["trainer"]

@@ -243,7 +243,7 @@ def test_there_is_a_csv_file_beside_wandb_a_json_file_too_and_without_loggers_no
     for beside in ([], [given], [rows], [given, rows]):
         for arguments in ({"callbacks": beside, "logger": wandb}, {"logger": [wandb, *beside]}):
             assert sorted(kinds_of(**arguments)) == ["CSV", "JSONL", "Wandb"], arguments
-    for two in ([CSVLogger("x"), CSVLogger("x")], [CSVLogger("x"), JSONLLogger("x")]):
+    for two in ([CSVLogger("x.csv"), CSVLogger("x.csv")], [CSVLogger("x.csv"), JSONLLogger("x.csv")]):
         words = "two loggers that write to x.*another filename"
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two), words)
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two[:1], logger=two[1]), words)

@@ -352,6 +352,23 @@ def test_manual_optimization_is_refused() -> None:
     fit_refuses(ModuleError, *words, model=module(automatic_optimization=False))
 
 
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("on_epoch_end", "on_train_epoch_end"),
+        ("on_train_begin", "on_train_start"),
+        ("on_train_bach_end", "Did you mean 'on_train_batch_end'"),
+        ("on_keyboard_interrupt", "trainer.interrupted"),
+    ],
+)
+def test_a_hook_that_nothing_calls_is_refused_on_a_callback_and_a_module(name: str, word: str) -> None:
+    called = lambda self, *_: None  # noqa: E731
+    fit_refuses(ModuleError, f"{name} would never be called.*{word}", model=type("Slips", (Mean,), {name: called})())
+    callback = type("Slips", (jl.Callback,), {name: called})()
+    fit_refuses(ModuleError, f"{name} would never be called.*{word}", callbacks=callback)
+    fit(type("Fine", (Mean,), {"on_my_own": called})(), numbered(1))
+
+
 # What an error leaves of the other hooks is in tests/trainer/test_endings.py.
 
 
