@@ -40,7 +40,7 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         and trainer.logged_metrics
         and not trainer.history
     ):
-        lines.append(f"  {'rows':<10}  none, as the steps are fewer than log_every_n_steps={every}")
+        lines.append(f"  {'rows':<10}  none: fewer steps than log_every_n_steps={every}")
     checkpoints = _checkpoints(trainer)
     for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer)), ("trace", _traces(trainer))):
         parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []

@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlit.errors import ArgumentTypeError
 from jaxlit.unknown import refuse_unknown
 
 _PLAIN = (bool, int, float, str, Path, timedelta, dict, list, tuple)
@@ -19,9 +18,7 @@ class Configured:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse an argument that the constructor does not have, with what takes its place."""
-        if cls.__init__ is object.__init__ and args:
-            raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {args[0]!r}. Define __init__ to take it.")
-        refuse_unknown(cls, kwargs)
+        refuse_unknown(cls, args, kwargs)
         return super().__new__(cls)
 
     def __repr__(self) -> str:

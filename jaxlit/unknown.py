@@ -3,7 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxlit.errors import ArgumentTypeError, did_you_mean
@@ -46,18 +46,22 @@ class ElsewhereOnTheClass:
         raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}. {ADVICE[self._owner][self._name]}")
 
 
-def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+def refuse_unknown(cls: type, args: Sequence[Any], given: Iterable[str]) -> None:
     """Refuse an argument that a constructor does not have.
 
     Args:
         cls: Whose constructor it is.
-        given: The names of the arguments that it was given.
+        args: What it was given by position.
+        given: The names of the other arguments that it was given.
 
     Raises:
         ArgumentTypeError: With what takes its place, or one that is spelt like it.
     """
     none = cls.__init__ is object.__init__
     parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    if none and args:
+        raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {args[0]!r}. Define __init__ to take it.")
+    _refuse_positions(cls.__name__, args, parameters)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters]
@@ -74,17 +78,40 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
 
     def decorate(method: _F) -> _F:
         parameters = inspect.signature(method).parameters
-        known = [name for name in parameters if name != "self"]
+        own = [p for p in parameters.values() if p.name != "self"]
+        known, most = [p.name for p in own], len(_by_position(parameters.values()))
 
         @functools.wraps(method)
         def call(*args: Any, **named: Any) -> Any:
             if not named.keys() <= parameters.keys():
                 _refuse(called, named, known, ARGUMENTS.get(called, {}))
+            if len(args) > most:
+                _refuse_positions(called, args[len(parameters) - len(own) :], own)
             return method(*args, **named)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _by_position(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Return the names of those that may be given by position, and as many as one likes for `*args`."""
+    found = []
+    for p in parameters:
+        found += [p.name] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) else []
+        found += [p.name] * 1000 if p.kind is p.VAR_POSITIONAL else []
+    return found
+
+
+def _refuse_positions(called: str, args: Sequence[Any], parameters: Sequence[inspect.Parameter]) -> None:
+    places = _by_position(parameters)
+    if len(args) > len(places):
+        others = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+        named = ", ".join(others) if len(others) < 16 else f"help(jl.{called}) lists them"
+        raise ArgumentTypeError(
+            f"{called} takes {' and '.join(places) or 'nothing'} by position, got {len(args)} values. Name the others: "
+            f"{named or 'it has none'}."
+        )
 
 
 def _refuse(called: str, given: Iterable[str], known: list[str], advice: Mapping[str, str]) -> None:

@@ -47,7 +47,7 @@ class Optimizer:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse an argument that there is not, with what takes its place."""
-        refuse_unknown(cls, kwargs)
+        refuse_unknown(cls, args, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

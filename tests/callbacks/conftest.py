@@ -35,7 +35,7 @@ class StandInModule(nnx.Module):
 class StandInTrainer:
     def __init__(self, run_dir, **attributes):
         self.run_dir, self.module, self.state, self.resume = run_dir, StandInModule(), None, None
-        self.current_epoch = self.global_step = self.min_epochs = self.min_steps = 0
+        self.current_epoch = self.global_step = self.min_epochs = self.min_steps = self.log_every_n_steps = 0
         self.max_epochs, self.max_steps = 10, -1
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
         self.num_training_batches, self.num_val_batches = 4, [2]

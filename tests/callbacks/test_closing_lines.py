@@ -102,7 +102,9 @@ def test_in_a_file_long_places_stand_below_one_another(capsys):
 
 def test_the_time_of_compiling_is_told_apart():
     nothing = {"checkpoint_callbacks": [], "loggers": [], "callbacks": []}
-    trainer = SimpleNamespace(current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing)
+    trainer = SimpleNamespace(
+        current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, log_every_n_steps=50, **nothing
+    )
     for seconds, told in (
         ({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"),
         ({"train_step": 0.04}, ""),

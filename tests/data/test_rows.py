@@ -92,3 +92,15 @@ def test_a_number_of_its_own_beside_an_array_is_told_of(label: Any, caplog: pyte
     caplog.clear()
     fit(made, ArrayLoader({"x": np.ones((4, 1), np.float32)}, 4))
     assert [x for x in warnings_of(caplog) if "rows" in x] == []
+
+
+@pytest.mark.parametrize(("label", "told"), [(np.int32(1), 1), (3, 1), (0.5, 0)])
+def test_rows_of_an_iterable_without_a_length_are_told_of(
+    label: Any, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            yield from batches_of(label)[:2]
+
+    fit(module(lambda self, batch: jnp.mean(self.error(batch) ** 2)), Stream())
+    assert sum("gives a number beside an array" in x for x in warnings_of(caplog)) == told

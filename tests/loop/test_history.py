@@ -89,6 +89,6 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
 def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
     for every, told in ((50, True), (1, False), (0, False)):
         trainer = fit(Mean(), numbered(3), log_every_n_steps=every)
-        assert ("none, as the steps are fewer than log_every_n_steps=50" in capsys.readouterr().out) == told
+        assert ("none: fewer steps than log_every_n_steps=50" in capsys.readouterr().out) == told
     with pytest.raises(KeyError, match="Rows come every log_every_n_steps"):
         _ = trainer.history["loss"]
