@@ -5,6 +5,7 @@ import argparse
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.chart import chart, comparison
 from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.version import __version__
 
 _LEGEND = """
 bubble: the part of their time in which ranks wait. time: of a step, in forward passes of a rank (a backward takes two).
@@ -19,6 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: Its words; those of this process if there are none.
     """
     parser = argparse.ArgumentParser(prog="python -m jaxlit", description="What can be asked without training.")
+    parser.add_argument("--version", action="version", version=f"jaxlit {__version__}")
     commands = parser.add_subparsers(metavar="command")
     pipeline = commands.add_parser("pipeline", help="compare pipeline schedules, or draw one")
     pipeline.add_argument("--stages", type=int, required=True, help="ranks of the pipeline")

@@ -311,7 +311,10 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
         dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", None)
         if not isinstance(loss, jax.Array) or not jnp.issubdtype(loss.dtype, jnp.floating):
             given = type(loss).__name__ if dtype is None else f"an array of {dtype}"
-            raise ModuleError(f"{where} must return its loss as a floating () array, or in a dict, got {given}.")
+            raise ModuleError(
+                f"{where} must return its loss as a floating () array, or in a dict, got {given}. Return loss, or "
+                "{'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
+            )
         if shape != ():
             raise ModuleError(f"{where} must return a scalar loss, got shape {shape}. Return loss.mean().")
     if stage == "predict" and not jax.tree.leaves(output):
