@@ -21,9 +21,9 @@ class BackboneFreeze(Callback):
     Until then an optimizer step changes nothing of it: its parameters stay bit by bit, its optimizer's state does not
     move, no weight decay acts on it, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch
     on it is trained as if its optimizer had been made then: moments, counts and schedules of it begin there, and a clip
-    that is a part of the optimizer goes by its gradients alone. Rows have its rate as `lr/<part>`. The step is compiled once: it looks the epoch up, and
-    computes the gradients of the part from the start. What is never trained is said by `jl.Optimizer(wrt=...)`, and
-    costs nothing.
+    that is a part of the optimizer goes by its gradients alone. Rows have its rate as `lr/<part>`, 0 until then. The
+    step is compiled once: it looks the epoch up, and computes the gradients of the part from the start. What is never
+    trained is said by `jl.Optimizer(wrt=...)`, and costs nothing.
 
     Batch statistics of the part move, as its layers run in training mode: `module.backbone.eval()` before `fit` keeps
     them. A checkpoint is of a training with the same parts. Several such callbacks unfreeze one part after the other.
