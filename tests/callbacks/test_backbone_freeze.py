@@ -240,6 +240,7 @@ RATES: dict[str, tuple[Any, dict[Any, tuple[int, Any]], dict[str, tuple[Any, int
     "one": (optax.sgd(SCHEDULE), {"inner": (1, None)}, {"lr": (SCHEDULE, 0), "lr/inner": (SCHEDULE, 1)}),
     "told": (TOLD, {"inner": (1, None)}, {"lr": (SCHEDULE, 0), "lr/inner": (SCHEDULE, 1)}),
     "told, of its own": (TOLD, {"inner": (1, optax.sgd(FALL))}, {"lr": (SCHEDULE, 0), "lr/inner": (FALL, 1)}),
+    "told, of its own that hides it": (TOLD, {"inner": (1, optax.lars(FALL))}, {"lr": (SCHEDULE, 0)}),
     "two": (
         optax.adam(SCHEDULE),
         {(lambda path, x: path[0] == "inner"): (2, None), "blocks": (1, optax.sgd(FALL))},
