@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.groups import fits_none, labels_of, names_in, shown
 from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer import transform_of
 from jaxlit.core.parts import Part
-from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
-from jaxlit.leaf_names import leaf_name
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 
 class BackboneFreeze(Callback):
@@ -21,15 +21,16 @@ class BackboneFreeze(Callback):
     Until then an optimizer step changes nothing of it: its parameters stay bit by bit, its optimizer's state does not
     move, no weight decay acts on it, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch
     on it is trained as if its optimizer had been made then: moments, counts and schedules of it begin there, and a clip
-    that is a part of the optimizer goes by its gradients alone. The step is compiled once: it looks the epoch up, and
-    computes the gradients of the part from the start. What is never trained is said by `jl.Optimizer(wrt=...)`, and
-    costs nothing.
+    that is a part of the optimizer goes by its gradients alone. Rows have its rate as `lr/<part>`, 0 until then. The
+    step is compiled once: it looks the epoch up, and computes the gradients of the part from the start. What is never
+    trained is said by `jl.Optimizer(wrt=...)`, and costs nothing.
 
     Batch statistics of the part move, as its layers run in training mode: `module.backbone.eval()` before `fit` keeps
     them. A checkpoint is of a training with the same parts. Several such callbacks unfreeze one part after the other.
 
     Args:
-        part: The name of an attribute, "backbone" or "net.layers[0]" say, or an nnx filter of parameters.
+        part: What a group of `jl.Optimizer(by=...)` is: an attribute, "backbone" or "net.layers[0]" say, a pattern of
+            paths, "*/kernel", or an nnx filter of parameters.
         unfreeze_at_epoch: The first epoch that trains it.
         tx: The optimizer of the part, with a lower rate say; None for one like that of the module.
 
@@ -45,19 +46,21 @@ class BackboneFreeze(Callback):
     """
 
     def __init__(
-        self, part: Any = "backbone", *, unfreeze_at_epoch: int = 10, tx: optax.GradientTransformation | None = None
+        self,
+        part: Any = "backbone",
+        *,
+        unfreeze_at_epoch: int = 10,
+        tx: optax.GradientTransformation | optax.MultiSteps | None = None,
     ) -> None:
         self.unfreeze_at_epoch = check.integer("unfreeze_at_epoch", unfreeze_at_epoch, low=1, owner="BackboneFreeze")
-        if tx is not None and not isinstance(tx, optax.GradientTransformation):
-            raise ArgumentTypeError(f"BackboneFreeze(tx=...) takes an optax transform or None, got {tx!r}.")
-        rule = 'takes the name of an attribute, "backbone" say, or an nnx filter'
+        rule = 'takes an attribute, "backbone" say, a pattern of paths, or an nnx filter'
         check.require(part not in ("", None, True, False), "part", part, rule, owner="BackboneFreeze")
         if not isinstance(part, str):
             try:
                 nnx.filterlib.to_predicate(part)
             except (TypeError, ValueError):
                 raise ArgumentTypeError(f"BackboneFreeze(part=...) {rule}, got {part!r}.") from None
-        self.part, self.tx = part, tx
+        self.part, self.tx = part, None if tx is None else transform_of("BackboneFreeze(tx=...)", tx)
 
     def names(self, module: TrainModule, wrt: Any) -> frozenset[str]:
         """Return the names of the trained parameters that it holds.
@@ -69,20 +72,9 @@ class BackboneFreeze(Callback):
         Raises:
             ArgumentError: There is none.
         """
-        every = _names(module, wrt)
-        if isinstance(self.part, str):
-            found = [x for x in every if x == self.part or x.startswith((f"{self.part}.", f"{self.part}["))]
-        else:
-            found = _names(module, nnx.All(wrt, self.part))
-        if found:
+        if found := names_in(module, wrt, self.part):
             return frozenset(found)
-        parents = dict.fromkeys(x[:i] for x in every for i, char in enumerate(x) if char in ".[")
-        hint = did_you_mean(self.part, parents) if isinstance(self.part, str) else ""
-        shown = ", ".join(every[:5]) + ", ..." * (len(every) > 5)
-        raise ArgumentError(
-            f"BackboneFreeze(part={self.part!r}) names no trained parameter of {type(module).__name__}.{hint} They "
-            f"are: {shown}. Name an attribute that holds some, or leave it out."
-        )
+        raise ArgumentError(f"BackboneFreeze(part={shown(self.part)}) {fits_none(module, wrt, self.part)}.")
 
 
 def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
@@ -96,24 +88,21 @@ def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> 
     Raises:
         ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
     """
+    freezes = [c for c in callbacks if isinstance(c, BackboneFreeze)]
     parts = list[Part]()
-    for callback in (c for c in callbacks if isinstance(c, BackboneFreeze)):
-        names, label = callback.names(module, wrt), callback.part
+    for callback, label in zip(freezes, labels_of([c.part for c in freezes], "part"), strict=True):
+        names = callback.names(module, wrt)
         if both := sorted(name for part in parts for name in part.names & names):
             raise ArgumentError(
-                f"BackboneFreeze(part={label!r}) names {both[0]}, which another one names as well. Give each its own."
+                f"BackboneFreeze(part={shown(callback.part)}) names {both[0]}, which another one names as well. Give "
+                "each its own."
             )
-        label = label if isinstance(label, str) else f"part {len(parts)}"
+        if label in {part.label for part in parts}:
+            raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
         parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
-    if parts and not {*_names(module, wrt)} - {name for part in parts for name in part.names}:
+    if parts and not {*names_in(module, wrt, ...)} - {name for part in parts for name in part.names}:
         raise ArgumentError(
-            f"BackboneFreeze(part={', '.join(part.label for part in parts)!r}) holds every trained parameter of "
+            f"BackboneFreeze(part={', '.join(shown(c.part) for c in freezes)}) holds every trained parameter of "
             f"{type(module).__name__}. Name a part of them."
         )
     return tuple(parts)
-
-
-def _names(module: TrainModule, wanted: Any) -> list[str]:
-    state = nnx.state(module, wanted)
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return [leaf_name(path) for path, _ in leaves]

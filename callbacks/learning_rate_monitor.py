@@ -1,21 +1,29 @@
 """Where the learning rate is logged."""
 
+from typing import TYPE_CHECKING
+
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
 
 
 class LearningRateMonitor(Callback):
     """Log the learning rate in rows of its own, or once an epoch; without it, it stands in the rows that there are.
 
-    A rate is `lr`, or with `jl.Optimizer(by=...)` `lr/<group>` for each group. It is computed in the compiled step, and
-    comes to the host with the row. Where it cannot be read off the optimizer, a line says what to do.
+    A rate is `lr`, with `jl.Optimizer(by=...)` `lr/<group>` for each group, and of a part of `BackboneFreeze`
+    `lr/<part>`. It is computed in the compiled step, and comes to the host with the row. Where it cannot be read off
+    the optimizer, a line says what to do.
 
     Args:
         logging_interval: "step" or None: in the row of each `log_every_n_steps`, also where the module logs nothing.
             "epoch": in the row of the epoch only, the rate of its last step.
 
     Raises:
-        ArgumentError: `logging_interval` is something else.
+        ArgumentError: `logging_interval` is something else; or before the first step: two such callbacks, or "step" and
+            a Trainer that makes no rows of steps.
 
     Example:
         >>> import jaxlit as jl
@@ -28,3 +36,15 @@ class LearningRateMonitor(Callback):
                 f"LearningRateMonitor(logging_interval=...) takes 'step', 'epoch' or None, got {logging_interval!r}."
             )
         self.logging_interval = logging_interval or "step"
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Refuse a second monitor, and rows that there are none of."""
+        if stage != "fit":
+            return
+        if sum(isinstance(c, LearningRateMonitor) for c in trainer.callbacks) > 1:
+            raise ArgumentError("The callbacks hold two LearningRateMonitors. Leave one of them out.")
+        if self.logging_interval == "step" and not trainer.log_every_n_steps:
+            raise ArgumentError(
+                'LearningRateMonitor("step") adds to the rows of steps, and Trainer(log_every_n_steps=0) makes none. '
+                'Pass log_every_n_steps=50, say, or LearningRateMonitor("epoch").'
+            )

@@ -1,6 +1,7 @@
 """Groups of a module's parameters: by their paths, or by nnx filters."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,13 +11,49 @@ from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.leaf_names import leaf_name
 
 
-def label_of(key: Any) -> str:
-    """Return what a group is called, in rows and in the optimizer's state."""
+def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
+    """Return what each group is called, in rows and in the optimizer's state.
+
+    A checkpoint holds the labels, so they must be those of the next process. What python prints with an address is
+    called by its place: `group1`, `group2`.
+
+    Args:
+        keys: The groups: paths, patterns of paths, or nnx filters.
+        kind: What the groups are.
+    """
+    return [_label(key, f"{kind}{place}") for place, key in enumerate(keys, 1)]
+
+
+def _label(key: Any, by_place: str) -> str:
     if isinstance(key, nnx.PathContains):
-        return str(key.key)
+        return _label(key.key, by_place)
     if isinstance(key, type):
         return key.__name__
-    return key if isinstance(key, str) else "rest" if key is ... else " ".join(str(key).split())
+    if isinstance(key, str) or key is ...:
+        return "rest" if key is ... else key
+    text = getattr(key, "__qualname__", "").replace("<locals>.", "") or " ".join(str(key).split())
+    return by_place if "<lambda>" in text or re.search(r" at 0x[0-9a-fA-F]", text) else text
+
+
+def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
+    """Return the names of the trained parameters that are in a group.
+
+    Args:
+        module: The module.
+        wrt: The nnx filter of what is trained.
+        key: The group: a path, a pattern of paths, or an nnx filter.
+    """
+    fits = _fits(key)
+    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt)) if fits(path, x)]
+
+
+def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
+    """Return what is said of a group without a parameter, see `names_in`: that it has none, and what there is."""
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
+    inner = sorted({_text(path[:n]) for path in paths for n in range(1, len(path))})
+    whole = [_text(path) for path in paths]
+    hint = did_you_mean(key, [*inner, *whole]) if isinstance(key, str) else ""
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or whole)}"
 
 
 def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
@@ -33,25 +70,23 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
     flat = list(nnx.to_flat_state(nnx.state(module, wrt)))
     fits = [_fits(key) for key in keys]
     found = {path: next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
-    paths = ["/".join(map(str, path)) for path, _ in flat]
+    paths = [_text(path) for path, _ in flat]
     for k, key in enumerate(keys):
         if k not in found.values():
             taken = next((found[path] for path, x in flat if fits[k](path, x)), None)
-            inner = sorted({"/".join(map(str, path[:n])) for path, _ in flat for n in range(1, len(path))})
             why = (
-                f"has nothing left: {_shown(keys[taken])} comes first and fits all of it. Put it before that"
+                f"has nothing left: {shown(keys[taken])} comes first and fits all of it. Put it before that"
                 if taken is not None
-                else f"fits no trained parameter.{did_you_mean(str(key), [*inner, *paths])} There are "
-                f"{_several(inner or paths)}"
+                else fits_none(module, wrt, key)
             )
-            raise ArgumentError(f"jl.Optimizer(by=...): {_shown(key)} {why}.")
+            raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
     if left := [name for name, group in zip(paths, found.values(), strict=True) if group is None]:
         raise ArgumentError(
             f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
             "left, or leave them out of wrt=."
         )
     # In the order of the groups, in which their rates stand in a row.
-    return {leaf_name(path): label_of(key) for k, key in enumerate(keys) for path, at in found.items() if at == k}
+    return {leaf_name(path): label for k, label in enumerate(labels_of(keys)) for path, at in found.items() if at == k}
 
 
 def _fits(key: Any) -> Any:
@@ -61,13 +96,18 @@ def _fits(key: Any) -> Any:
 
     def fits(path: tuple[Any, ...], x: Any) -> bool:
         begins = [path[: n + 1] for n in range(len(path))]
-        return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
+        return any(fnmatchcase(_text(part), key) or leaf_name(part) == key for part in begins)
 
     return fits
 
 
-def _shown(key: Any) -> str:
+def shown(key: Any) -> str:
+    """Return a group as it is written."""
     return "..." if key is ... else repr(key)
+
+
+def _text(path: Sequence[Any]) -> str:
+    return "/".join(map(str, path))
 
 
 def _several(names: Sequence[str]) -> str:

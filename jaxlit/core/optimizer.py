@@ -1,6 +1,6 @@
 """What `configure_optimizers` returns."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -8,7 +8,7 @@ import jax
 import optax
 from flax import nnx
 
-from jaxlit.core.groups import groups_of, label_of
+from jaxlit.core.groups import groups_of, labels_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.unknown import refuse_unknown
@@ -44,6 +44,7 @@ class Optimizer:
     lr_schedule: optax.Schedule | None = None
     by: Mapping[Any, optax.GradientTransformation] | None = field(default=None, kw_only=True)
     groups: Mapping[str, str] = field(default_factory=dict, init=False, repr=False)  # of a parameter's name, if by=
+    transforms: Mapping[str, optax.GradientTransformation] = field(default_factory=dict, init=False, repr=False)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse an argument that there is not, with what takes its place."""
@@ -53,7 +54,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         """Refuse what is no transform, no filter, or no schedule."""
         if self.by is None:
-            object.__setattr__(self, "tx", _transform("jl.Optimizer(tx)", self.tx))
+            object.__setattr__(self, "tx", transform_of("jl.Optimizer(tx)", self.tx))
         elif self.tx is not None:
             raise ArgumentError(
                 "jl.Optimizer(tx, by=...) takes tx or by=, got both. Give what tx trains a group: by={..., ...: tx}, "
@@ -88,18 +89,28 @@ class Optimizer:
         if self.by is None:
             return self
         groups = groups_of(module, self.wrt, list(self.by))
-        transforms: dict[Any, optax.GradientTransformation] = {label_of(key): tx for key, tx in self.by.items()}
-
-        def labels(params: Any) -> Any:
-            return jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params)
-
-        return self.with_tx(optax.partition(transforms, labels), groups)
-
-    def with_tx(self, tx: optax.GradientTransformation, groups: Mapping[str, str] | None = None) -> "Optimizer":
-        """Return this optimizer with another transform, and with the groups that it makes, or those of before."""
-        made = replace(self, tx=tx, by=None)
-        object.__setattr__(made, "groups", self.groups if groups is None else groups)
+        transforms = dict(zip(labels_of(self.by), self.by.values(), strict=True))
+        made = self.with_tx(_by_label(transforms, groups, groups), groups)
+        object.__setattr__(made, "transforms", transforms)
         return made
+
+    def tx_of(self, names: Collection[str]) -> optax.GradientTransformation:
+        """Return the transform for some of the parameters: of the groups, those that they are in."""
+        return _by_label(self.transforms, self.groups, names) if self.groups else self.tx
+
+    def with_tx(self, tx: optax.GradientTransformation, groups: Mapping[str, str]) -> "Optimizer":
+        """Return this optimizer with another transform, and with the groups that it makes."""
+        made = replace(self, tx=tx, by=None)
+        object.__setattr__(made, "groups", groups)
+        return made
+
+
+def _by_label(
+    transforms: Mapping[str, optax.GradientTransformation], groups: Mapping[str, str], names: Collection[str]
+) -> optax.GradientTransformation:
+    there = {groups[name] for name in names}
+    kept: dict[Any, optax.GradientTransformation] = {label: tx for label, tx in transforms.items() if label in there}
+    return optax.partition(kept, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
 
 
 def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
@@ -116,14 +127,22 @@ def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
                 f"jl.Optimizer(by=...) takes paths and nnx filters as groups, got {key!r}. Pass 'encoder', "
                 "'encoder/*/kernel', nnx.LoRAParam or ..., say."
             ) from None
-    labels = [label_of(key) for key in by]
+    labels = labels_of(by)
     if twice := [x for x in labels if labels.count(x) > 1]:
         raise ArgumentError(f"jl.Optimizer(by=...) has two groups that are called {twice[0]!r}. Join them by nnx.Any.")
-    return {key: _transform(f"jl.Optimizer(by={{{key!r}: ...}})", tx) for key, tx in by.items()}
+    return {key: transform_of(f"jl.Optimizer(by={{{key!r}: ...}})", tx) for key, tx in by.items()}
 
 
-def _transform(owner: str, tx: Any) -> optax.GradientTransformation:
-    """Return a transform of optax, or refuse what is none."""
+def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
+    """Return a transform of optax, or refuse what is none.
+
+    Args:
+        owner: The argument that it was given as, with its call.
+        tx: What was given.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
     if isinstance(tx, optax.MultiSteps):  # a transform in all but its type
         tx = tx.gradient_transformation()
     if isinstance(tx, optax.GradientTransformation):

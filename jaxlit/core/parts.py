@@ -1,16 +1,15 @@
 """Parts of a module that are trained from an epoch on: until then an optimizer step leaves them alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxlit.core.optimizer import Optimizer
 from jaxlit.leaf_names import leaf_name
-
-_REST = "the rest"  # no part is called so: a space stands in no attribute
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Part:
     """Parameters that stay as they are before an epoch.
 
     Args:
-        label: Its name among the parts, which its state has in the optimizer's.
+        label: Its name among the parts: of its state in the optimizer's, and of its rate in a row.
         names: The parameters' names.
         start: The first epoch that trains them.
         tx: Their optimizer; None for one like that of the other parameters.
@@ -30,21 +29,73 @@ class Part:
     tx: optax.GradientTransformation | None
 
 
-def by_part(tx: optax.GradientTransformation, parts: Sequence[Part]) -> optax.GradientTransformation:
+class PartStates(NamedTuple):
+    """The state of an optimizer of `by_part`."""
+
+    rest: Any  # that of the parameters in no part
+    parts: dict[str, Any]  # that of each part, by its label
+
+
+def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     """Return an optimizer that keeps a state for each part, and one for all other parameters.
 
-    Moments and counts of a part so begin with its own first step, as if its optimizer were made then.
+    Moments and counts of a part so begin with its own first step, as if its optimizer were made then. Its groups are
+    told apart as the states are: what a part has of a group has a rate of its own.
     """
     if not parts:
-        return tx
-    transforms: dict[Any, optax.GradientTransformation] = {_REST: tx} | {part.label: part.tx or tx for part in parts}
+        return optimizer
+    held = {name for part in parts for name in part.names}
+    txs = [optimizer.tx_of(optimizer.groups.keys() - held)]
+    txs += [optimizer.tx_of(part.names) if part.tx is None else part.tx for part in parts]
+    transforms: dict[Any, optax.GradientTransformation] = dict(enumerate(txs))
     # A function, as the parameters may be masked themselves.
-    return optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _of(parts, path), params))
+    split = optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _at(parts, path), params))
+
+    def init(params: Any) -> PartStates:
+        return named(split.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, PartStates]:
+        states = state.rest, *(state.parts[part.label] for part in parts)
+        updates, new = split.update(updates, optax.PartitionState(dict(enumerate(states))), params, **extra)
+        return updates, named(new)
+
+    def named(state: Any) -> PartStates:
+        rest, *others = (state.inner_states[i] for i in range(len(txs)))
+        return PartStates(rest, {part.label: x for part, x in zip(parts, others, strict=True)})
+
+    return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), _groups(optimizer.groups, parts))
 
 
-def _of(parts: Sequence[Part], path: Any) -> str:
+def parts_along(state: Any) -> list[str]:
+    """Return for each leaf of an optimizer's state the label of the part that it is of, "" for none."""
+    paths: list[Any] = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    if not isinstance(state, PartStates):
+        return [""] * len(paths)
+    return [path[1].key if path[0].name == "parts" else "" for path in paths]
+
+
+def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
+    """Return what the rate of each parameter is called in a row: a group that is whole keeps its name."""
+    part_of = {name: part for part in parts for name in sorted(part.names)}
+    whole = {
+        group
+        for group in groups.values()
+        if len({id(part_of.get(name)) for name, other in groups.items() if other == group}) == 1
+    }
+
+    def called(name: str) -> str:
+        group, part = groups.get(name, ""), part_of.get(name)
+        if part is None or (group in whole and part.tx is None):
+            return group
+        return part.label if part.tx is not None or not group else f"{group}/{part.label}"
+
+    return {name: called(name) for name in dict.fromkeys([*groups, *part_of])}
+
+
+def _at(parts: Sequence[Part], path: Any) -> int:
+    """Return the place of the part that a parameter is in, from 1 on, 0 for none."""
     name = leaf_name(path)
-    return next((part.label for part in parts if name in part.names), _REST)
+    return next((place for place, part in enumerate(parts, 1) if name in part.names), 0)
 
 
 @dataclass(frozen=True)
@@ -71,17 +122,15 @@ class Hold:
         """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
         if not self.parts:
             return new
-        states = dict(new.inner_states)
+        states = dict[str, Any]()
         for part in self.parts:
-            held, was = self.epoch < part.start, old.inner_states[part.label]
-            states[part.label] = jax.tree.map(lambda a, b, held=held: jnp.where(held, a, b), was, states[part.label])
-        return new._replace(inner_states=states)
+            held, was = self.epoch < part.start, old.parts[part.label]
+            states[part.label] = jax.tree.map(lambda a, b, held=held: jnp.where(held, a, b), was, new.parts[part.label])
+        return new._replace(parts=states)
 
     def _choose(self, choose: Callable[..., Any], tree: Any, *others: Any) -> Any:
-        starts = {part.label: part.start for part in self.parts}
-
         def chosen(path: Any, x: jax.Array, *more: jax.Array) -> jax.Array:
-            label = _of(self.parts, path)
-            return x if label == _REST else choose(self.epoch < starts[label], x, *more)
+            place = _at(self.parts, path)
+            return x if place == 0 else choose(self.epoch < self.parts[place - 1].start, x, *more)
 
         return jax.tree.map_with_path(chosen, tree, *others) if self.parts else tree

@@ -12,6 +12,7 @@ import optax
 from jax.extend.core import Literal
 
 from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.parts import Part, parts_along
 from jaxlit.leaf_names import leaf_name
 from jaxlit.programs.inline import inline, run_equations, value_of
 from jaxlit.programs.jaxpr import CALLS
@@ -26,45 +27,90 @@ class Rates:
     """The learning rates of an optimizer step.
 
     Args:
-        names: What they are called in a row: `lr`, or one for each group of parameters.
-        values: A function of (the optimizer's state before the step, the loss, the step's index) to one () float32 a
-            name; it is traced into the step.
+        names: What they are called in a row: `lr`, or one for each group and each part of the parameters.
+        values: A function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one ()
+            float32 a name; it is traced into the step.
     """
 
     names: tuple[str, ...] = ()
-    values: Callable[[Any, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
+    values: Callable[[Any, jax.Array, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
 
 
-def rates_of(optimizer: Optimizer, params: Any) -> Rates:
+def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
     """Return the learning rates of an optimizer, none where they cannot be read.
 
     optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update has it in
     the open: a rate is what an array of updates is multiplied with at the end, a number or one computed of the
-    optimizer's state. So it is the true one under any wrapper, whatever its schedule counts.
+    optimizer's state. So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until
+    the epoch that trains it.
 
     Args:
-        optimizer: What `configure_optimizers` returned.
+        optimizer: What `configure_optimizers` returned, for these parts.
         params: The parameters, abstract.
+        parts: Those that are trained from an epoch on.
     """
-    if (schedule := optimizer.lr_schedule) is not None:
-        return Rates(("lr",), lambda state, loss, step: [_number(schedule(_count(state, step)))])
+    told = {} if optimizer.lr_schedule is None else _told(optimizer, params, parts)
+    found, read = _read(optimizer, params, parts)
+    starts = [*(start for start, _ in told.values()), *found.values()]
+
+    def values(state: Any, loss: jax.Array, step: jax.Array, epoch: jax.Array) -> list[jax.Array]:
+        rates = [*(rate(state, step) for _, rate in told.values()), *read(state, loss)]
+        return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(starts, rates, strict=True)]
+
+    return Rates((*told, *found), values)
+
+
+def _told(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return by the name of a rate its first epoch, and a function of (the optimizer's state, the step's index) to it.
+
+    The optimizer's own count is asked: it begins anew where its state was left out of a resume, and in a part with its
+    first step. A part that counts otherwise has no rate in a row, as the step's index is not its count.
+    """
+    schedule: Any = optimizer.lr_schedule
+    state = jax.eval_shape(optimizer.tx.init, params)
+    counts: dict[str, int] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for place, ((path, x), part) in enumerate(zip(leaves, parts_along(state), strict=True)):
+        if leaf_name(path[-1:]) == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
+            counts.setdefault(part, place)
+
+    def rate(label: str) -> Callable[[Any, jax.Array], jax.Array]:
+        place = counts.get(label)
+        return lambda state, step: _number(schedule(step if place is None else jax.tree.leaves(state)[place]))
+
+    like = [part for part in parts if part.tx is None and part.label in counts]  # another transform has another rate
+    return {"lr": (0, rate(""))} | {f"lr/{part.label}": (part.start, rate(part.label)) for part in like}
+
+
+def _read(
+    optimizer: Optimizer, params: Any, parts: Sequence[Part]
+) -> tuple[dict[str, int], Callable[[Any, jax.Array], list[jax.Array]]]:
+    """Return the first epoch of each rate that is not told, by its name, and a function of (state, loss) to them."""
+    nothing = dict[str, int](), lambda *_: list[jax.Array]()
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    untold = set(names)
+    if optimizer.lr_schedule is not None:
+        untold = {name for part in parts if part.tx is not None for name in part.names}
+    if not untold:
+        return nothing
     try:
         # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
         with jax.disable_jit(False):
             program = _Program(optimizer.tx, params)
-            factors = [program.factors(i) for i in range(len(names))]
+            factors = [program.factors(i) if name in untold else [] for i, name in enumerate(names)]
             found = _named(names, optimizer.groups, [program.key(x) if x else None for x in factors])
     except Exception:  # what is wrong with the update is told where the step is traced
-        return Rates()
-    return Rates(tuple(found), program.values([factors[i] for i in found.values()]))
+        return nothing
+    starts = {name: part.start for part in parts for name in part.names}
+    first = {name: starts.get(names[i], 0) for name, i in found.items()}
+    return first, program.values([factors[i] for i in found.values()])
 
 
 def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
     """Return what the rates are called in a row, with the place of a parameter that each holds for."""
     labels = [groups.get(name, "") for name in names]
     found: dict[str, int] = {}
-    for label in dict.fromkeys([*groups.values()] or labels):
+    for label in dict.fromkeys(["", *groups.values()]):  # what is in no group first
         first: dict[Any, int] = {}  # where each of the group's rates is met first
         for i, key in enumerate(keys):
             if labels[i] == label and key is not None:
@@ -97,6 +143,7 @@ class _Program:
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.given = closed.jaxpr.invars[-len(leaves) :]
+        self.part_of = dict(zip(self.given, [*parts_along(state), ""], strict=True))
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
         self.made: dict[Any, Any] = {}
         self.of_step = set(closed.jaxpr.invars[: -len(leaves)])  # what depends on gradients or parameters
@@ -168,7 +215,8 @@ class _Program:
     def key(self, factors: Sequence[Any]) -> Any:
         """Return what two rates have in common that are always the same: of how they are computed.
 
-        Counts of the state are taken for one, as each counts the steps; numbers that can be set are told apart.
+        Counts of the state are taken for one, as each counts the steps, or those of its part; numbers that can be set
+        are told apart.
         """
         return tuple(self._made(x) for x in factors)
 
@@ -181,17 +229,18 @@ class _Program:
         if x not in self.made:
             eqn = self.made_by.get(x)
             if eqn is None:
-                self.made[x] = "count" if jnp.issubdtype(x.aval.dtype, jnp.integer) else self.given.index(x)
+                is_count = jnp.issubdtype(x.aval.dtype, jnp.integer)
+                self.made[x] = ("count", self.part_of[x]) if is_count else self.given.index(x)
             else:
                 of = eqn.primitive.name, str(eqn.params), eqn.outvars.index(x)
                 self.made[x] = hash((*of, *(self._made(y) for y in eqn.invars)))
         return self.made[x]
 
-    def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array, jax.Array], list[jax.Array]]:
-        """Return a function of (state, loss, step) to the values of rates, each given by its factors."""
+    def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array], list[jax.Array]]:
+        """Return a function of (state, loss) to the values of rates, each given by its factors."""
         eqns = self._needed([x for factors in rates for x in factors if x is not None])
 
-        def compute(state: Any, loss: jax.Array, step: jax.Array) -> list[jax.Array]:
+        def compute(state: Any, loss: jax.Array) -> list[jax.Array]:
             known = self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True))
             run_equations(eqns, known)
             return [
@@ -200,16 +249,6 @@ class _Program:
             ]
 
         return compute
-
-
-def _count(state: Any, step: jax.Array) -> Any:
-    """Return how many steps an optimizer has taken: it begins anew where its state was left out of a resume."""
-    counts = [
-        x
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-        if leaf_name(path[-1:]) == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
-    ]
-    return counts[0] if counts else step
 
 
 def _number(x: Any) -> jax.Array:

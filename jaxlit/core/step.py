@@ -127,7 +127,7 @@ class TrainStep:
         params = after.params  # as the batch left them
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
-        rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step)
+        rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step, before.epoch)
         return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
 
     def look(

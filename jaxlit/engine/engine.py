@@ -102,7 +102,7 @@ class Engine:
         if optimizer:
             check_trainable(self.tx, variables[0], module)
         held = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
-        self.rates = rates_of(optimizer, held) if optimizer else Rates()
+        self.rates = rates_of(optimizer, held, parts) if optimizer else Rates()
         self.extras = extras = check_extras(extras, held, leaves_out)
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0

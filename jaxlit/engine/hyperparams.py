@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxlit.core.parts import PartStates
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 if TYPE_CHECKING:
@@ -55,18 +56,37 @@ class Hyperparams(MutableMapping[str, float]):
 def find_hyperparams(opt_state: Any) -> dict[str, int]:
     """Return each leaf that `optax.inject_hyperparams` keeps as a hyperparameter, except for schedules, by its name.
 
-    One that several transforms have is named with their labels, `learning_rate/head` say.
+    One that several transforms have is named with their labels, `learning_rate/head` say. What a part of the parameters
+    has of its own is named with the part's behind it; that of the others is called as without parts.
 
     Args:
         opt_state: The optimizer's state, with the places of its leaves as leaves.
     """
+    states = {"": opt_state.rest} | opt_state.parts if isinstance(opt_state, PartStates) else {"": opt_state}
+    found = [(name, label, part, at) for part, state in states.items() for name, label, at in _injected(state)]
+    # What a part's own transform has without a label is told by the part.
+    labels = {name: {x for n, x, part, _ in found if n == name and (x or not part)} for name, *_ in found}
+
+    def called(name: str, label: str, part: str) -> str:
+        text = f"{name}/{label}" if label and len(labels[name]) > 1 else name
+        split = len({p for n, x, p, _ in found if (n, x) == (name, label)}) > 1
+        return f"{text}/{part}" if part and (split or not label) else text
+
+    names = [called(name, label, part) for name, label, part, _ in found]
+    numbers = [names[: i + 1].count(x) - 1 for i, x in enumerate(names)]
+    return {
+        name if names.count(name) == 1 else f"{name}/{number}": at
+        for name, number, (*_, at) in zip(names, numbers, found, strict=True)
+    }
+
+
+def _injected(state: Any) -> list[tuple[str, str, int]]:
+    """Return the (name, labels, place) of each hyperparameter of a state that can be set."""
     is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-    found: list[tuple[str, str, int]] = []  # (name, label, place)
-    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_injected):
+    found: list[tuple[str, str, int]] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
         if is_injected(node):
             scheduled = getattr(node, "hyperparams_states", {})
-            keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
-            label = "/".join(keys) or str(len(found))
+            label = "/".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
             found += [(name, label, at) for name, at in node.hyperparams.items() if name not in scheduled]
-    names = [name for name, _, _ in found]
-    return {name if names.count(name) == 1 else f"{name}/{label}": at for name, label, at in found}
+    return found

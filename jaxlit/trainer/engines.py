@@ -112,7 +112,7 @@ class Engines:
         return Engine(
             run.module,
             self._strategy,
-            optimizer.with_tx(by_part(optimizer.tx, parts)),
+            by_part(optimizer, parts),
             accumulate=max([settings.accumulate_grad_batches, *later]),
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
             precision=Precision(settings.precision),

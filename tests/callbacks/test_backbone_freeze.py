@@ -12,11 +12,12 @@ from kit.batches import random
 from kit.by_hand import assert_same, params_of, state_of
 from kit.checkpoints import bytes_of
 from kit.compiles import compiles
-from kit.journal import at_batch, hooks
-from kit.modules import Net
+from kit.journal import Rows, at_batch, hooks
+from kit.modules import Net, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
 
+import jaxlit as jl
 from jaxlit.callbacks import BackboneFreeze, GradientNorm
 from jaxlit.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 
@@ -100,8 +101,9 @@ CASES: dict[str, Any] = {
     "clipped": ({"inner": (2, None)}, {"clip": 0.05}),
     "window": ({"inner": (2, None)}, {"window": 2, "clip": 0.05}),
     "to the end": ({"inner": (EPOCHS, None)}, {}),
+    "of two batches": ({"inner": (1, optax.MultiSteps(SLOW, 2))}, {}),
 }
-OFTEN = [("two", "single"), ("window", "fsdp"), ("clipped", "shard_map")]
+OFTEN = [("two", "single"), ("window", "fsdp"), ("clipped", "shard_map"), ("of two batches", "single")]
 
 
 def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> tuple[Any, Any]:
@@ -161,7 +163,7 @@ def test_nothing_is_compiled_when_a_part_is_unfrozen_and_its_optimizer_has_not_m
     moments: list[Any] = []
 
     def start(trainer: Any, module: Any) -> None:
-        moments.append(jax.device_get(trainer.state.opt_state.inner_states["inner"]))
+        moments.append(jax.device_get(trainer.state.opt_state.parts["inner"]))
 
     with compiles() as found:
         watch = hooks(
@@ -206,14 +208,90 @@ def test_rates_of_a_part_are_hyperparameters_of_their_own() -> None:
             return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
     trainer = fit(Adjustable(), BATCHES, None, BackboneFreeze("inner"), **BARE)
-    assert dict(trainer.hyperparams) == pytest.approx({"learning_rate/inner": 0.1, "learning_rate/the rest": 0.1})
+    assert dict(trainer.hyperparams) == pytest.approx({"learning_rate": 0.1, "learning_rate/inner": 0.1})
+
+
+INNER = {"inner.kernel", "inner.bias"}
+NAMED: list[tuple[Any, set[str]]] = [
+    ("inner", INNER),
+    ("inner/kernel", {"inner.kernel"}),
+    ("inner.kernel", {"inner.kernel"}),
+    ("*/kernel", {"inner.kernel", "outer.kernel", "blocks[0].kernel"}),
+    ("blocks/0", {"blocks[0].kernel", "blocks[0].bias"}),
+    (nnx.PathContains("inner"), INNER),
+    (lambda path, x: path[0] == "inner", INNER),
+    ([nnx.PathContains("inner"), nnx.PathContains("norm")], {*INNER, "norm.scale", "norm.bias"}),
+]
+
+
+@pytest.mark.parametrize(("part", "expected"), NAMED)
+def test_a_part_is_what_a_group_of_an_optimizer_is(part: Any, expected: set[str]) -> None:
+    assert BackboneFreeze(part).names(Deep(), nnx.Param) == expected
+
+
+def inner(path: Any, x: Any) -> bool:
+    """Take some of the attribute of the same name."""
+    return path == ("inner", "kernel")
+
+
+SCHEDULE, FALL = optax.linear_schedule(0.1, 0.0, 24), optax.linear_schedule(0.02, 0.0, 24)
+TOLD = jl.Optimizer(optax.lars(SCHEDULE), lr_schedule=SCHEDULE)
+RATES: dict[str, tuple[Any, dict[Any, tuple[int, Any]], dict[str, tuple[Any, int]]]] = {
+    "one": (optax.sgd(SCHEDULE), {"inner": (1, None)}, {"lr": (SCHEDULE, 0), "lr/inner": (SCHEDULE, 1)}),
+    "told": (TOLD, {"inner": (1, None)}, {"lr": (SCHEDULE, 0), "lr/inner": (SCHEDULE, 1)}),
+    "told, of its own": (TOLD, {"inner": (1, optax.sgd(FALL))}, {"lr": (SCHEDULE, 0), "lr/inner": (FALL, 1)}),
+    "told, of its own that hides it": (TOLD, {"inner": (1, optax.lars(FALL))}, {"lr": (SCHEDULE, 0)}),
+    "two": (
+        optax.adam(SCHEDULE),
+        {(lambda path, x: path[0] == "inner"): (2, None), "blocks": (1, optax.sgd(FALL))},
+        {"lr": (SCHEDULE, 0), "lr/part1": (SCHEDULE, 2), "lr/blocks": (FALL, 1)},
+    ),
+    "a group": (
+        jl.Optimizer(by={"inner": optax.sgd(SCHEDULE), ...: optax.sgd(FALL)}),
+        {nnx.PathContains("inner"): (1, None)},
+        {"lr/inner": (SCHEDULE, 1), "lr/rest": (FALL, 0)},
+    ),
+    "some of groups": (
+        jl.Optimizer(by={"*/kernel": optax.sgd(SCHEDULE), "*/bias": optax.adam(FALL), ...: optax.adam(SCHEDULE)}),
+        {"inner": (1, None), "norm": (2, None)},
+        {
+            "lr/*/kernel": (SCHEDULE, 0),
+            "lr/*/bias": (FALL, 0),
+            "lr/*/kernel/inner": (SCHEDULE, 1),
+            "lr/*/bias/inner": (FALL, 1),
+            "lr/*/bias/norm": (FALL, 2),
+            "lr/rest": (SCHEDULE, 2),
+        },
+    ),
+    "a group and a part of one name": (
+        jl.Optimizer(by={"inner": optax.sgd(SCHEDULE), ...: optax.sgd(FALL)}),
+        {inner: (1, optax.sgd(SCHEDULE))},
+        {"lr/inner/pg1": (SCHEDULE, 0), "lr/inner/pg2": (SCHEDULE, 1), "lr/rest": (FALL, 0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", thinned(RATES, "told, of its own", "some of groups", "a group and a part of one name"))
+def test_the_rate_of_a_part_is_0_until_its_epoch_and_that_of_its_own_count_from_then_on(case: str) -> None:
+    made, parts, expected = RATES[case]
+    freezes = [BackboneFreeze(part, unfreeze_at_epoch=start, tx=tx) for part, (start, tx) in parts.items()]
+    rows, model = Rows(rates=True), module(base=Deep, configure_optimizers=lambda self: made)
+    fit(model, BATCHES, None, rows, *freezes, max_epochs=3, log_every_n_steps=1, **BARE)
+    found = {name: rows.of(name) for name in rows.rows[0][1] if name.startswith("lr")}
+    steps = range(3 * len(BATCHES))
+    for name, (schedule, epoch) in expected.items():
+        first = epoch * len(BATCHES)
+        expect = [0.0 if step < first else float(schedule(step - first)) for step in steps]
+        assert found.pop(name) == pytest.approx(expect), name
+    assert found == {}
 
 
 REFUSED: list[Any] = [
-    ({"part": "iner"}, r"names no trained parameter of Deep.*Did you mean 'inner'\?.*inner\.bias"),
-    ({"part": "inne"}, "names no trained parameter of Deep"),
-    ({"part": nnx.BatchStat}, "names no trained parameter of Deep"),
+    ({"part": "iner"}, r"fits no trained parameter of Deep.*Did you mean 'inner'\?.*inner, norm"),
+    ({"part": "inne"}, "'inne'.* fits no trained parameter of Deep"),
+    ({"part": nnx.BatchStat}, "BatchStat.* fits no trained parameter of Deep"),
     ({"part": nnx.Param}, "holds every trained parameter of Deep"),
+    ({"part": ...}, r"BackboneFreeze\(part=\.\.\.\) holds every trained parameter of Deep"),
 ]
 
 
@@ -227,6 +305,17 @@ def test_parts_that_overlap_are_refused() -> None:
     fit_refuses(ArgumentError, r"names blocks\[0\]\..*which another", model=Deep(), train=BATCHES, callbacks=both)
 
 
+def test_parts_of_one_name_are_refused() -> None:
+    def of(attribute: str) -> Any:
+        def is_in(path: Any, x: Any) -> bool:
+            return path[0] == attribute
+
+        return is_in
+
+    both = [BackboneFreeze(of("inner")), BackboneFreeze(of("outer"))]
+    fit_refuses(ArgumentError, r"parts that are called '.*of\.is_in'", model=Deep(), train=BATCHES, callbacks=both)
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -236,6 +325,7 @@ def test_parts_that_overlap_are_refused() -> None:
         (ArgumentError, {"unfreeze_at_epoch": 0}),
         (ArgumentTypeError, {"unfreeze_at_epoch": 1.5}),
         (ArgumentTypeError, {"tx": 0.1}),
+        (ArgumentTypeError, {"tx": optax.adam}),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any]) -> None:

@@ -8,11 +8,11 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows
 from kit.modules import module
-from kit.refusals import refuses
+from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, fit
 
 from jaxlit.callbacks import LearningRateMonitor
-from jaxlit.errors import ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 SCHEDULE = optax.linear_schedule(0.2, 0.0, 10)
 
@@ -44,6 +44,20 @@ def test_a_monitor_says_once_what_to_do_where_the_rate_cannot_be_read(caplog: py
         found = [x.getMessage() for x in caplog.records if "LearningRateMonitor" in x.getMessage()]
         assert len(found) == told
         assert all("Made.configure_optimizers" in x and "lr_schedule=" in x and "inject_hyper" in x for x in found)
+
+
+def test_a_second_monitor_and_rows_that_there_are_none_of_are_refused() -> None:
+    both = [LearningRateMonitor(), LearningRateMonitor("epoch")]
+    fit_refuses(ArgumentError, "two LearningRateMonitors.*Leave one", callbacks=both)
+    for monitor in (LearningRateMonitor(), LearningRateMonitor("step")):
+        words = r"log_every_n_steps=0.*Pass log_every_n_steps=50.*LearningRateMonitor\(\"epoch\"\)"
+        fit_refuses(ArgumentError, words, callbacks=monitor, log_every_n_steps=0)
+
+
+def test_a_monitor_of_epochs_needs_no_rows_of_steps() -> None:
+    rows = Rows(rates=True)
+    fit(module(tx=optax.sgd(SCHEDULE)), numbered(2), None, rows, LearningRateMonitor("epoch"), log_every_n_steps=0)
+    assert rows.of("lr") == pytest.approx([0.18])
 
 
 @pytest.mark.parametrize("argument", ["log_momentum", "log_weight_decay"])

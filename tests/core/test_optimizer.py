@@ -12,6 +12,7 @@ from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.checkpoints import keep_all
 from kit.inside import laid_out
+from kit.journal import Rows
 from kit.modules import Linear, Net, module
 from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
@@ -107,6 +108,28 @@ def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
     found = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in moments}
     assert found == split and len(moments) == len(split) + 3  # two for each of three kernels, one for each other
     assert any(spec != jax.sharding.PartitionSpec() for spec in found.values())
+
+
+def test_groups_of_functions_are_called_alike_in_the_next_process() -> None:
+    def is_outer(path: Any, x: Any) -> bool:
+        return path[0] == "outer"
+
+    def by() -> dict[Any, Any]:  # functions of their own each time, at another address
+        both = nnx.Any(nnx.PathContains("norm"), lambda path, x: False)
+        return {(lambda path, x: path[0] == "inner"): ADAM, both: ADAM, is_outer: SGD, ...: SLOW}
+
+    names = []
+    for epochs in (1, 2):
+        rows, model = Rows(rates=True), net(jl.Optimizer(by=by()))
+        given = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
+        trainer = fit(model, random(), None, rows, keep_all(), max_epochs=epochs, **given)
+        names.append([name for name in rows.rows[0][1] if name.startswith("lr")])
+    outer = "lr/test_groups_of_functions_are_called_alike_in_the_next_process.is_outer"
+    assert names == [["lr/group1", "lr/group2", outer, "lr/rest"]] * 2 and trainer.global_step == 6
+    by_hand = HandLoop(
+        net(), optax.partition({"a": ADAM, "b": SGD, "c": SLOW}, labels(a=["inner", "norm"], b=["outer"], c=[""]))
+    )
+    assert_same(model, by_hand(*random(), *random()).module)
 
 
 REFUSED: list[tuple[Any, str, str]] = [

@@ -10,11 +10,14 @@ import pytest
 from flax import nnx
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean, module
+from kit.modules import Mean, Net, module
 from kit.refusals import refuses
 from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.callbacks.backbone_freeze import held_parts
+from jaxlit.core.parts import by_part
+from jaxlit.engine.hyperparams import find_hyperparams
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
 
@@ -134,6 +137,49 @@ def test_an_optimizer_without_injection_has_no_hyperparameters_and_a_chain_has_t
         trainer.hyperparams["learning_rate"] = 1.0
     trainer.fit(sloping(optax.chain(optax.clip_by_global_norm(10.0), INJECTED(learning_rate=0.5))), numbered(1))
     assert dict(trainer.hyperparams) == {"learning_rate": 0.5}
+
+
+SLOW, BY = optax.sgd(0.01), {"inner": INJECTED(0.1), "outer": INJECTED(0.2), ...: INJECTED(0.3)}
+NAMES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
+    (optax.chain(INJECTED(0.1), INJECTED(0.2)), {}, {"learning_rate/0": 0.1, "learning_rate/1": 0.2}),
+    (INJECTED(0.1), {"inner": None}, {"learning_rate": 0.1, "learning_rate/inner": 0.1}),
+    (INJECTED(0.1), {"inner": SLOW}, {"learning_rate": 0.1}),
+    (SLOW, {"inner": INJECTED(0.1)}, {"learning_rate/inner": 0.1}),
+    (
+        jl.Optimizer(by=BY),
+        {"inner": None},
+        {"learning_rate/inner": 0.1, "learning_rate/outer": 0.2, "learning_rate/rest": 0.3},
+    ),
+    (jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: SLOW}), {"norm": None}, {"learning_rate": 0.1}),
+    (
+        jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: SLOW}),
+        {"inner": None, "outer": INJECTED(0.2)},
+        {"learning_rate": 0.1, "learning_rate/inner": 0.1, "learning_rate/outer": 0.2},
+    ),
+    (
+        jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: INJECTED(0.2)}),
+        {"inner": None, "norm": None},
+        {
+            "learning_rate/*/kernel": 0.1,
+            "learning_rate/*/kernel/inner": 0.1,
+            "learning_rate/rest": 0.2,
+            "learning_rate/rest/inner": 0.2,
+            "learning_rate/rest/norm": 0.2,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "parts", "expected"), NAMES)
+def test_a_frozen_part_leaves_the_names_of_the_others_and_has_none_without_a_parameter(
+    made: Any, parts: dict[str, Any], expected: dict[str, float]
+) -> None:
+    model = module(base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
+    optimizer = (made if isinstance(made, jl.Optimizer) else jl.Optimizer(made)).of(model)
+    held = held_parts([jl.callbacks.BackboneFreeze(part, tx=tx) for part, tx in parts.items()], model, nnx.Param)
+    state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
+    found: Any = find_hyperparams(state)  # with the numbers in the place of their places
+    assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
 
 
 class Two(Mean):

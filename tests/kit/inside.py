@@ -90,7 +90,9 @@ def rates_along(optimizer: jl.Optimizer, params: Any, steps: int) -> dict[str, l
     rates, state = rates_of(optimizer, params), optimizer.tx.init(params)
     found: dict[str, list[float]] = {name: [] for name in rates.names}
     for k in range(steps):
-        for name, rate in zip(rates.names, rates.values(state, jnp.float32(1), jnp.int32(k)), strict=True):
+        for name, rate in zip(
+            rates.names, rates.values(state, jnp.float32(1), jnp.int32(k), jnp.int32(0)), strict=True
+        ):
             found[name].append(float(rate))
         grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), params)
         _, state = optax.with_extra_args_support(optimizer.tx).update(grads, state, params, value=1.0, grad=grads)
