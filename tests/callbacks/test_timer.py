@@ -94,7 +94,7 @@ def test_a_callback_of_ones_own_that_says_so_is_limit_enough(clock: Clock, loade
         def on_train_start(self, trainer: Any, module: Any) -> None:
             trainer.stop_after(5, "mine is over")
 
-    data: Any = numbered(2) if loader == "epochs" else Stream(itertools.cycle(numbered(2)))  # type: ignore[arg-type]
+    data: Any = numbered(2) if loader == "epochs" else itertools.cycle(numbered(2))
     trainer = fit(Mean(), data, None, Mine(), ticks(clock, 2), max_epochs=None, **BARE)
     assert (trainer.global_step, trainer.stop_reason) == (3, "mine is over")
 
