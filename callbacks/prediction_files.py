@@ -103,8 +103,8 @@ class ParquetFile:
         if 0 in x.shape[1:] or x.dtype.kind == "c":
             held = "complex numbers" if x.dtype.kind == "c" else f"rows of shape {x.shape[1:]}"
             raise DataError(
-                f"PredictionWriter: {name!r} has {held}, which Parquet does not hold. Pass format='npy', or leave it out "
-                "of the predictions."
+                f"PredictionWriter: {name!r} has {held}, which Parquet does not hold. Pass format='npy', or leave it "
+                "out of the predictions."
             )
         try:
             column = self._arrow.array(x.reshape(-1).tolist() if x.dtype.hasobject else x.reshape(-1))

@@ -27,8 +27,9 @@ class PredictionWriter(Callback):
     The folder appears when all is written: what was cut short leaves none, and one that is there is replaced then, if
     it holds predictions. In it `index.json` says what there is. A pytree of outputs is a `.npy` file for each leaf,
     named as the leaf is, or a column for each in `predictions.parquet`; `PredictionWriter.load(folder)` puts them
-    together again. Several loaders have a folder each, `dataloader_idx_0` and so on, also one without rows. Where outputs are a dict,
-    `Trainer(host_keys=...)` are written as well, in one process. bfloat16 and float16 are written as float32.
+    together again. Several loaders have a folder each, `dataloader_idx_0` and so on, also one without rows. Where
+    outputs are a dict, `Trainer(host_keys=...)` are written as well, in one process. bfloat16 and float16 are written
+    as float32.
 
     Args:
         output_dir: The folder.
@@ -97,11 +98,9 @@ class PredictionWriter(Callback):
         problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
-        if trainer.is_global_zero:
-            self._partial = self._beside("partial")
 
     def _problem(self, trainer: "Trainer") -> str | None:
-        """Return what stands against the folder; tries what is done with it at the end."""
+        """Return what stands against the folder; makes the one that is written, and tries what is done at the end."""
         folder = self._folder
         if Path.cwd().is_relative_to(folder):
             return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
@@ -113,7 +112,8 @@ class PredictionWriter(Callback):
         if there and not (holds_rows(folder) or _loaders(folder) or (folder.is_dir() and not any(folder.iterdir()))):
             return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
         try:
-            partial, before = self._beside("partial"), self._beside("before")
+            partial, before = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "before"))
+            self._partial = partial
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             partial.mkdir(parents=True)
             if there:
@@ -122,9 +122,6 @@ class PredictionWriter(Callback):
         except OSError as error:
             return f"cannot be made or replaced when all is written: {error}. Name a folder in it, or another one."
         return None
-
-    def _beside(self, kind: str) -> Path:
-        return self._folder.with_name(f".{self._folder.name}.{kind}")
 
     def on_predict_batch_end(
         self,

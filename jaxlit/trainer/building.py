@@ -98,8 +98,8 @@ def check_fit(
         )
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
-            "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or a "
-            "jl.callbacks.Timer(...). A callback of your own that ends it sets limits_time = True."
+            "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or "
+            "a jl.callbacks.Timer(...). A callback of your own that ends it sets limits_time = True."
         )
 
 
