@@ -101,6 +101,9 @@ class Callback(Configured):
     runs_last: bool = False
     """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
 
+    limits_time: bool = False
+    """Whether it ends every fit, by `trainer.stop_after(...)` say: no other limit is needed then."""
+
     in_fast_dev_run: bool = True
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
 

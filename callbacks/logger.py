@@ -1,5 +1,7 @@
 """The base of callbacks that send rows somewhere."""
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,15 @@ _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
 
 def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on."""
+    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on.
+
+    A user may give the same to each of `trainer.loggers`. What others have passed on to this one is not taken again.
+    """
 
     @wraps(method)
     def log(self: "Logger", *args: Any, **named: Any) -> None:
+        if self._has_taken(method.__name__, args, named):
+            return
         try:
             method(self, *args, **named)
         except Exception as error:
@@ -30,6 +37,26 @@ def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
             media.stand_in(type(self).__name__, method.__name__, error, args, named)
 
     return log
+
+
+def _call(logger: "Logger", name: str, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """Return what a method of `_MEDIA` is given, in one order, with the step that it is for."""
+    try:
+        bound = inspect.signature(getattr(Logger, name)).bind(logger, *args, **named)
+    except TypeError:  # which the call itself raises, unless the logger has arguments of its own
+        return [object()]
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["step"] is None and logger._attached is not None:
+        given["step"] = max(logger._attached.global_step - 1, 0)
+    return [name, *(x for key, x in given.items() if key != "self")]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tell whether two hold the same objects, or texts and numbers that are equal."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or (isinstance(one, (str, int, float)) and type(one) is type(other) and one == other)
 
 
 class _Told:
@@ -70,10 +97,11 @@ class Logger(Callback):
     """A callback that sends rows somewhere, with the names that Lightning's loggers have.
 
     A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
-    goes to files in `media/<key>` of the run's folder, and so does what one of them fails to take while a training
-    goes on, unless `on_error` is "raise". What it may rely on, from `setup` on: `module.hparams`, the constructor's
-    arguments that are JSON values; `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the
-    run's folder, which whoever writes first makes; and `trainer.is_global_zero`, the one process that writes.
+    goes to the first other logger of the Trainer that can hold it, and what none can to files in `media/<key>` of the
+    run's folder, and so does what one of them fails to take while a training goes on, unless `on_error` is "raise".
+    What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values;
+    `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes
+    first makes; and `trainer.is_global_zero`, the one process that writes.
 
     Example:
         >>> import jaxlit as jl
@@ -102,6 +130,8 @@ class Logger(Callback):
     _attached: "Trainer | None" = None
     _media: MediaFolder | None = None  # the Trainer's
     _failed = False
+    _passed_on_by: "Logger | None" = None  # who was asked in its place, while it takes something
+    _taken: "tuple[int, list[tuple[list[Any], Counter[int]]]]" = (-1, [])  # of a step, and how often who was asked
 
     name: Any = _Told(_name)
     version: Any = _Told(_version)
@@ -153,7 +183,7 @@ class Logger(Callback):
 
     def attach(self, trainer: "Trainer", media: MediaFolder) -> None:
         """Take note of whose run begins, and of where it keeps what the logger does not hold."""
-        self._attached, self._media, self._failed = trainer, media, False
+        self._attached, self._media, self._failed, self._taken = trainer, media, False, (-1, [])
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Log a row, by the process that writes."""
@@ -194,7 +224,7 @@ class Logger(Callback):
             text: The text.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._folder(key).log_text(key, text, step=step)
+        self._pass_on("log_text", key, text, step=step)
 
     @_never_ends_a_training
     def log_table(
@@ -208,7 +238,7 @@ class Logger(Callback):
             data: Its rows, each with a cell for each column.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._folder(key).log_table(key, columns, data, step=step)
+        self._pass_on("log_table", key, columns, data, step=step)
 
     @_never_ends_a_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
@@ -220,7 +250,7 @@ class Logger(Callback):
             bins: How many bins of equal width.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._folder(key).log_histogram(key, values, bins=bins, step=step)
+        self._pass_on("log_histogram", key, values, bins=bins, step=step)
 
     @_never_ends_a_training
     def log_image(
@@ -235,7 +265,7 @@ class Logger(Callback):
             captions: A text for each.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._folder(key).log_image(key, images, captions=captions, step=step)
+        self._pass_on("log_image", key, images, captions=captions, step=step)
 
     @_never_ends_a_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
@@ -246,15 +276,42 @@ class Logger(Callback):
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._folder(key).log_figure(key, figure, step=step)
+        self._pass_on("log_figure", key, figure, step=step)
 
-    def _folder(self, key: str) -> MediaFolder:
+    def _pass_on(self, name: str, key: str, *args: Any, **named: Any) -> None:
+        """Give what this logger does not hold to the first other one that does, or else to the run's folder."""
         self._check_key(key)
-        if self._media is None:
+        if (media := self._media) is None:
             raise LoggerError(
                 f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
             )
-        return self._media
+        trainer = None if self._passed_on_by is not None else self._attached
+        for other in () if trainer is None else trainer.loggers:
+            if other is self or not isinstance(other, Logger) or getattr(type(other), name) is getattr(Logger, name):
+                continue
+            other._passed_on_by = self
+            try:
+                return getattr(other, name)(key, *args, **named)
+            except LoggerError:  # behind a run it may have closed what it writes with
+                if media.goes_on():
+                    raise
+            finally:
+                other._passed_on_by = None
+        getattr(media, name)(key, *args, **named)
+
+    def _has_taken(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        """Tell whether the same was taken at this step as often as this and whoever passes it on have been asked."""
+        if self._attached is None:
+            return False
+        if self._taken[0] != (now := self._attached.global_step):
+            self._taken = now, []
+        call, asked = _call(self, name, args, named), id(self._passed_on_by or self)
+        counts = next((counts for other, counts in self._taken[1] if _same(call, other)), None)
+        if counts is None:
+            self._taken[1].append((call, counts := Counter()))
+        taken = max(counts.values(), default=0)
+        counts[asked] += 1
+        return counts[asked] <= taken
 
     def _check_key(self, key: object) -> None:
         if not isinstance(key, str) or not key or key in ("step", "epoch"):

@@ -54,7 +54,7 @@ class NpyFiles:
                 file = (self._folder / f"{name}.npy").open("wb")
                 file.write(_header(x.dtype, (0, *x.shape[1:])))
                 self._files[name] = file, x.dtype, x.shape[1:]
-            self._files[name][0].write(np.ascontiguousarray(x).data)
+            self._files[name][0].write(x.tobytes())  # dates have no buffer
         self._rows += len(next(iter(rows.values())))
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class ParquetFile:
 
     def write(self, rows: Mapping[str, np.ndarray]) -> None:
         """Add rows, as a group of their own."""
-        table = self._arrow.table({name: self._column(x) for name, x in rows.items()})
+        table = self._arrow.table({name: self._column(name, x) for name, x in rows.items()})
         if self._writer is None:
             self._writer = self._parquet.ParquetWriter(self._path, table.schema)
         self._writer.write_table(table)
@@ -99,8 +99,20 @@ class ParquetFile:
         """Close the file."""
         self.close()
 
-    def _column(self, x: np.ndarray) -> Any:
-        column = self._arrow.array(x.reshape(-1).tolist() if x.dtype.hasobject else x.reshape(-1))
+    def _column(self, name: str, x: np.ndarray) -> Any:
+        if 0 in x.shape[1:] or x.dtype.kind == "c":
+            held = "complex numbers" if x.dtype.kind == "c" else f"rows of shape {x.shape[1:]}"
+            raise DataError(
+                f"PredictionWriter: {name!r} has {held}, which Parquet does not hold. Pass format='npy', or leave it "
+                "out of the predictions."
+            )
+        try:
+            column = self._arrow.array(x.reshape(-1).tolist() if x.dtype.hasobject else x.reshape(-1))
+        except self._arrow.ArrowException as error:
+            raise DataError(
+                f"PredictionWriter: {name!r} holds {x.dtype}, and Parquet cannot take it: {error}. Leave it out of the "
+                "predictions and of host_keys, or make texts or numbers of it."
+            ) from error
         for size in reversed(x.shape[1:]):
             column = self._arrow.FixedSizeListArray.from_arrays(column, size)
         return column
@@ -195,12 +207,14 @@ def holds_rows(folder: Path) -> bool:
 
 
 def read_rows(folder: Path) -> Any:
-    """Return what `Rows` has written: a pytree as it was, tuples and other sequences as lists.
+    """Return what `Rows` has written: a pytree as it was, sequences as lists; None of a loader without rows.
 
     Args:
         folder: The folder; arrays of .npy files are mapped from it, not read.
     """
     index = json.loads((folder / INDEX).read_text())
+    if not index["leaves"]:
+        return None
     if index["files"] == "npy":
         arrays = [np.load(folder / f"{leaf['name']}.npy", mmap_mode="r") for leaf in index["leaves"]]
     else:
@@ -247,10 +261,13 @@ def _plain(x: Any) -> np.ndarray:
 
 def _names(paths: list[tuple[Any, ...]]) -> list[str]:
     """Return the names of files or columns for leaves, as a user writes them where that is a name of a file."""
-    found = list[str]()
+    found, taken = list[str](), set[str]()
     for path in paths:
-        name = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or LONE
-        found.append(f"{name}_{len(found)}" if name in found else name)
+        plain = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or LONE
+        tries = (plain, *(f"{plain}_{k}" for k in range(len(found), 2 * len(paths) + len(found))))
+        name = next(name for name in tries if name.casefold() not in taken)  # some disks take "A" and "a" for one
+        found.append(name)
+        taken.add(name.casefold())
     return found
 
 

@@ -27,18 +27,19 @@ class PredictionWriter(Callback):
     The folder appears when all is written: what was cut short leaves none, and one that is there is replaced then, if
     it holds predictions. In it `index.json` says what there is. A pytree of outputs is a `.npy` file for each leaf,
     named as the leaf is, or a column for each in `predictions.parquet`; `PredictionWriter.load(folder)` puts them
-    together again. Several loaders have a folder each, `dataloader_idx_0` and so on. Where outputs are a dict,
-    `Trainer(host_keys=...)` are written as well, in one process. bfloat16 and float16 are written as float32.
+    together again. Several loaders have a folder each, `dataloader_idx_0` and so on, also one without rows. Where
+    outputs are a dict, `Trainer(host_keys=...)` are written as well, in one process. bfloat16 and float16 are written
+    as float32.
 
     Args:
         output_dir: The folder.
-        write_interval: "batch" to write each batch as it comes, "epoch" to keep them in memory and write them at the
-            end of each loader, in one piece.
+        write_interval: "batch" to write each batch as it comes, "epoch" to keep those of a loader in memory and write
+            them at its end, in one piece.
         format: "npy", or "parquet", which holds texts too and needs `pip install jaxlit[parquet]`.
 
     Raises:
         ArgumentError: An argument is out of its set, pyarrow is not installed, or before the first batch: the folder
-            holds something else.
+            holds something else, cannot be replaced, or is that of another writer.
         DataError: The outputs are no arrays with one row for each row of the batch, or change their shape.
 
     Example:
@@ -59,6 +60,7 @@ class PredictionWriter(Callback):
         self.format = check.one_of("format", format, tuple(FORMATS), owner="PredictionWriter")
         if format == "parquet":
             pyarrow_or_refuse()
+        self._folder = self.output_dir  # without links, from the start of a run on
         self._partial: Path | None = None  # the folder that is being written
         self._clear()
 
@@ -69,7 +71,7 @@ class PredictionWriter(Callback):
 
     @staticmethod
     def load(output_dir: str | Path) -> Any:
-        """Return the predictions of a folder; a list of those of each loader if there are several.
+        """Return the predictions of a folder; a list of those of each loader if there are several, None without rows.
 
         Args:
             output_dir: The folder. Arrays of `.npy` files are mapped from it, and read where they are looked at.
@@ -92,23 +94,34 @@ class PredictionWriter(Callback):
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put what tells the rows apart, a number say, into the batch as an array."
             )
-        problem = agree("the folder of predictions", self._problem() if trainer.is_global_zero else None)[0]
+        self._folder = self.output_dir.resolve()  # what a link points to is replaced, and not the link
+        problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
         if problem is not None:
-            raise ArgumentError(problem)
-        if trainer.is_global_zero:
-            partial = self._partial = self.output_dir.with_name(f".{self.output_dir.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 
-    def _problem(self) -> str | None:
-        folder = self.output_dir
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            return None
-        if holds_rows(folder) or _loaders(folder):
-            return None
-        return (
-            f"PredictionWriter(output_dir={str(folder)!r}) would replace what is there, and it holds no predictions. "
-            "Name another folder, or delete it."
-        )
+    def _problem(self, trainer: "Trainer") -> str | None:
+        """Return what stands against the folder; makes the one that is written, and tries what is done at the end."""
+        folder = self._folder
+        if Path.cwd().is_relative_to(folder):
+            return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
+        for other in (c for c in trainer.callbacks if isinstance(c, PredictionWriter) and c is not self):
+            theirs = other.output_dir.resolve()
+            if theirs.is_relative_to(folder) or folder.is_relative_to(theirs):
+                return f"and another one with {str(other.output_dir)!r} replace each other's files. Give each its own."
+        there = folder.exists()
+        if there and not (holds_rows(folder) or _loaders(folder) or (folder.is_dir() and not any(folder.iterdir()))):
+            return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
+        try:
+            partial, before = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "before"))
+            self._partial = partial
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir(parents=True)
+            if there:
+                folder.rename(before)
+                before.rename(folder)
+        except OSError as error:
+            return f"cannot be made or replaced when all is written: {error}. Name a folder in it, or another one."
+        return None
 
     def on_predict_batch_end(
         self,
@@ -128,15 +141,17 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write what is left, and give the folder its name."""
         self._take()
-        for loader, batches in self._kept.items():
-            self._rows[loader].write(jax.tree.map(lambda *x: np.concatenate(x), *batches))
+        self._write_kept()
         if self._partial is None or not self._rows or trainer.interrupted:
             return
+        count = len(trainer.num_predict_batches)
+        for loader in {*range(count)} - self._rows.keys():  # those without rows keep their place
+            self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
         for rows in self._rows.values():
             rows.close()
-        made = self._partial if len(self._rows) > 1 else self._partial / f"{_LOADER}{next(iter(self._rows))}"
-        shutil.rmtree(self.output_dir, ignore_errors=True)
-        made.rename(self.output_dir)
+        made = self._partial if count > 1 else self._partial / f"{_LOADER}0"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        made.rename(self._folder)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Delete what was cut short."""
@@ -156,11 +171,18 @@ class PredictionWriter(Callback):
         if self._partial is None:
             return
         if loader not in self._rows:
+            self._write_kept()
             self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
         if self.write_interval == "epoch":
             self._kept.setdefault(loader, []).append(found)
         else:
             self._rows[loader].write(found)
+
+    def _write_kept(self) -> None:
+        """Write a loader's batches in one piece, behind its last one."""
+        for loader, batches in self._kept.items():
+            self._rows[loader].write(jax.tree.map(lambda *x: np.concatenate(x), *batches))
+        self._kept.clear()
 
 
 _LOADER = "dataloader_idx_"

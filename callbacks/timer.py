@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,7 @@ class Timer(Callback):
         verbose: bool = True,
     ) -> None:
         self.duration = None if duration is None else check.duration("duration", duration, owner="Timer")
+        self.limits_time = self.duration is not None
         self.interval = check.one_of("interval", interval, ("step", "epoch"), owner="Timer")
         self.verbose = check.boolean("verbose", verbose, owner="Timer")
         self._start: dict[str, float] = {}
@@ -145,8 +145,3 @@ class Timer(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count the seconds of a checkpoint as well."""
         self._before = float(state_dict["time_elapsed"]["train"])
-
-
-def limits_time(callbacks: Sequence[Callback]) -> bool:
-    """Tell whether one of the callbacks ends a training when its time is over."""
-    return any(isinstance(c, Timer) and c.duration is not None for c in callbacks)

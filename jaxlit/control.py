@@ -31,6 +31,7 @@ class Control:
         sanity_checking: The validation that runs is the one before training.
         num_training_batches: Batches of an epoch; inf where the loader has no length.
         num_val_batches: Batches of each validation loader.
+        num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
     """
 
     should_stop: bool = False
@@ -44,6 +45,7 @@ class Control:
     sanity_checking: bool = False
     num_training_batches: int | float = 0
     num_val_batches: list[int | float] = field(default_factory=list)
+    num_predict_batches: list[int | float] = field(default_factory=list)
 
     def stop(self, reason: str) -> None:
         """Ask for a stop; the first reason is kept."""

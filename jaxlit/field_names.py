@@ -208,7 +208,6 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "precision_plugin": "trainer.precision says the dtypes of a step.",
         "scaler": "trainer.precision says the dtypes of a step; the loss scale is in trainer.state.",
         "early_stopping_callbacks": "Look through trainer.callbacks.",
-        "num_predict_batches": "len(loader) is it, up to trainer.limit_predict_batches.",
         "num_test_batches": "len(loader) is it, up to trainer.limit_test_batches.",
         "num_sanity_val_batches": "trainer.num_sanity_val_steps, up to what the loaders have.",
         "test_dataloaders": "They are what test was given.",

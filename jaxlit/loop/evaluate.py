@@ -12,7 +12,7 @@ from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import LogError
 from jaxlit.loop.rows import log_row
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, count
 
 
 def sanity_check(run: Run) -> None:
@@ -122,6 +122,7 @@ def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], 
     Returns:
         What the step returned for each batch of each loader, as numpy; empty lists unless `keep`.
     """
+    run.control.num_predict_batches = [count(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
     found = [run_loader(run, stage, idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]

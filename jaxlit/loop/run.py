@@ -147,8 +147,8 @@ class Run:
     def count_batches(self) -> None:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
-        self.control.num_training_batches = _count(self.train[1])
-        self.control.num_val_batches = [_count(limit) for _, limit in self.val]
+        self.control.num_training_batches = count(self.train[1])
+        self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)
 
     @property
@@ -231,7 +231,8 @@ class Run:
         return count % self.val_every == 0
 
 
-def _count(limit: int | None) -> int | float:
+def count(limit: int | None) -> int | float:
+    """Return a loader's batches for users, inf where they are not known."""
     return math.inf if limit is None else limit
 
 

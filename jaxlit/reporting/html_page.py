@@ -1,5 +1,6 @@
 """A page of HTML that needs nothing beside itself."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -69,8 +70,13 @@ class Cell(str):
 
 def number(value: float, note: str = "", *, best: bool = False) -> Cell:
     """Return a number as a cell, with a note behind it."""
-    shown = f"{value:,.0f}" if value == value // 1 and abs(value) < 1e9 else f"{value:.5g}"
-    return Cell((shown if abs(value) < 1e5 or "," in shown else count(value)) + note, "n best" if best else "n")
+    if not math.isfinite(value):  # numpy warns where infinity is divided
+        shown = f"{value}"
+    elif value == value // 1 and abs(value) < 1e9:
+        shown = f"{value:,.0f}"
+    else:
+        shown = f"{value:.5g}" if abs(value) < 1e5 else count(value)
+    return Cell(shown + note, "n best" if best else "n")
 
 
 def page(title: str, parts: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.timer import limits_time
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
@@ -97,9 +96,10 @@ def check_fit(
             "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
             "Pass ckpt_path=..., or Trainer(resume=...)."
         )
-    if not (settings.has_limit or limits_time(callbacks)):
+    if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
-            "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...) or Trainer(max_time=...)."
+            "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or "
+            "a jl.callbacks.Timer(...). A callback of your own that ends it sets limits_time = True."
         )
 
 

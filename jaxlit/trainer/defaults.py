@@ -1,6 +1,6 @@
 """The callbacks that a Trainer adds by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,11 @@ def callbacks_of_module(module: Any) -> list[Callback]:
     with noting_place(where):
         found = configure()
     return callbacks_of(f"callbacks of {where}", found)
+
+
+def without(callbacks: Sequence[Callback], others: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks that are none of the others."""
+    return [c for c in callbacks if all(c is not other for other in others)]
 
 
 def check_callbacks(callbacks: list[Callback]) -> list[Callback]:

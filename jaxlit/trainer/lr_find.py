@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,11 +12,13 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
+from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("jaxlit")
 
 _BETA = 0.98  # how much of the mean of the losses so far stays at each step
+_SETTLED = 10  # of so many losses the mean may be compared
 
 # What a step of the trial has in common with one of the training.
 _SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
@@ -36,8 +39,8 @@ class LRFinder:
     """What a range test has found.
 
     Attributes:
-        results: "lr" and "loss": the rate of each step, and the mean of the losses up to it, of which the newest count
-            most.
+        results: "lr", "loss" and "step_loss": the rate of each step, the mean of the losses up to it, of which the
+            newest count most, and the loss of the step itself.
 
     Example:
         >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
@@ -56,25 +59,33 @@ class LRFinder:
     """
 
     def __init__(self, mode: str) -> None:
-        self._mode, self.results = mode, {"lr": list[float](), "loss": list[float]()}
+        self._mode, self.results = mode, {"lr": list[float](), "loss": list[float](), "step_loss": list[float]()}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None if there are fewer than two to compare.
+        """Return the rate at which the loss falls most steeply; None, with a line, if it falls at none.
+
+        At each rate the mean loss of an eighth of the steps before it is compared with that of an eighth behind it.
+        Steps lie evenly in the logarithm of the rate, or in the rate if the mode is "linear", and so does the slope.
+        Only rates count behind which the loss is clearly below that of all steps before: by three times the error that
+        the noise of single steps leaves in these means.
 
         Args:
-            skip_begin: Steps at the beginning that do not count.
+            skip_begin: Steps at the beginning whose rates do not count.
             skip_end: Steps at the end that do not.
         """
         end = len(self.results["lr"]) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
-        rows = slice(check.integer("skip_begin", skip_begin, low=0, owner="suggestion"), max(end, 0))
-        rates, losses = (np.asarray(self.results[name][rows]) for name in ("lr", "loss"))
-        rates, losses = rates[np.isfinite(losses)], losses[np.isfinite(losses)]
-        if len(rates) < 2:
-            _logger.warning(
-                "lr_find has %d finite losses to compare, and suggests nothing. Take more steps.", len(rates)
-            )
+        begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
+        losses = np.asarray(self.results["step_loss"][: max(end, 0)])
+        losses = losses[: int(np.isfinite(losses).cumprod().sum())]
+        width = max(len(self.results["lr"]) // 8, 1)
+        falls = {k: _fall(losses, k, width) for k in range(max(begin, 3), len(losses) - width + 1)}
+        clear = {k: fall for k, fall in falls.items() if fall is not None}
+        if not clear:
+            why = "the loss falls clearly at none of them" if falls else "there are too few finite losses to compare"
+            what = "a wider range of rates, more steps or larger batches" if falls else "more steps"
+            _logger.warning("lr_find suggests no rate of %d: %s. Try %s.", len(self.results["lr"]), why, what)
             return None
-        return float(rates[np.argmin(np.gradient(losses, rates))])
+        return self.results["lr"][max(clear, key=lambda k: clear[k])]
 
     def plot(self, suggest: bool = False) -> "Figure":
         """Draw the loss over the rate.
@@ -105,6 +116,15 @@ class LRFinder:
         return figure
 
 
+def _fall(losses: np.ndarray, k: int, width: int) -> float | None:
+    """Return by how much the loss falls at a step; None where what comes behind it is not clearly below all before."""
+    before, behind = losses[:k], losses[k : k + width].mean()
+    noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences leave a slope out
+    if not before.mean() - behind > 3 * noise * math.sqrt(1 / k + 1 / width):
+        return None
+    return float(before[-width:].mean() - behind)
+
+
 def lr_find(
     trainer: Trainer,
     model: TrainModule | lazy,
@@ -123,9 +143,10 @@ def lr_find(
     """Train a copy of a module for a few steps with a rate that rises from step to step, before `trainer.fit`.
 
     The copy is trained by a Trainer of its own, with the strategy, precision, accumulation and clipping of yours,
-    without its callbacks (but for `BackboneFreeze`), loggers and files. The module, `trainer` and random streams are
-    left as they are: a training behind it is bit by bit one that begins with that rate. A loader is read from its
-    beginning, so it must be one that can be: a list, a `jl.ArrayLoader`, a grain dataset.
+    without loggers, files and callbacks, but for those that change a step: `BackboneFreeze` and
+    `GradientAccumulationScheduler`, the Trainer's and those of `configure_callbacks`. The module, `trainer` and random
+    streams are left as they are: a training behind it is bit by bit one that begins with that rate. A loader is read
+    from its beginning, so it must be one that can be: a list, a `jl.ArrayLoader`, a grain dataset.
 
     Args:
         trainer: The Trainer that will train the module.
@@ -136,8 +157,8 @@ def lr_find(
         max_lr: The rate of the last step.
         num_training_steps: Optimizer steps.
         mode: "exponential" for rates that grow by a factor, "linear" by a difference.
-        early_stop_threshold: Stop when the loss is more than so many times the least so far, or not finite; None for no
-            such end.
+        early_stop_threshold: Stop when the loss is not finite, or is more than so many times the least so far, from the
+            tenth step on: before it their mean is of too few. None for no such end.
         update_attr: Set the module's attribute to the suggestion.
         attr_name: Which one; "" for `lr` or `learning_rate`, of the module or its `hparams`.
         hyperparam: The hyperparameter to raise, one of `trainer.hyperparams`; of several labels, all.
@@ -171,7 +192,7 @@ def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodu
         **{key: getattr(trainer.settings, key) for key in _SAME},
         **dict.fromkeys(silent, False),
         max_steps=len(test.rates),
-        callbacks=[*(c for c in trainer.callbacks if isinstance(c, BackboneFreeze)), test],
+        callbacks=[*_of_a_step(without(trainer.callbacks, trainer._session.added)), test],
         nan_policy="ignore",  # the largest rates may well give no finite loss
         limit_val_batches=0,
         log_every_n_steps=0,
@@ -231,13 +252,16 @@ class _RangeTest(Callback):
         self._waiting = []
         if not losses or trainer.should_stop:
             return
-        self._mean = _BETA * self._mean + (1 - _BETA) * float(np.mean(jax.device_get(losses)))
+        newest = float(np.mean(jax.device_get(losses)))
+        self._mean = _BETA * self._mean + (1 - _BETA) * newest
         loss = self._mean / (1 - _BETA ** (count + 1))
         results["lr"].append(self.rates[count])
         results["loss"].append(loss)
-        if self._threshold is not None and not loss <= self._threshold * self._least:  # also one that is NaN
+        results["step_loss"].append(newest)
+        if self._threshold is not None and not (math.isfinite(loss) and loss <= self._threshold * self._least):
             trainer.stop(f"the loss has grown at a rate of {self.rates[count]:.3g}")
-        self._least = min(self._least, loss)
+        if count + 1 >= _SETTLED:
+            self._least = min(self._least, loss)
 
 
 def _check(
@@ -283,11 +307,22 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
 
 
 def _copied(model: TrainModule | lazy) -> Any:
-    """Return a module that may be trained in the place of another, without the callbacks that it adds."""
+    """Return a module that may be trained in the place of another, with those of its callbacks that change a step."""
     if isinstance(model, lazy):
-        cls = type(model.cls.__name__, (model.cls,), {"configure_callbacks": lambda self: []})
+        cls: Any = type(model.cls.__name__, (model.cls,), {})
+        cls.configure_callbacks = lambda self: _configured(getattr(super(cls, self), "configure_callbacks", None))
         return lazy(cls, *model.args, **model.kwargs)
     copy: Any = nnx.clone(model)
     share_hparams(copy, model)
-    copy.configure_callbacks = None
+    configure = getattr(copy, "configure_callbacks", None)
+    copy.configure_callbacks = lambda: _configured(configure)
     return copy
+
+
+def _configured(configure: Callable[[], Any] | None) -> list[Callback]:
+    return _of_a_step(callbacks_of("callbacks of configure_callbacks", configure() if configure else None))
+
+
+def _of_a_step(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks that change what a step is."""
+    return [c for c in callbacks if isinstance(c, (BackboneFreeze, GradientAccumulationScheduler))]

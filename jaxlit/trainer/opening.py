@@ -4,7 +4,6 @@ import logging
 
 import jax
 
-from jaxlit.callbacks.timer import limits_time
 from jaxlit.core.module import call_step, is_overridden
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError
@@ -25,11 +24,11 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
     """
     settings, name = run.settings, type(run.module).__name__
     ((source, limit),) = run.loaders.open("training", required=True)
-    timed = settings.max_time is not None or limits_time(run.hooks.callbacks)
+    timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
         raise ArgumentError(
             f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
-            "Trainer(max_time=...) or Trainer(limit_train_batches=...)."
+            "Trainer(max_time=...), Trainer(limit_train_batches=...) or a jl.callbacks.Timer(...)."
         )
     run.train, run.val_every = (source, limit), validation_interval(settings, source, limit)
     run.val = run.loaders.open("validation", required=False)

@@ -41,7 +41,7 @@ from jaxlit.reporting.redaction import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import find
-from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams
+from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.explained import explained
 from jaxlit.trainer.media import media_of
@@ -68,6 +68,7 @@ class Session:
     Attributes:
         control: What changes during a run.
         callbacks: Those of the newest run, or the Trainer's own.
+        added: Those of them that the run's module has added.
         module: The module of the newest run.
         current: The newest run.
         fitted: The newest fit, from where it has a state; None once another one begins.
@@ -86,7 +87,7 @@ class Session:
         self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
-        self._added: list[Callback] = []  # callbacks of the last module
+        self.added: list[Callback] = []
         self._engines, self.folder = Engines(strategy), RunFolder(settings.default_root_dir)
         self.current: Run | None = None
         self.fitted: Run | None = None
@@ -269,9 +270,9 @@ class Session:
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
-        mine = [c for c in self.callbacks if all(c is not added for added in self._added)]
-        self._added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
-        self.callbacks = check_callbacks(self._with_default(mine) + self._added)
+        own = without(self.callbacks, self.added)
+        self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
+        self.callbacks = check_callbacks(self._with_default(own) + self.added)
         for logger in (c for c in self.callbacks if isinstance(c, Logger)):
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
@@ -284,7 +285,7 @@ class Session:
         """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
         default = self.given.default_checkpoint
         mine = [c for c in mine if c is not default]
-        added = any(isinstance(c, ModelCheckpoint) for c in self._added)
+        added = any(isinstance(c, ModelCheckpoint) for c in self.added)
         return mine if default is None or added else [*mine, default]
 
     def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:

@@ -392,3 +392,4 @@ class Trainer(Facts):
     sanity_checking: bool = control("Whether the validation that runs is the one before training.")
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
+    num_predict_batches: list[int | float] = control("Batches of each loader that is predicted.")

@@ -99,8 +99,66 @@ def test_without_pillow_an_image_is_an_array(monkeypatch, capsys):
     assert "images as .npy, as Pillow is not installed" in capsys.readouterr().out
 
 
-class Broken(Logger):
+class Holds(Logger):
+    """Keeps texts and pictures, and passes tables on as its base does."""
+
+    def __init__(self):
+        self.texts, self.images, self.tables = [], [], 0
+
+    def log_text(self, key, text, *, step=None):
+        self.texts.append((key, text, step))
+
     def log_image(self, key, images, *, captions=None, step=None):
+        self.images.append((key, captions))
+
+    def log_table(self, key, columns, data, *, step=None):
+        self.tables += 1
+        super().log_table(key, columns, data, step=step)
+
+
+def test_what_a_logger_does_not_hold_goes_to_the_first_other_one_that_does_and_to_the_folder_behind_all():
+    def log(trainer, *_):
+        trainer.logger.log_text("note", "hello", step=7)
+        trainer.logger.log_image("picture", PIXELS, captions=["a"])
+        trainer.logger.log_table("table", ["x"], [[1]])
+        trainer.logger.log_histogram("counts", GIVEN)
+
+    loggers = [CSVLogger(), Holds(), Holds(), TensorBoardLogger()]
+    fit(Mean(), numbered(1), None, hooks(on_train_end=log), logger=loggers[:3], default_root_dir="run")
+    for logger, times in zip(loggers[1:], (1, 0), strict=False):
+        assert (logger.texts, logger.images) == ([("note", "hello", 7)] * times, [("picture", ["a"])] * times)
+    assert [x.tables for x in loggers[1:3]] == [1, 0] and media() == ["counts/0.json", "table/0.csv"]
+    fit(Mean(), numbered(1), None, hooks(on_train_end=draw), logger=loggers[::3], default_root_dir="two")
+    assert not Path("two/media").exists() and [*Path("two").glob("events.*")]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_what_each_logger_is_given_in_turn_is_taken_once(order):
+    def log(trainer, *_):
+        for _ in range(2):  # the same again is given on purpose
+            for logger in trainer.loggers:
+                logger.log_text("note", "hello")
+                logger.log_image("picture", [PIXELS])
+
+    loggers = [[CSVLogger(), JSONLLogger(), Holds()][k] for k in order]
+    fit(Mean(), numbered(1), None, hooks(on_train_end=log), logger=loggers, default_root_dir="run")
+    (holds,) = (x for x in loggers if isinstance(x, Holds))
+    assert len(holds.images) == 2 and not Path("run/media").exists()
+
+
+def test_behind_a_run_that_no_other_logger_writes_in_the_folder_takes_it():
+    class Closed(Holds):
+        def log_text(self, key, text, *, step=None):
+            raise LoggerError("no run is open")
+
+    loggers = [CSVLogger(), Closed()]
+    fit(Mean(), numbered(1), None, logger=loggers, default_root_dir="run")
+    loggers[0].log_text("note", "hello")
+    assert Path("run/media/note/0.txt").read_text() == "hello"
+
+
+class Broken(Logger):
+    def log_histogram(self, key, values, *, bins=64, step=None):
         raise OSError("no way out")
 
 
@@ -116,15 +174,15 @@ def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
     def log(trainer, *_):
         for name, given in WRONG.items():
             getattr(trainer.logger, name)(*given)
-        trainer.loggers[1].log_image("kept", PIXELS)
+        trainer.loggers[1].log_histogram("kept", GIVEN)
 
     loggers, module = [CSVLogger(), Broken()], Mean()
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(module, numbered(2), None, hooks(on_train_batch_end=log), logger=loggers, default_root_dir="run")
-    kept = ["_/0.txt", "_/1.txt", "kept/0.png", "kept/1.png"]  # the text under the name that it can have
+    kept = ["_/0.txt", "_/1.txt", "kept/0.json", "kept/1.json"]  # the text under the name that it can have
     assert float(module.w[0]) == mean([[1], [2]]) and media() == kept
     told = [record.getMessage() for record in caplog.records]
-    assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in WRONG), "Broken.log_image"]
+    assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in WRONG), "Broken.log_histogram"]
     assert "int32[4, 5]" in told[0] and ["It is left out, and training" in line for line in told[:4]] == [1, 1, 1, 0]
     assert "no way out" in told[-1] and "It is kept in the run's media folder" in told[-1]
 

@@ -87,7 +87,6 @@ def test_rows_stand_in_the_order_of_the_data_as_numpy_computes_them(case: str, s
 
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_parquet_holds_the_same_and_texts(case: str) -> None:
-    pytest.importorskip("pyarrow")
     for interval in ("batch", "epoch"):
         predict(predicts(OUTPUTS[case][0]), loader(), PredictionWriter("made", interval, format="parquet"))
         same(PredictionWriter.load("made"), expected(case, DATA["x"]))
@@ -194,6 +193,113 @@ def test_outputs_of_another_shape_in_a_later_batch_and_texts_in_npy_are_refused(
     named = [{**batch, "id": np.array(["a"] * 8)} for batch in random(2)]
     model, arguments = predicts(lambda y: {"y": y}), {"host_keys": ("id",)}
     refuses(DataError, lambda: predict(model, named, PredictionWriter("made"), **arguments), "'id' holds texts")
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced() -> None:
+    Path("disk/here").mkdir(parents=True)
+    Path("link").symlink_to("disk/here")
+    for scale in (1, 2):
+        predict(predicts(lambda y, scale=scale: scale * y), loader(), PredictionWriter("link"))
+        same(PredictionWriter.load("disk/here"), scale * expected("an array", DATA["x"]))
+    assert Path("link").is_symlink() and os.listdir("disk") == ["here"] and sorted(os.listdir(".")) == ["disk", "link"]
+
+
+def test_what_cannot_be_done_at_the_end_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, begun = predicts(lambda y: y), list[Any]()
+    watch = hooks(on_predict_batch_start=lambda *_: begun.append(1))
+    refuses(
+        ArgumentError,
+        lambda: predict(model, loader(), watch, PredictionWriter(".")),
+        r"'\.'\) is the folder that the program",
+    )
+    for one, two in (("a/b", "a/b"), ("a", "a/../a"), ("a", "a/b")):
+        writers = PredictionWriter(one), PredictionWriter(two)
+        refuses(ArgumentError, lambda: predict(model, loader(), watch, *writers), "replace each other's files")  # noqa: B023
+    Path("volume").mkdir()
+
+    def busy(self: Path, target: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(self))
+
+    with monkeypatch.context() as patch:  # what a mount point says
+        patch.setattr(Path, "rename", busy)
+        refuses(
+            ArgumentError, lambda: predict(model, loader(), watch, PredictionWriter("volume")), "resource busy.*in it"
+        )
+    Path("file").write_text("")
+    refuses(
+        ArgumentError,
+        lambda: predict(model, loader(), watch, PredictionWriter("file/made")),
+        "cannot be made or replaced",
+    )
+    assert begun == [] and sorted(os.listdir(".")) == ["file", "volume"]
+
+
+@pytest.mark.parametrize("format", ["npy", "parquet"])
+def test_names_that_a_disk_may_take_for_one_are_told_apart(format: str) -> None:
+    make = lambda y: {"a_b_2": y, "a{b": y + 1, "a|b": y + 2, "A_b": y + 3, "a_b_3": y + 4}  # noqa: E731
+    predict(predicts(make), loader(), PredictionWriter("made", format=format))
+    y = expected("an array", DATA["x"])
+    same(PredictionWriter.load("made"), make(y))
+    if format == "npy":
+        assert len({name.casefold() for name in os.listdir("made")}) == 6
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 1], [1, 0]])
+@pytest.mark.parametrize(("format", "interval"), [("npy", "batch"), ("npy", "epoch"), ("parquet", "batch")])
+def test_a_loader_without_rows_keeps_its_place(sizes: list[int], format: str, interval: str) -> None:
+    loaders = [random(k, seed=k) for k in sizes]
+    predict(predicts(lambda y: y), loaders, PredictionWriter("made", interval, format=format))
+    found = PredictionWriter.load("made")
+    assert [x is None for x in found] == [k == 0 for k in sizes]
+    for x, batches in zip(found, loaders, strict=True):
+        if batches:
+            same(x, expected("an array", np.concatenate([b["x"] for b in batches])))
+
+
+def test_an_epochs_rows_are_written_when_the_loader_ends() -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def look(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int, loader: int) -> None:
+        file = Path(".made.partial/dataloader_idx_0/predictions.npy")
+        sizes.append((loader, file.stat().st_size if file.exists() else 0))
+
+    class Flushes(PredictionWriter):
+        def on_predict_batch_end(self, *given: Any) -> None:
+            super().on_predict_batch_end(*given)
+            for rows in self._rows.values():
+                for file, *_ in rows._files._files.values():
+                    file.flush()
+
+    loaders = [random(3, rows=8), random(3, rows=8)]
+    predict(predicts(lambda y: y), loaders, Flushes("made", "epoch"), hooks(on_predict_batch_end=look))
+    assert [size > 4 * 8 * 3 for _, size in sizes] == [False] * 4 + [True] * 2  # a batch later its outputs are taken
+
+
+def test_host_keys_that_are_dates_are_written() -> None:
+    rows = {**DATA, "day": np.datetime64("2026-01-01", "D") + np.arange(36)}
+    for format in ("npy", "parquet"):
+        predict(
+            predicts(lambda y: {"y": y}),
+            jl.ArrayLoader(rows, 8),
+            PredictionWriter("made", format=format),
+            host_keys=("day",),
+        )
+        assert PredictionWriter.load("made")["day"].tolist() == rows["day"].tolist()
+
+
+NOT_PARQUET: list[Any] = [
+    (lambda y: {"wave": y + 1j}, "'wave' has complex numbers.*format='npy'"),
+    (lambda y: {"none": y[:, :0], "y": y}, r"'none' has rows of shape \(0,\).*format='npy'"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), NOT_PARQUET)
+def test_what_parquet_does_not_hold_is_refused_by_name_and_npy_files_hold_it(make: Any, words: str) -> None:
+    refuses(DataError, lambda: predict(predicts(make), loader(), PredictionWriter("made", format="parquet")), words)
+    predict(predicts(make), loader(), PredictionWriter("made"))
+    found, wanted = PredictionWriter.load("made"), make(expected("an array", DATA["x"]))
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
 
 
 def test_a_folder_of_something_else_is_refused_before_the_first_batch() -> None:

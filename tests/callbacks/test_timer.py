@@ -12,6 +12,7 @@ from kit.modules import Mean
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, THREE, fit, make_trainer, thinned
 
+import jaxlit as jl
 from jaxlit.callbacks import Timer
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
@@ -82,7 +83,20 @@ def test_it_is_limit_enough_also_for_a_loader_without_end(clock: Clock) -> None:
     for timer, limit in ((Timer({"seconds": 8}), None), (Timer({"seconds": 8}), 2)):
         given = {"max_epochs": None, "limit_train_batches": 1.0 if limit is None else limit} | BARE
         assert fit(Mean(), endless, None, timer, ticks(clock, 3), **given).global_step == 3
-    fit_refuses(ArgumentError, "has no limit", max_epochs=None, callbacks=Timer())
+    fit_refuses(ArgumentError, "has no limit.*Timer.*limits_time = True", max_epochs=None, callbacks=Timer())
+
+
+@pytest.mark.parametrize("loader", ["epochs", "endless"])
+def test_a_callback_of_ones_own_that_says_so_is_limit_enough(clock: Clock, loader: str) -> None:
+    class Mine(jl.Callback):
+        limits_time = True
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            trainer.stop_after(5, "mine is over")
+
+    data: Any = numbered(2) if loader == "epochs" else itertools.cycle(numbered(2))
+    trainer = fit(Mean(), data, None, Mine(), ticks(clock, 2), max_epochs=None, **BARE)
+    assert (trainer.global_step, trainer.stop_reason) == (3, "mine is over")
 
 
 def test_it_tells_how_long_each_stage_took(clock: Clock) -> None:

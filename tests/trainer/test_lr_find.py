@@ -18,11 +18,12 @@ from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import BackboneFreeze
+from jaxlit.callbacks import BackboneFreeze, GradientAccumulationScheduler
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.trainer.lr_find import LRFinder
 
 BATCHES = random(4)
+LEARNED = [{"x": x, "y": x @ np.ones((3, 1), np.float32)} for x in (batch["x"] for batch in random(4, rows=32))]
 
 
 class Rated(Linear):
@@ -59,7 +60,7 @@ def by_hand(rates: list[float], window: int, threshold: float | None) -> list[fl
             grads = [grads[0] + 2 * x.T @ error / len(x) / window, grads[1] + 2 * error.mean(0) / window]
         mean = 0.98 * mean + 0.02 * np.mean(losses)
         found.append(mean / (1 - 0.98 ** (k + 1)))
-        if threshold is not None and len(found) > 1 and not found[-1] <= threshold * min(found[:-1]):
+        if threshold is not None and len(found) > 10 and not found[-1] <= threshold * min(found[9:-1]):
             break
         speed = [0.9 * v + g for v, g in zip(speed, grads, strict=True)]
         w, b = w - rate * speed[0], b - rate * speed[1]
@@ -100,38 +101,83 @@ def test_a_loss_that_is_not_finite_ends_it_unless_nothing_may() -> None:
     assert len(found.results["lr"]) == 40
 
 
-def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
-    rates = [10 ** (-4 + 0.2 * k) for k in range(20)]
-    losses = [5 - math.tanh(8 * (x - 0.05)) + x for x in rates]
+def fallen(losses: list[float], k: int, width: int) -> float | None:
+    """Return the fall at a step in plain Python, None where it may be noise."""
+    before, behind = losses[:k], losses[k : k + width]
+    seconds = [a - 2 * b + c for a, b, c in zip(before, before[1:], before[2:], strict=False)]
+    noise = math.sqrt(sum(x * x for x in seconds) / len(seconds) / 6)
+    level = sum(behind) / len(behind)
+    if not sum(before) / k - level > 3 * noise * math.sqrt(1 / k + 1 / width):
+        return None
+    near = before[-width:]
+    return sum(near) / len(near) - level
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10, 1), (0, 0), (20, 15), (36, 0)])
+def test_the_suggestion_is_where_the_loss_falls_most_steeply(begin: int, end: int, caplog: Any) -> None:
+    rng, count = np.random.default_rng(0), 60
+    rates = [10 ** (-5 + 0.1 * k) for k in range(count)]
+    clean = [3 - 2 / (1 + math.exp(-(k - 35) / 4)) + (k > 55) * (k - 55) for k in range(count)]
     found = LRFinder("exponential")
-    found.results = {"lr": rates, "loss": [*losses[:12], math.nan, *losses[13:]]}
-
-    def slope(kept: list[int]) -> int:
-        """Return the index of the steepest fall among some: differences to both sides, the nearer one counting more."""
-        values = {}
-        for a, b, c in zip(kept, kept[1:], kept[2:], strict=False):
-            left, right = rates[b] - rates[a], rates[c] - rates[b]
-            rise = [(losses[b] - losses[a]) / left, (losses[c] - losses[b]) / right]
-            values[b] = (right * rise[0] + left * rise[1]) / (left + right)
-        for first, second, at in ((kept[0], kept[1], kept[0]), (kept[-2], kept[-1], kept[-1])):
-            values[at] = (losses[second] - losses[first]) / (rates[second] - rates[first])
-        return min(values, key=lambda i: values[i])
-
-    for begin, end in ((10, 1), (0, 0), (3, 8)):
-        kept = [k for k in range(begin, 20 - end) if k != 12]
-        assert found.suggestion(begin, end) == rates[slope(kept)]
-    assert found.suggestion(18) is None and found.suggestion(0, 30) is None
+    losses = [x + 0.1 * rng.normal() for x in clean]
+    found.results = {"lr": rates, "loss": clean, "step_loss": [*losses[:57], math.nan, *losses[58:]]}
+    kept = losses[: min(count - end, 57)]
+    falls = {k: fallen(kept, k, 7) for k in range(max(begin, 3), len(kept) - 7 + 1)}
+    clear = {k: fall for k, fall in falls.items() if fall is not None}
+    best = max(clear, key=lambda k: clear[k])
+    assert found.suggestion(begin, end) == rates[best] and best in (34, 35, 36, 37)
+    assert found.suggestion(58) is None and "too few finite losses" in caplog.text
     refuses(ArgumentError, lambda: found.suggestion(-1), "skip_begin")
+
+
+class Noisy(jl.TrainModule):
+    def __init__(self, make: Any, lr: float = 1e-3) -> None:
+        self.make, self.lr, self.slope = make, lr, nnx.Param(np.zeros((8, 1), np.float32))
+
+    def training_step(self, batch: Any) -> Any:
+        return ((batch["x"] @ self.slope[...] - batch["y"]) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return optax.inject_hyperparams(self.make)(learning_rate=self.lr)
+
+
+def noisy(seed: int) -> dict[str, np.ndarray]:
+    """Return rows of a line with noise of variance 1, below which no mean loss comes."""
+    rng = np.random.default_rng(seed)
+    x, slope = rng.normal(size=(4096, 8)), rng.normal(size=(8, 1))
+    return {"x": x.astype(np.float32), "y": (x @ slope + rng.normal(size=(4096, 1))).astype(np.float32)}
+
+
+CASES = [(optimizer, size, seed) for optimizer in ("adam", "sgd") for size in (8, 64, 256) for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "size", "seed"), thinned(CASES, ("adam", 8, 1), ("adam", 256, 0), ("sgd", 64, 2))
+)
+def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: int, seed: int) -> None:
+    data, model = noisy(seed), Noisy(getattr(optax, optimizer))
+    trainer, loader = make_trainer(max_epochs=2, **BARE), jl.ArrayLoader(data, size, shuffle=True, seed=seed)
+    jl.lr_find(trainer, model, loader, update_attr=True)
+    trainer.fit(model, loader)
+    error = data["x"] @ np.asarray(model.slope[...]) - data["y"]
+    assert np.mean(error**2) < 1.6 and np.mean(data["y"] ** 2) > 6
+
+
+def test_it_suggests_nothing_where_no_rate_learns(caplog: Any) -> None:
+    model = Noisy(optax.adam)
+    found = jl.lr_find(make_trainer(**BARE), model, jl.ArrayLoader(noisy(0), 8), max_lr=1e-6, update_attr=True)
+    assert found.suggestion() is None and model.lr == 1e-3
+    assert "suggests no rate of 100: the loss falls clearly at none of them" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp"))
 def test_a_training_behind_it_is_bit_by_bit_one_that_begins_with_that_rate(strategy: str) -> None:
     def train(model: Any, look: bool) -> tuple[list[bytes], dict[str, np.ndarray], float]:
         trainer = make_trainer(strategy=splitting(strategy), max_epochs=2, **BARE)
-        loader = jl.ArrayLoader({k: np.concatenate([b[k] for b in BATCHES]) for k in "xy"}, 8, shuffle=True)
+        loader = jl.ArrayLoader({k: np.concatenate([b[k] for b in LEARNED]) for k in "xy"}, 8, shuffle=True)
         if look:
             before = state_of(model)
-            jl.lr_find(trainer, model, loader, num_training_steps=20, min_lr=1e-4, update_attr=True)
+            jl.lr_find(trainer, model, loader, num_training_steps=80, update_attr=True)
             for name, x in state_of(model).items():
                 np.testing.assert_array_equal(x, before[name])
             assert trainer.global_step == 0 and trainer.model is None and trainer.stop_reason is None
@@ -150,7 +196,7 @@ def test_it_takes_lazy_modules_and_datamodules_and_leaves_callbacks_and_files_ou
     class Adds(Deep):
         def configure_callbacks(self) -> Any:
             called.append("configure_callbacks")
-            return []
+            return watch
 
     class Data(jl.DataModule):
         def train_dataloader(self) -> Any:
@@ -161,18 +207,34 @@ def test_it_takes_lazy_modules_and_datamodules_and_leaves_callbacks_and_files_ou
     given: dict[str, Any] = {"num_training_steps": 5, "datamodule": Data()}
     one = jl.lr_find(trainer, jl.lazy(Adds, rngs=nnx.Rngs(0)), **given)
     two = jl.lr_find(trainer, Adds(rngs=nnx.Rngs(0)), **given)
-    assert called == [] and one.results["lr"] == two.results["lr"] and len(one.results["lr"]) == 5
+    assert (
+        called == ["configure_callbacks"] * 2 and one.results["lr"] == two.results["lr"] and len(one.results["lr"]) == 5
+    )
     np.testing.assert_allclose(one.results["loss"], two.results["loss"], rtol=1e-5)
     assert dict(trainer.callback_metrics) == {} and not Path("run").exists()
 
 
-def test_a_part_that_is_frozen_stays_so() -> None:
-    trainers = [
-        make_trainer(*callbacks, **BARE) for callbacks in ([], [BackboneFreeze("kernel", unfreeze_at_epoch=99)])
-    ]
-    found = [jl.lr_find(x, Rated(), BATCHES, num_training_steps=9, min_lr=0.01) for x in trainers]
-    assert found[0].results["loss"][:1] == found[1].results["loss"][:1]
-    assert found[0].results["loss"][8] != found[1].results["loss"][8]
+@pytest.mark.parametrize("kind", ["trainer", "module", "lazy"])
+def test_what_changes_a_step_does_so_from_the_trainer_and_from_configure_callbacks(kind: str) -> None:
+    def find(make: Any) -> list[float]:
+        class Adds(Rated):
+            def configure_callbacks(self) -> Any:
+                return make()
+
+        model = {"trainer": Rated, "module": Adds, "lazy": lambda: jl.lazy(Adds)}[kind]()
+        trainer = make_trainer(*(make() if kind == "trainer" else []), **BARE)
+        if kind == "module":  # one run before, whose module's callbacks are not the Trainer's
+            trainer.fit(Adds(), BATCHES)
+        batches = BATCHES * 12  # one epoch, in which a part is frozen and a window holds
+        found = jl.lr_find(trainer, model, batches, num_training_steps=12, min_lr=0.01, early_stop_threshold=None)
+        return found.results["loss"]
+
+    plain, frozen = find(lambda: []), find(lambda: [BackboneFreeze("kernel", unfreeze_at_epoch=99)])
+    window = find(lambda: [GradientAccumulationScheduler({0: 4})])
+    rates = [float(x) for x in np.geomspace(0.01, 1.0, 12)]
+    np.testing.assert_allclose(plain, by_hand(rates, 1, None), rtol=1e-4)
+    np.testing.assert_allclose(window, by_hand(rates, 4, None), rtol=1e-4)
+    assert frozen[0] == plain[0] and frozen[8] != plain[8]
 
 
 def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
@@ -184,11 +246,11 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
         def configure_optimizers(self) -> Any:
             return optax.inject_hyperparams(optax.sgd)(learning_rate=self.hparams.rate)
 
-    given: dict[str, Any] = {"num_training_steps": 20, "min_lr": 1e-3, "update_attr": True}
+    given: dict[str, Any] = {"min_lr": 1e-5, "update_attr": True}
     model, other = Rated(), Other()
-    found = jl.lr_find(make_trainer(**BARE), model, BATCHES, **given)
+    found = jl.lr_find(make_trainer(**BARE), model, LEARNED, **given)
     assert model.lr == found.suggestion() != 0.1
-    found = jl.lr_find(make_trainer(**BARE), other, BATCHES, attr_name="rate", **given)
+    found = jl.lr_find(make_trainer(**BARE), other, LEARNED, attr_name="rate", **given)
     assert other.hparams.rate == found.suggestion() != 0.1
     words = "Other has no attribute 'lr' or 'learning_rate', nor have its hparams"
     refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), other, BATCHES, **given), words)
@@ -197,7 +259,7 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
 
 
 def test_a_picture_shows_the_losses_and_the_suggestion() -> None:
-    found = jl.lr_find(make_trainer(**BARE), Rated(), BATCHES, num_training_steps=20, min_lr=1e-3)
+    found = jl.lr_find(make_trainer(**BARE), Rated(), LEARNED, min_lr=1e-5)
     (axes,) = found.plot(suggest=True).axes
     line, mark = axes.get_lines()
     assert line.get_xdata().tolist() == found.results["lr"] and axes.get_xscale() == "log"
