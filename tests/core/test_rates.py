@@ -120,7 +120,7 @@ def rates_in(rows: Rows) -> dict[int, dict[str, float]]:
 
 
 CASES = [(name, size, policy) for name in STRATEGIES for size in (1, 2) for policy in ("raise", "skip", "ignore")]
-OFTEN = [("single", 1, "raise"), ("fsdp", 2, "skip"), ("shard_map", 1, "ignore"), ("pmap", 2, "raise")]
+OFTEN = [("single", 1, "raise"), ("fsdp", 2, "skip")]
 
 
 @pytest.mark.parametrize(("strategy", "accumulate", "policy"), thinned(CASES, *OFTEN, full=CASES[::3]))

@@ -151,9 +151,7 @@ def noisy(seed: int) -> dict[str, np.ndarray]:
 CASES = [(optimizer, size, seed) for optimizer in ("adam", "sgd") for size in (8, 64, 256) for seed in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "size", "seed"), thinned(CASES, ("adam", 8, 1), ("adam", 256, 0), ("sgd", 64, 2))
-)
+@pytest.mark.parametrize(("optimizer", "size", "seed"), thinned(CASES, ("adam", 64, 1)))
 def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: int, seed: int) -> None:
     data, model = noisy(seed), Noisy(getattr(optax, optimizer))
     trainer, loader = make_trainer(max_epochs=2, **BARE), jl.ArrayLoader(data, size, shuffle=True, seed=seed)
