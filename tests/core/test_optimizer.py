@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[Any, Any]] = {
 CASES = [("single", name) for name in GROUPS] + [(name, "patterns") for name in STRATEGIES[1:]]
 
 
-@pytest.mark.parametrize(("strategy", "name"), thinned(CASES, *CASES[:3], ("fsdp", "patterns")))
+@pytest.mark.parametrize(("strategy", "name"), thinned(CASES, CASES[0], ("fsdp", "patterns")))
 def test_each_group_is_trained_as_optax_trains_its_labels(strategy: str, name: str) -> None:
     by, of = GROUPS[name]
     model, batches = net(jl.Optimizer(by=by), depth=2), random()
@@ -110,6 +110,7 @@ def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
     assert any(spec != jax.sharding.PartitionSpec() for spec in found.values())
 
 
+@pytest.mark.full
 def test_groups_of_functions_are_called_alike_in_the_next_process() -> None:
     def is_outer(path: Any, x: Any) -> bool:
         return path[0] == "outer"
@@ -163,7 +164,14 @@ def test_what_no_optimizer_takes_is_refused_in_its_constructor(kind: Any, make: 
     refuses(kind, make, *words)
 
 
-@pytest.mark.parametrize("made", [[SGD], (SGD,), ((jl.Optimizer(SGD),),)])
+@pytest.mark.parametrize(
+    "made",
+    [
+        [SGD],
+        pytest.param((SGD,), marks=pytest.mark.full),
+        pytest.param(((jl.Optimizer(SGD),),), marks=pytest.mark.full),
+    ],
+)
 def test_a_list_of_one_optimizer_is_that_one(made: Any) -> None:
     model, batches = net(made), random()
     fit(model, batches, **BARE)

@@ -75,7 +75,7 @@ RUNS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single"))
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single", full=["fsdp"]))
 @pytest.mark.parametrize(("arguments", "window"), RUNS)
 def test_rates_and_losses_are_those_of_a_loop_by_hand(arguments: dict[str, Any], window: int, strategy: str) -> None:
     trainer = make_trainer(strategy=splitting(strategy), accumulate_grad_batches=window, **BARE)
@@ -151,7 +151,7 @@ def noisy(seed: int) -> dict[str, np.ndarray]:
 CASES = [(optimizer, size, seed) for optimizer in ("adam", "sgd") for size in (8, 64, 256) for seed in range(3)]
 
 
-@pytest.mark.parametrize(("optimizer", "size", "seed"), thinned(CASES, ("adam", 64, 1)))
+@pytest.mark.parametrize(("optimizer", "size", "seed"), thinned(CASES, ("adam", 64, 1), full=CASES[::5]))
 def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: int, seed: int) -> None:
     data, model = noisy(seed), Noisy(getattr(optax, optimizer))
     trainer, loader = make_trainer(max_epochs=2, **BARE), jl.ArrayLoader(data, size, shuffle=True, seed=seed)
