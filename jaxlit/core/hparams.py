@@ -4,11 +4,12 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.unknown import takes_only_its_arguments
 
 
 class Hparams(dict[str, Any]):
@@ -43,6 +44,39 @@ class Hparams(dict[str, Any]):
 
 
 _hparams: SideTable[Hparams] = SideTable()
+
+
+class KeepsHparams:
+    """The base of modules and DataModules, which keep their constructors' arguments."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keep the constructor's arguments as hyperparameters."""
+        made = super().__new__(cls)
+        set_hparams(made, args, kwargs)
+        return made
+
+    @property
+    def hparams(self) -> Hparams:
+        """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
+        return hparams_of(self)
+
+    @hparams.setter
+    def hparams(self, values: Mapping[str, Any]) -> None:
+        replace_hparams(self, values)
+
+    @takes_only_its_arguments("self.save_hyperparameters")
+    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
+        """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
+
+        Args:
+            *args: Names of those that are, or dicts of more.
+            ignore: Names of those that are not.
+
+        Raises:
+            ArgumentError: The constructor has no argument of a name.
+            ArgumentTypeError: There is no such argument.
+        """
+        keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
 
 def hparams_of(owner: Any) -> Hparams:

@@ -1,7 +1,7 @@
 """The module that a user writes: a Flax NNX module that knows how to train itself."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jaxlit.core import log as metrics
-from jaxlit.core.hparams import Hparams, hparams_of, keep_hparams, replace_hparams, set_hparams
+from jaxlit.core.hparams import KeepsHparams
 from jaxlit.core.log import active_collector
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import trainer_of, watchers
@@ -40,7 +40,7 @@ else:
             return refuse
 
 
-class TrainModule(nnx.Module):
+class TrainModule(KeepsHparams, nnx.Module):
     """A Flax NNX module with the steps and the optimizer of its own training.
 
     Override `training_step` and `configure_optimizers`; `validation_step`, `test_step` and
@@ -61,12 +61,6 @@ class TrainModule(nnx.Module):
         ...     def configure_optimizers(self):
         ...         return optax.sgd(0.1)
     """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "TrainModule":
-        """Keep the constructor's arguments as hyperparameters."""
-        module = super().__new__(cls)
-        set_hparams(module, args, kwargs)
-        return module
 
     def __getattribute__(self, name: str) -> Any:
         # While fit runs the newest arrays are with the engine: the first touch after a step brings them here.
@@ -213,29 +207,6 @@ class TrainModule(nnx.Module):
     def loggers(self) -> list[Any]:
         """The Trainer's loggers."""
         return self.trainer.loggers
-
-    @property
-    def hparams(self) -> Hparams:
-        """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
-        return hparams_of(self)
-
-    @hparams.setter
-    def hparams(self, values: Mapping[str, Any]) -> None:
-        replace_hparams(self, values)
-
-    @takes_only_its_arguments("self.save_hyperparameters")
-    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
-        """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
-
-        Args:
-            *args: Names of those that are, or dicts of more.
-            ignore: Names of those that are not.
-
-        Raises:
-            ArgumentError: The constructor has no argument of a name.
-            ArgumentTypeError: There is no such argument.
-        """
-        keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
 
 def is_overridden(module: TrainModule, method: str) -> bool:

@@ -1,13 +1,12 @@
 """Data and its loaders in one object."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
-from jaxlit.core.hparams import Hparams, hparams_of, keep_hparams, replace_hparams, set_hparams
-from jaxlit.unknown import ElsewhereOnTheClass, no_such_name, takes_only_its_arguments
+from jaxlit.core.hparams import KeepsHparams
+from jaxlit.unknown import ElsewhereOnTheClass, no_such_name
 
 
-class DataModule:
+class DataModule(KeepsHparams):
     """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
 
     Override what is needed. `prepare_data` comes first and is for downloads, `setup` builds datasets, the
@@ -26,12 +25,6 @@ class DataModule:
     # Class methods of Lightning's, which `__getattr__` never sees.
     load_from_checkpoint, from_datasets = ElsewhereOnTheClass("DataModule"), ElsewhereOnTheClass("DataModule")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments as hyperparameters."""
-        data = super().__new__(cls)
-        set_hparams(data, args, kwargs)
-        return data
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattribute__(name)
@@ -44,20 +37,6 @@ class DataModule:
 
     trainer: Any = None
     """The `Trainer` that runs it, from the start of a run on."""
-
-    @property
-    def hparams(self) -> Hparams:
-        """The constructor's arguments that are JSON values, for loggers: a dict, whose keys are attributes as well."""
-        return hparams_of(self)
-
-    @hparams.setter
-    def hparams(self, values: Mapping[str, Any]) -> None:
-        replace_hparams(self, values)
-
-    @takes_only_its_arguments("self.save_hyperparameters")
-    def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
-        """Say which constructor arguments are hyperparameters, see `TrainModule.save_hyperparameters`."""
-        keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
 
     def prepare_data(self) -> None:
         """Download or write files; runs before `setup`, in one process of each computer while the others wait."""
