@@ -17,7 +17,8 @@ class GradientAccumulationScheduler(Callback):
 
     Each epoch's number is that of the nearest key at or below it, 1 below all keys. The Trainer has no
     `accumulate_grad_batches` of its own then; the callback sets it. A resumed training goes on with that of its epoch,
-    also in the middle of a window. `trainer.estimated_stepping_batches` knows of it.
+    also in the middle of a window. `trainer.estimated_stepping_batches` knows of it. A rule of your own is a subclass
+    that overrides `get_accumulate_grad_batches`.
 
     Args:
         scheduling: Batches an optimizer step, by the first epoch that takes so many.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.batches import numbered, sized
+from kit.batches import numbered, random, sized
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.checkpoints import bytes_of, keep_all
 from kit.journal import at_batch, hooks
@@ -50,6 +50,20 @@ def test_each_epoch_has_the_windows_of_the_nearest_key_below_it(schedule: Any, l
         assert float(model.w[...][0]) == pytest.approx(mean(windows(lengths)), rel=1e-5)
         assert trainer.accumulate_grad_batches == 1
     assert known == [steps[-1]] * 2
+
+
+def test_a_rule_of_ones_own_is_a_subclass_that_need_not_know_its_numbers_before() -> None:
+    class Grows(GradientAccumulationScheduler):
+        def get_accumulate_grad_batches(self, epoch: int) -> int:
+            return 1 + epoch
+
+    model, by_hand, batches = Linear(), HandLoop(Linear()), random(6)
+    trainer = fit(model, batches, None, Grows({0: 1}), max_epochs=3)
+    for size in (1, 2, 3):
+        for i in range(0, 6, size):
+            by_hand.window(*batches[i : i + size])
+    assert_same(model, by_hand.module)
+    assert trainer.global_step == 6 + 3 + 2 == trainer.estimated_stepping_batches
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp"))
