@@ -157,6 +157,8 @@ def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
     context = ocp.Context()
     # Weights hardly compress, and the time would be the loop's on a machine with few cores.
     context.array.saving.use_compression = False
+    # The devices that hold the same array write a part each: for a small one this costs a compiled slice a device.
+    context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
     # In the background, a folder that cannot be made would leave its threads waiting for ever.
     context.asynchronous.create_directories_asynchronously = False
     with context:

@@ -14,14 +14,19 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kit import processes
+from kit.batches import random
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
+from kit.compiles import compiles
 from kit.journal import hooks
+from kit.modules import Net
 from kit.refusals import refuses, warnings_of
-from kit.trainers import thinned
+from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
 from jaxlit.checkpoints import files, manifest, writing
@@ -294,6 +299,15 @@ def test_a_checkpoint_is_the_state_at_the_save_though_later_steps_overwrite_it(s
         found = files.read(Path("run/checkpoints", f"step_{step:08d}"))
         kept = found.arrays(dict.fromkeys(range(len(found.specs)))).values()
         assert {*at[step]} <= {np.asarray(x).tobytes() for x in kept}, f"step {step}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_small_arrays_that_several_devices_hold_are_saved_without_a_program_for_each_device(strategy):
+    trainer = fit(Net(rngs=nnx.Rngs(0)), random(2), strategy=strategy, **BARE)
+    jax.clear_caches()
+    with compiles() as made:
+        trainer.save_checkpoint("saved")
+    assert made == []
 
 
 def crash(root, at):
