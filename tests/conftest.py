@@ -18,6 +18,10 @@ from jaxlit.testing import fake_devices
 
 fake_devices(8)
 
+# At how many megabytes a worker lets go of its programs. What stays (jax keeps every class of a module for ever) moves
+# it up: at a fixed place each test would come to begin without a single program.
+clear_at = [750.0]
+
 
 def pytest_collection_finish() -> None:
     """Let the collector of garbage leave alone what imports and the collection have made, and come less often.
@@ -56,12 +60,13 @@ def patient_disk() -> Iterator[None]:
 def bounded_memory() -> Iterator[None]:
     """Let go of the programs of many tests at a time: a worker would come to hold gigabytes of them."""
     yield
-    if resident() < 700:
+    if resident() < clear_at[0]:
         return
     jax.clear_caches()
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+    clear_at[0] = max(clear_at[0], resident() + 100)
 
 
 def resident() -> float:

@@ -114,7 +114,7 @@ def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> t
     return model, fit(model, given.pop("batches", BATCHES), None, *freezes, *more, **given)
 
 
-@pytest.mark.parametrize(("case", "strategy"), thinned(EVERY, *OFTEN, full=[*EVERY[3::7], ("two", "single")]))
+@pytest.mark.parametrize(("case", "strategy"), thinned(EVERY, *OFTEN, full=[*EVERY[3::14], ("two", "single")]))
 def test_it_trains_as_a_loop_by_hand_whose_optimizers_are_made_when_a_part_is_unfrozen(
     case: str, strategy: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_it_trains_as_a_loop_by_hand_whose_optimizers_are_made_when_a_part_is_un
 STOPS = [(strategy, stop) for strategy in STRATEGIES for stop in ((0, 2, 3), (1, 1, 6), (2, 0, 9))]
 
 
-@pytest.mark.parametrize(("strategy", "stop"), thinned(STOPS, ("fsdp", (1, 1, 6)), full=STOPS[::5]))
+@pytest.mark.parametrize(("strategy", "stop"), thinned(STOPS, ("fsdp", (1, 1, 6)), full=STOPS[::10]))
 def test_a_resumed_training_ends_bit_by_bit_as_one_that_was_not_stopped(
     strategy: str, stop: tuple[int, int, int]
 ) -> None:

@@ -80,7 +80,7 @@ STOPS = [(name, stop) for name in STRATEGIES for stop in ((0, 1), (1, 3), (2, 0)
 
 @pytest.mark.parametrize(
     ("strategy", "stop"),
-    thinned(STOPS, ("fsdp", (1, 3)), full=STOPS[::4]),
+    thinned(STOPS, ("fsdp", (1, 3)), full=STOPS[::10]),
 )
 def test_a_training_resumed_in_any_window_ends_bit_by_bit_as_one_that_was_not_stopped(
     strategy: str, stop: tuple[int, int]

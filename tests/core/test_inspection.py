@@ -88,7 +88,7 @@ def test_a_step_without_side_effects_is_not_warned_about(debug: bool, caplog: py
 def test_a_large_constant_in_a_step_is_told_with_its_size_its_name_and_the_step(
     rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = np.ones((rows, 2**20), np.uint8)  # 65 MiB that a step closes over are too many
+    table = np.broadcast_to(np.uint8(1), (rows, 2**20))  # 65 MiB that a step closes over are too many
 
     def step(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
         return self.loss(batch) * jnp.asarray(table)[batch_idx, 0]

@@ -33,8 +33,8 @@ from jaxlit.distributed.start import own_rows
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
 # divides among the processes.
-STREAMS = ("fsdp lazy dropout", "shard_map", "hsdp lazy", "explicit", "tensor")
-LISTS = (("zero1", 26), ("shard_map", 24))
+STREAMS, MORE = ("fsdp lazy dropout", "shard_map", "hsdp lazy"), ("explicit", "tensor")
+LIST = ("shard_map", 24)
 TAILS = (("arrays", 1), ("generator", 4))
 RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two go on
 
@@ -198,11 +198,15 @@ def work():
     end_at_different_batches()
 
 
+def train_streams_of_more():
+    for case in MORE:
+        say(case, train_stream(case))
+
+
 def train_everything():
     for case in STREAMS:
         say(case, train_stream(case))
-    for strategy, size in LISTS:
-        say(f"list {strategy} {size}", train_on(own_batches(size), strategy=strategy))
+    say("list", train_on(own_batches(LIST[1]), strategy=LIST[0]))
     for name, tail in TAILS:
         arrays = jl.ArrayLoader(rows(16 + tail), 16)
         say(f"{name} {tail}", train_on(arrays if name == "arrays" else Stream(arrays), strategy="shard_map"))
@@ -365,21 +369,31 @@ def two(alone):
 def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(two):
     own = ROWS // 2  # the last record does not divide, and is left out
     shared = [np.arange(i, min(i + 16, own)) for i in range(0, own, 16)]
-    alone = {case: train_stream(case) for case in STREAMS}
+    check_streams(STREAMS, two)
     for index, process in enumerate(two):
         said = process.said
-        for case, expected in alone.items():
-            assert len(expected["losses"]) == 6
-            for part in expected:
-                close(said[case][part], expected[part])
-            assert said[case]["sharded"] == (case.split()[0] != "shard_map")
-        for strategy, size in LISTS:
-            check_against_numpy(said[f"list {strategy} {size}"], interleaved(size), ROWS)
+        check_against_numpy(said["list"], interleaved(LIST[1]), ROWS)
         for name, tail in TAILS:
             check_against_numpy(said[f"{name} {tail}"], [np.arange(16), np.arange(16, 16 + tail)], 16 + tail)
         check_against_numpy(said["grain"], interleaved(26), ROWS)
         check_against_numpy(said["DataLoader"], [np.concatenate([x, own + x]) for x in shared], ROWS)
         check_host_keys(said, index)
+
+
+@pytest.mark.sweep
+def test_two_processes_train_as_one_does_by_more_strategies(tmp_path):
+    check_streams(MORE, launch(train_streams_of_more, tmp_path))
+
+
+def check_streams(cases, processes):
+    for case in cases:
+        expected = train_stream(case)
+        assert len(expected["losses"]) == 6
+        for process in processes:
+            said = process.said[case]
+            for part in expected:
+                close(said[part], expected[part])
+            assert said["sharded"] == (case.split()[0] != "shard_map")
 
 
 def check_host_keys(said, process):

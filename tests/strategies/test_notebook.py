@@ -4,7 +4,7 @@ import pytest
 from kit.notebook import PRINTED, losses
 
 
-@pytest.mark.full
+@pytest.mark.sweep
 def test_the_first_steps_give_the_losses_that_the_notebook_printed() -> None:
     found = losses("ddp", 11)
     assert [*found] == [0, 10]

@@ -186,7 +186,6 @@ def tokens() -> list[np.ndarray]:
 
 
 SELDOM = [
-    ("rules", "window"),
     ("explicit", "window"),
     ("sequences", "plain"),
 ]

@@ -168,7 +168,7 @@ def test_it_suggests_nothing_where_no_rate_learns(caplog: Any) -> None:
     assert "suggests no rate of 100: the loss falls clearly at none of them" in caplog.text
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["single", "pmap"]))
 def test_a_training_behind_it_is_bit_by_bit_one_that_begins_with_that_rate(strategy: str) -> None:
     def train(model: Any, look: bool) -> tuple[list[bytes], dict[str, np.ndarray], float]:
         trainer = make_trainer(strategy=splitting(strategy), max_epochs=2, **BARE)
