@@ -23,6 +23,14 @@ fake_devices(8)
 clear_at = [750.0]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Have a worker more than there are cores: tests wait for processes of their own, for threads and for the disk."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def pytest_collection_finish() -> None:
     """Let the collector of garbage leave alone what imports and the collection have made, and come less often.
 

@@ -9,6 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,11 @@ def modules() -> dict[str, Path]:
 
 
 FILES = modules()
-TREES = {name: ast.parse(file.read_text()) for name, file in FILES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(file.read_text()) for name, file in FILES.items()}
 
 
 def where(module: str, line: int) -> str:
@@ -102,9 +107,11 @@ def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.Impo
             yield from statements(child, kind)
 
 
-def imports() -> Iterator[Import]:
-    """Yield every import of one of our files."""
-    for module, tree in TREES.items():
+@cache
+def imports() -> list[Import]:
+    """Return every import of one of our files."""
+    found = []
+    for module, tree in trees().items():
         for statement, kind in statements(tree, "run time"):
             if isinstance(statement, ast.Import):
                 pairs = [(alias.name, alias.name) for alias in statement.names]
@@ -116,10 +123,15 @@ def imports() -> Iterator[Import]:
                 pairs = [(f"{base}.{x.name}" if f"{base}.{x.name}" in FILES else base, x.name) for x in statement.names]
             for target, name in pairs:
                 if target in FILES:
-                    yield Import(where(module, statement.lineno), module, target, name, kind)
+                    found.append(Import(where(module, statement.lineno), module, target, name, kind))
+    return found
 
 
-IMPORTS = list(imports())
+@pytest.fixture(scope="module", autouse=True)
+def kept_for_these_tests_only() -> Iterator[None]:
+    yield
+    trees.cache_clear()
+    imports.cache_clear()
 
 
 def is_of_a_hook(one: Import) -> bool:
@@ -153,7 +165,7 @@ def circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
 def file_circles(*kinds: str) -> list[list[str]]:
     """Return the circles of files by imports of these kinds; a file of another room comes with that room's face."""
     arrows = []
-    for one in IMPORTS:
+    for one in imports():
         if one.kind in kinds:
             arrows.append((one.importer, one.target))
             face = ".".join(one.target.split(".")[:2])
@@ -165,7 +177,7 @@ def file_circles(*kinds: str) -> list[list[str]]:
 def told(groups: list[list[str]]) -> str:
     """Return the circles, and the imports that are in them."""
     lines = [" - ".join(group) for group in groups]
-    for one in IMPORTS:
+    for one in imports():
         if any({one.importer, one.target} <= {*group} for group in groups):
             lines.append(f"{one.where} imports {one.name} of {one.target} ({one.kind})")
     return "\n".join(lines)
@@ -176,17 +188,17 @@ def test_every_file_has_a_room() -> None:
 
 
 def test_rooms_import_lower_rooms_only() -> None:
-    wrong = [x for x in IMPORTS if not goes_down(x) and not is_of_a_hook(x)]
+    wrong = [x for x in imports() if not goes_down(x) and not is_of_a_hook(x)]
     assert not wrong, "\n".join(f"{x.where} imports {x.name} of {x.target} ({x.kind})" for x in wrong)
 
 
 def test_there_is_no_import_circle(capsys: pytest.CaptureFixture[str]) -> None:
     at_run_time, with_lazy = file_circles("run time"), file_circles("run time", "lazy")
-    rooms = circles((room(x.importer), room(x.target)) for x in IMPORTS if not is_of_a_hook(x))
+    rooms = circles((room(x.importer), room(x.target)) for x in imports() if not is_of_a_hook(x))
     with capsys.disabled():
         print(
             f"\nimport circles: {len(at_run_time)} at run time, {len(with_lazy)} with lazy imports, "
-            f"{len(rooms)} between rooms with annotations ({len(FILES)} files, {len(IMPORTS)} imports)"
+            f"{len(rooms)} between rooms with annotations ({len(FILES)} files, {len(imports())} imports)"
         )
     assert not at_run_time + with_lazy + rooms, told(at_run_time + with_lazy + rooms)  # of rooms: see the test above
 
@@ -199,7 +211,7 @@ def test_files_are_short() -> None:
 
 def test_functions_are_short() -> None:
     long = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -211,7 +223,7 @@ def test_functions_are_short() -> None:
 def test_a_room_says_in_one_line_what_is_in_it() -> None:
     """A face also exports, shows its exports by `dir` and says what it has not; no other `__init__` holds anything."""
     wrong = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if FILES[module].name != "__init__.py":
             continue
         if len((ast.get_docstring(tree) or "").splitlines()) != 1:
