@@ -127,6 +127,7 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
     _check({key: state[key] for key in STATE}, STATE, where)
     _check(state.get("added_hparams"), _Maybe(dict), f"{where}['added_hparams']")
+    _check(state.get("accumulate_set"), _Maybe((_is_count, _is_count)), f"{where}['accumulate_set']")
     _check(state.get("not_finite"), _Maybe(NOT_FINITE), f"{where}['not_finite']")
     position = state["position"]
     for key in ("global_step", "epoch"):

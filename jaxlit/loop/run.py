@@ -79,6 +79,7 @@ class Run:
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
     accumulate: int = 1  # batches an optimizer step in this epoch
+    accumulate_given: int = 1  # and with what the fit began, before its hooks
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
     announced: bool = field(default_factory=is_announced_by_jax)  # jax tells all processes of a SIGTERM

@@ -68,12 +68,14 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "module": {"class": type(run.module).__name__, "hparams": hide(_kept(hparams))},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
-        "accumulate": run.accumulate if run.position.filled else run.settings.accumulate_grad_batches,
+        "accumulate": run.accumulate,
         "window_replicas": strategy.window_replicas,
         "processes": strategy.num_processes,
     }
     if added:  # by the module's own lines: its constructor takes no such argument
         state["added_hparams"] = hide(_kept(added))
+    if {*(numbers := (run.accumulate_given, run.settings.accumulate_grad_batches))} != {run.accumulate}:
+        state["accumulate_set"] = [*numbers]  # by hooks
     if run.not_finite is not None:
         state["not_finite"] = run.not_finite
     ours = {*state}
@@ -163,10 +165,27 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
+def accumulation_of(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the `accumulate_grad_batches` with which a training began, and that which holds for later epochs."""
+    given, later = state.get("accumulate_set") or [state["accumulate"]] * 2
+    return given, later
+
+
+def load_accumulation(run: Run, state: Mapping[str, Any]) -> None:
+    """Go on with the windows of the epoch, and with what hooks had set, unless the Trainer now has another number."""
+    given, later = accumulation_of(state)
+    unchanged = given == run.accumulate_given
+    if unchanged or state["position"]["filled"]:
+        run.accumulate = state["accumulate"]
+    if unchanged and later != given:
+        run.hooks.trainer.accumulate_grad_batches = later
+
+
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
     table = table_of(state["metrics"])
-    run.resumed, run.accumulate = True, state["accumulate"]
+    run.resumed = True
+    load_accumulation(run, state)
     # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))

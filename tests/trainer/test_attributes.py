@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.journal import hooks
+from kit.journal import at_batch, hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
@@ -101,6 +101,29 @@ def test_windows_can_be_left_out_for_some_epochs_and_cannot_begin_in_the_middle_
     trainer.accumulate_grad_batches, trainer.max_epochs = 2, 1
     trainer.fit(Mean(), numbered(4))
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3), (2, 4, None), (3, None, 2)])
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_training_stopped_in_an_epoch_goes_on_with_what_a_hook_had_set(counts: Any, batch: int) -> None:
+    def train(folder: str, *callbacks: jl.Callback) -> Any:
+        sets = lambda t, m: (n := counts[t.current_epoch]) and setattr(t, "accumulate_grad_batches", n)  # noqa: E731
+        arguments = {"max_epochs": 3, "accumulate_grad_batches": 2, "default_root_dir": folder, "resume": "auto"}
+        trainer = fit(Mean(), numbered(5), None, hooks(on_train_epoch_start=sets), *callbacks, **arguments)
+        return trainer.global_step, trainer.accumulate_grad_batches, np.asarray(trainer.module.w[...])
+
+    for epoch in (1, 2):
+        train("cut", at_batch(batch, lambda t, m, epoch=epoch: t.stop("enough") if t.current_epoch == epoch else None))
+    assert train("cut") == train("whole")
+
+
+def test_another_number_for_the_trainer_holds_in_the_middle_of_an_epoch_that_a_hook_had_set() -> None:
+    stop = at_batch(1, lambda t, m: t.stop("enough"))
+    first = fit(Mean(), numbered(6), None, windows(1), stop, accumulate_grad_batches=2, default_root_dir="run")
+    assert first.global_step == 2
+    model = Mean()
+    fit(model, numbered(6), accumulate_grad_batches=4, default_root_dir="run", resume="auto")
+    assert float(model.w[0]) == pytest.approx(mean([[1.0], [2.0], [3.0, 4.0, 5.0, 6.0]]), rel=1e-5)
 
 
 def test_a_step_that_reads_an_argument_sees_the_one_that_holds() -> None:
