@@ -1,6 +1,6 @@
 """Leave a part of the module untrained for some epochs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import optax
@@ -12,7 +12,7 @@ from jaxlit.core.groups import fits_none, labels_of, names_in, shown
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import transform_of
 from jaxlit.core.parts import Part
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 
 
 class BackboneFreeze(Callback):
@@ -63,7 +63,9 @@ class BackboneFreeze(Callback):
         self.part, self.tx = part, None if tx is None else transform_of("BackboneFreeze(tx=...)", tx)
 
     def names(self, module: TrainModule, wrt: Any) -> frozenset[str]:
-        """Return the names of the trained parameters that it holds.
+        """Return the names of the trained parameters that it holds; a rule of one's own overrides this.
+
+        Names are those of the model's summary, as in "backbone.layers[0].kernel".
 
         Args:
             module: The module.
@@ -75,6 +77,23 @@ class BackboneFreeze(Callback):
         if found := names_in(module, wrt, self.part):
             return frozenset(found)
         raise ArgumentError(f"BackboneFreeze(part={shown(self.part)}) {fits_none(module, wrt, self.part)}.")
+
+
+def _names_of(callback: BackboneFreeze, module: TrainModule, wrt: Any) -> frozenset[str]:
+    """Return what a callback, of which a subclass may have changed it, names; nothing that is not there."""
+    found, there = callback.names(module, wrt), names_in(module, wrt, ...)
+    whose = f"{type(callback).__name__}.names(...)"
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise ArgumentTypeError(f"{whose} returns the names of parameters, got {found!r}. Return a frozenset of them.")
+    found = frozenset(found)
+    if unknown := sorted(map(str, found.difference(there))):
+        raise ArgumentError(
+            f"{whose} names {unknown[0]!r}, which is no trained parameter of {type(module).__name__}."
+            f"{did_you_mean(unknown[0], there)} One is called {there[0]!r}."
+        )
+    if not found:
+        raise ArgumentError(f"{whose} names no parameter of {type(module).__name__}. Return one, such as {there[0]!r}.")
+    return found
 
 
 def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
@@ -91,7 +110,7 @@ def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> 
     freezes = [c for c in callbacks if isinstance(c, BackboneFreeze)]
     parts = list[Part]()
     for callback, label in zip(freezes, labels_of([c.part for c in freezes], "part"), strict=True):
-        names = callback.names(module, wrt)
+        names = _names_of(callback, module, wrt)
         if both := sorted(name for part in parts for name in part.names & names):
             raise ArgumentError(
                 f"BackboneFreeze(part={shown(callback.part)}) names {both[0]}, which another one names as well. Give "

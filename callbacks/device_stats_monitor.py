@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,7 @@ class DeviceStatsMonitor(Measure):
                 "DeviceStatsMonitor(cpu_stats=False) logs nothing: devices of kind %s tell nothing of their memory.",
                 mine[0].device_kind if mine else "unknown",
             )
-        self._used, self._at = _cpu_seconds(), time.monotonic()
+        self._used, self._at = time.process_time(), time.monotonic()
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
         """Add what is held now."""
@@ -73,17 +72,11 @@ class DeviceStatsMonitor(Measure):
         row.put(self, found)
 
     def _host(self) -> dict[str, float]:
-        used, at, before = _cpu_seconds(), time.monotonic(), (self._used, self._at)
+        used, at, before = time.process_time(), time.monotonic(), (self._used, self._at)
         self._used, self._at = used, at
         seconds = at - before[1]
         share = {"cpu_percent": 100 * (used - before[0]) / seconds} if seconds > 0 else {}
         return host_memory() | share
-
-
-def _cpu_seconds() -> float:
-    """Return the seconds that all threads of this process have run so far, in the system as well."""
-    times = os.times()
-    return times.user + times.system
 
 
 def host_memory() -> dict[str, float]:

@@ -188,7 +188,7 @@ class Logger(Callback):
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Log a row, by the process that writes."""
         if trainer.is_global_zero:
-            self.log_metrics(values, step)
+            self.log_metrics(dict(values), step)  # the next logger has the row as it is
             self.save()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:

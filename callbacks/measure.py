@@ -19,17 +19,26 @@ class Measured(dict[str, float]):
 
     def __init__(self, row: dict[str, float]) -> None:
         super().__init__()
-        self._taken = set(row)
+        self._taken = {*row, "step", "epoch"}
 
     def put(self, owner: Callback, values: dict[str, float]) -> None:
         """Add values.
 
         Raises:
-            LogError: A name is taken.
+            LogError: A name is taken, or a value is no number.
         """
+        name = type(owner).__name__
         if taken := sorted(values.keys() & (self._taken | self.keys())):
-            raise LogError(f"{type(owner).__name__} adds {taken[0]!r} to rows, which is logged already. Rename yours.")
-        self.update(values)
+            raise LogError(f"{name} adds {taken[0]!r} to rows, which is logged already. Rename yours.")
+        for key, value in values.items():
+            try:
+                super().__setitem__(key, float(value))
+            except (TypeError, ValueError):
+                raise LogError(f"{name} adds {key!r} to rows, which takes a number, got {value!r:.60}.") from None
+
+    def __setitem__(self, key: str, value: float) -> None:
+        """Refuse what could take the place of another's value."""
+        raise LogError(f"row[{key!r}] = ... could overwrite a value of the row. Write row.put(self, {{{key!r}: ...}}).")
 
 
 class Measure(Callback):

@@ -301,6 +301,35 @@ def test_a_part_that_is_none_or_all_is_refused_before_the_first_step(arguments: 
     fit_refuses(ArgumentError, words, model=Deep(), train=BATCHES, callbacks=BackboneFreeze(**arguments))
 
 
+class Own(BackboneFreeze):
+    def __init__(self, found: Any) -> None:
+        super().__init__("inner")
+        self.found = found
+
+    def names(self, module: Any, wrt: Any) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (["inner/kernel"], r"Own\.names\(\.\.\.\) names 'inner/kernel', which is no .*Did you mean 'inner\.kernel'"),
+        ((), r"names no parameter of Deep.*such as '"),
+        ("inner.kernel", r"returns the names of parameters, got 'inner\.kernel'"),
+        (None, r"returns the names of parameters, got None"),
+    ],
+)
+def test_a_rule_of_ones_own_names_what_is_there(found: Any, words: str) -> None:
+    fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=Own(found))
+
+
+def test_a_rule_of_ones_own_holds_what_it_names() -> None:
+    models = Deep(), Deep()
+    for model, freeze in zip(models, (Own(["inner.kernel"]), BackboneFreeze("inner.kernel")), strict=True):
+        fit(model, BATCHES, None, freeze, max_epochs=2)
+    assert_same(*models)
+
+
 def test_parts_that_overlap_are_refused() -> None:
     both = [BackboneFreeze("blocks"), BackboneFreeze(nnx.PathContains("blocks"))]
     fit_refuses(ArgumentError, r"names blocks\[0\]\..*which another", model=Deep(), train=BATCHES, callbacks=both)

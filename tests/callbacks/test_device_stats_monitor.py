@@ -77,8 +77,8 @@ def _missing() -> bool:
 
 def test_the_cores_in_use_are_seconds_of_threads_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     used, clock = iter([1.0, 4.0, 4.0]), iter([10.0, 12.0, 16.0])
-    monkeypatch.setattr(device_stats_monitor, "_cpu_seconds", lambda: next(used))
-    monkeypatch.setattr(device_stats_monitor, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    times = SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: next(used))
+    monkeypatch.setattr(device_stats_monitor, "time", times)
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[]))
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(mesh=mesh))
     (monitor := DeviceStatsMonitor(cpu_stats=True)).on_train_start(trainer, Mean())

@@ -97,6 +97,16 @@ def test_what_it_does_wrong_is_told_by_its_name():
     fit_refuses(StateError, r"Changes\.log_hyperparams changed the structure of Mean", logger=Changes())
 
 
+def test_what_it_does_to_a_row_stays_with_it():
+    class Empties(Logger):
+        def log_metrics(self, metrics, step=None):
+            metrics.clear()
+
+    fit(Scaled(3), numbered(2), logger=[Empties(), CSVLogger()], default_root_dir="run", log_every_n_steps=1)
+    lines = Path("run/metrics.csv").read_text().splitlines()
+    assert len(lines) == 3 and lines[0].startswith("step,epoch,") and lines[1].startswith("0,0,")
+
+
 def test_a_logger_without_hyperparameters_says_who_takes_them():
     refuses(
         LoggerError, lambda: Logger().log_hyperparams({"rate": 0.1}), "Logger cannot hold hyperparameters.*CSVLogger"
