@@ -4,6 +4,7 @@ import ctypes
 import gc
 import math
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,13 @@ from jaxlit.testing import fake_devices
 
 fake_devices(8)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # At how many megabytes a worker lets go of its programs. What stays (jax keeps every class of a module for ever) moves
 # it up: at a fixed place each test would come to begin without a single program.
-clear_at = [750.0]
+FIRST = 750.0
+clear_at = [FIRST]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,7 +79,7 @@ def bounded_memory() -> Iterator[None]:
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-    clear_at[0] = max(clear_at[0], resident() + 100)
+    clear_at[0] = max(FIRST, resident() + 100)
 
 
 def resident() -> float:

@@ -176,7 +176,7 @@ def called(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple
 
 
 @pytest.mark.parametrize("steps", thinned([2, 20], full=[2]))
-def test_the_language_model_learns_more_than_how_often_each_byte_comes(
+def test_the_language_model_learns_and_with_time_more_than_how_often_each_byte_comes(
     steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run("transformer_lm.py", monkeypatch, capsys, "--devices", "2", "--steps", str(steps))

@@ -44,7 +44,7 @@ def train(name: str, folder: str, *stops: int) -> tuple[Any, Any, Any]:
 KEEPING = [name for name in MADE if name != "ModelCheckpoint"]
 
 
-SELDOM = ["CSVLogger", "ReduceLROnPlateau", "Timer", "WandbLogger", "WeightAveraging"]
+SELDOM = ["CSVLogger", "JSONLLogger", "ReduceLROnPlateau", "ThroughputMonitor", "WandbLogger", "WeightAveraging"]
 
 
 @pytest.mark.parametrize("name", thinned(KEEPING, "EarlyStopping", "EMA", full=SELDOM))

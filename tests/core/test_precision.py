@@ -90,7 +90,7 @@ def test_gradients_accumulate_in_float32(strategy: str, precision: str) -> None:
     keep = hooks(on_train_batch_end=lambda t, *_: found.append((floats(t.state.window.grads), t.state.window.grads)))
     made = scalar(lambda w, batch: jnp.mean(w * batch["x"]) / 4096, optax.sgd(1.0))
     fit(made, constant(2048, 1, 1), None, keep, strategy=strategy, precision=precision, accumulate_grad_batches=3)
-    assert all(dtypes == {jnp.dtype(jnp.float32)} for dtypes, _ in found)
+    assert [dtypes for dtypes, _ in found] == [{jnp.dtype(jnp.float32)}] * 3
     rounded = jnp.asarray(-2050 / 3 / 4096, jnp.bfloat16 if precision == "bf16-true" else jnp.float32)
     assert float(made.w[...]) == pytest.approx(float(rounded), rel=1e-6)
 

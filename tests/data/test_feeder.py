@@ -174,7 +174,10 @@ def test_an_error_in_a_step_or_in_validation_leaves_no_thread_and_closes_every_l
 def test_grains_threads_end_with_a_run_that_stops_early(prefetch):
     before = {*threading.enumerate()}
     rows = grain.MapDataset.source([{"x": np.zeros(1, np.float32)} for _ in range(400)]).batch(2)
-    draw(rows, max_steps=3, max_epochs=-1, prefetch=prefetch)
+    begun = []
+    begins = hooks(on_train_batch_end=lambda *_: begun.append({*threading.enumerate()} - before))
+    draw(rows, begins, max_steps=3, max_epochs=-1, prefetch=prefetch)
+    assert len(begun) == 3 and all(begun)
     for thread in {*threading.enumerate()} - before:
         thread.join(60)  # a pool's threads are told to end, and nobody waits for them
         assert not thread.is_alive(), thread.name

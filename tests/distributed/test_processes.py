@@ -34,7 +34,7 @@ ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
 # divides among the processes.
 STREAMS, MORE = ("fsdp lazy dropout", "shard_map", "hsdp lazy"), ("explicit", "tensor")
-LIST = ("shard_map", 24)
+LISTS = (("shard_map", 24), ("zero1", 26))  # the second one with more streams
 TAILS = (("arrays", 1), ("generator", 4))
 RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two go on
 
@@ -201,12 +201,15 @@ def work():
 def train_streams_of_more():
     for case in MORE:
         say(case, train_stream(case))
+    strategy, size = LISTS[1]
+    say("list", train_on(own_batches(size), strategy=strategy))
 
 
 def train_everything():
     for case in STREAMS:
         say(case, train_stream(case))
-    say("list", train_on(own_batches(LIST[1]), strategy=LIST[0]))
+    strategy, size = LISTS[0]
+    say("list", train_on(own_batches(size), strategy=strategy))
     for name, tail in TAILS:
         arrays = jl.ArrayLoader(rows(16 + tail), 16)
         say(f"{name} {tail}", train_on(arrays if name == "arrays" else Stream(arrays), strategy="shard_map"))
@@ -372,7 +375,7 @@ def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(tw
     check_streams(STREAMS, two)
     for index, process in enumerate(two):
         said = process.said
-        check_against_numpy(said["list"], interleaved(LIST[1]), ROWS)
+        check_against_numpy(said["list"], interleaved(LISTS[0][1]), ROWS)
         for name, tail in TAILS:
             check_against_numpy(said[f"{name} {tail}"], [np.arange(16), np.arange(16, 16 + tail)], 16 + tail)
         check_against_numpy(said["grain"], interleaved(26), ROWS)
@@ -382,7 +385,9 @@ def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(tw
 
 @pytest.mark.sweep
 def test_two_processes_train_as_one_does_by_more_strategies(tmp_path):
-    check_streams(MORE, launch(train_streams_of_more, tmp_path))
+    check_streams(MORE, processes := launch(train_streams_of_more, tmp_path))
+    for process in processes:
+        check_against_numpy(process.said["list"], interleaved(LISTS[1][1]), ROWS)
 
 
 def check_streams(cases, processes):

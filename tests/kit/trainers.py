@@ -41,12 +41,21 @@ def thinned(cases: Iterable[Any], *often: Any, full: Iterable[Any] | None = None
     every = list(cases)
     seldom = every if full is None else list(full)
     assert (often or full is not None) and all(case in every for case in [*often, *seldom]), (often, seldom)
+    assert not (left := constant([*often, *seldom], every)), f"a sample that is the same in each case: {left}"
 
     def marked(case: Any) -> Any:
         mark = pytest.mark.full if case in seldom else pytest.mark.sweep
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
 
     return [case if case in often else marked(case) for case in every]
+
+
+def constant(sample: list[Any], every: list[Any]) -> list[int]:
+    """Return the factors that a sample of three cases or more leaves as they are, and all cases do not."""
+    if len(sample) < 3 or not isinstance(every[0], tuple):
+        return []
+    kinds = [[len({*map(repr, values)}) for values in zip(*cases, strict=False)] for cases in (sample, every)]
+    return [i for i, (few, many) in enumerate(zip(*kinds, strict=True)) if few == 1 < many]
 
 
 def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:

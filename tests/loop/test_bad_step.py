@@ -94,7 +94,7 @@ PAIRS = [tuple(case.values()) for case in pairwise(FACTORS)]
 CASES = list(dict.fromkeys([*FEW, *PAIRS, *itertools.product(*FACTORS.values())]))
 
 
-@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(CASES, *FEW, full=PAIRS[::6]))
+@pytest.mark.parametrize(("kind", "where", "accumulate", "strategy", "policy"), thinned(CASES, *FEW, full=PAIRS[::7]))
 def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accumulate, strategy, policy) -> None:
     batches, bad = trapped(kind, where), BAD // accumulate
     windows = [batches[i : i + accumulate] for i in range(0, COUNT, accumulate)]
@@ -129,7 +129,7 @@ GONE_ON = list(dict.fromkeys([*SOME, *PAIRS_ON, *itertools.product(*GOING_ON.val
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::6])
+    ("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::7])
 )
 def test_training_goes_on_behind_a_step_that_it_leaves_out_or_takes(kind, where, accumulate, strategy, policy) -> None:
     windows = [trapped(kind, where)[i : i + accumulate] for i in range(0, COUNT, accumulate)]

@@ -135,7 +135,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(ARGUMENTS, full=["clip"]))
+@pytest.mark.parametrize("name", thinned(ARGUMENTS, full=["clip", "16-mixed"]))
 def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
     """Whole batches, so that dropout draws alike. What `fsdp` does is compared with loops by hand elsewhere."""
     batches = sized(*[8] * 20)

@@ -27,7 +27,7 @@ def check(strategy: str, devices: int, *values: Any, **arguments: Any) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices", "accumulate", "clip", "precision"), thinned(CASES, CASES[4], full=CASES[1::8])
+    ("strategy", "devices", "accumulate", "clip", "precision"), thinned(CASES, CASES[4], full=CASES[1::7])
 )
 def test_a_strategy_trains_like_a_single_device(
     strategy: str, devices: int, accumulate: int, clip: float | None, precision: str
