@@ -71,7 +71,7 @@ class Results:
     def __init__(self) -> None:
         self.latest: jax.Array | None = None
         self.history = History()
-        self._table, self._rates = Table([]), tuple[str, ...]()
+        self._table, self._rates = Table([]), tuple[str | None, ...]()
         self._read_of: tuple[Any, list[float], Any] = (None, [], None)
         self._slots: dict[str, Slot] = {}
         self._count = 0  # values of epochs put here
@@ -81,7 +81,9 @@ class Results:
 
     def show_steps(self, table: Table, rates: Sequence[str] = ()) -> None:
         """From now on show the values of `latest`, whose columns are those of `table`, and learning rates."""
-        self._table, self._rates = table, tuple(rates)
+        # A name that the module logs has one meaning in all rows: its own.
+        taken = {name for metric in table.metrics[1:] if metric.logger for name in metric.names}
+        self._table, self._rates = table, tuple(None if name in taken else name for name in rates)
         for column, metric in enumerate(table.metrics):
             if column and metric.on_step:  # column 0 is the loss, which is no logged metric
                 self.put_step(metric, lambda column=column: self.steps(self.latest)[column])

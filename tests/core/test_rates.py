@@ -13,7 +13,7 @@ from kit.batches import numbered, random
 from kit.checkpoints import keep_all
 from kit.inside import rates_along
 from kit.journal import Rows, hooks
-from kit.modules import Linear, Net, module
+from kit.modules import Linear, Mean, Net, module
 from kit.pages import blocks
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
 
@@ -238,11 +238,23 @@ def test_the_rates_of_the_pages_recipes_are_in_their_rows(page: str, name: str) 
         assert rows.of(key) == pytest.approx([float(rate(k)) for k in range(8)], rel=1e-5, abs=1e-9)
 
 
-def test_what_a_module_logs_itself_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "interval", "expected"),
+    [({}, None, [7.0, 7.0]), ({"on_step": False, "on_epoch": True}, None, [7.0]), ({}, "epoch", [7.0, 7.0])],
+)
+def test_what_a_module_logs_itself_is_left_alone(arguments: Any, interval: Any, expected: list[float]) -> None:
     def step(self: Any, batch: Any) -> jax.Array:
-        self.log("lr", 7.0)
-        return jnp.mean(self.error(batch) ** 2)
+        loss = jnp.mean(self.error(batch) ** 2)
+        self.log("loss", loss)
+        self.log("lr", 7.0, **arguments)
+        return loss
 
-    rows = Rows(rates=True)
-    fit(module(step), numbered(2), None, rows, log_every_n_steps=1, **BARE)
+    rows, monitors = Rows(rates=True), [jl.callbacks.LearningRateMonitor(interval)] if interval else []
+    fit(module(step), numbered(2), None, rows, *monitors, log_every_n_steps=1, **BARE)
+    assert rows.of("lr") == expected
+
+
+def test_what_a_hook_logs_is_left_alone() -> None:
+    logs = hooks(on_train_batch_end=lambda t, m, *_: m.log("lr", 7.0))
+    fit(Mean(), numbered(2), None, logs, rows := Rows(rates=True), log_every_n_steps=1, **BARE)
     assert rows.of("lr") == [7.0, 7.0]
