@@ -266,7 +266,7 @@ class Session:
     def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
         """See `Trainer.stop_after`."""
         if self.fitted is None or not self.running:
-            raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it from a hook of fit.")
+            raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:

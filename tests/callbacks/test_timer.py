@@ -141,4 +141,4 @@ def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any
 
 def test_an_unknown_stage_and_a_time_outside_of_a_fit_are_refused() -> None:
     refuses(ArgumentError, lambda: Timer().time_elapsed("training"), "'train', 'validate', 'test', 'predict'")
-    refuses(ArgumentError, lambda: make_trainer().stop_after(1.0, "late"), "Call it from a hook of fit")
+    refuses(ArgumentError, lambda: make_trainer().stop_after(1.0, "late"), "Call it in on_fit_start or later")
