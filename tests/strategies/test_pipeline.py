@@ -60,9 +60,11 @@ def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: i
     expected, module = (layered(layers=layers_of(schedule, stages)) for _ in range(2))
     losses = by_microbatches(expected, BATCHES, 4)
     strategy = Pipeline(stages, schedule, 4, layers="layers", remat=remat)
-    fit(module, BATCHES, None, rows := Rows(), strategy=strategy, devices=devices, log_every_n_steps=1)
+    rows, outputs = Rows(), Losses()
+    fit(module, BATCHES, None, rows, outputs, strategy=strategy, devices=devices, log_every_n_steps=1)
     assert_close(module, expected)
     np.testing.assert_allclose(rows.of("train"), losses, atol=1e-5)
+    np.testing.assert_allclose(outputs.losses, losses, atol=1e-5)
 
 
 @pytest.mark.parametrize(
