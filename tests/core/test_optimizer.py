@@ -241,3 +241,8 @@ def test_a_step_that_updates_parameters_by_an_optimizer_of_nnx_is_refused() -> N
     with pytest.raises(Exception, match="Cannot mutate") as caught:
         fit(model, random(), **BARE)
     assert any("An optimizer of nnx was updated in the step" in note for note in caught.value.__notes__)
+    count = nnx.Variable(jnp.zeros(()))
+    model = module(lambda self, batch: (count.set_value(count + 1), self.loss(batch))[1], base=Net, init=init)
+    with pytest.raises(Exception, match="Cannot mutate") as caught:
+        fit(model, random(), **BARE)
+    assert not any("An optimizer of nnx" in note for note in getattr(caught.value, "__notes__", []))

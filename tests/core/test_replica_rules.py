@@ -85,12 +85,18 @@ def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
     def step(module: Any, batch: Any) -> Any:
         for name, (value, _) in cases.items():
             module.all[name][...] = value(module.all[name][...], batch)
+        module.decayed.update(values=batch["x"])
         return module.errors(batch).mean()
+
+    class Decayed(nnx.metrics.Welford):
+        def update(self, **given: Any) -> None:
+            self.mean[...] = 0.5 * self.mean[...] + 0.5 * given[self.argname].mean()
 
     class Writes(Line):
         def __init__(self) -> None:
             super().__init__(step)
             self.all = nnx.Dict({name: nnx.Variable(jnp.asarray(held)) for name, (_, held) in cases.items()})
+            self.decayed = Decayed()
 
     module = Writes()
     fit(module, strategy)
@@ -101,6 +107,8 @@ def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
         got = np.asarray(module.all[name][...])
         assert got.dtype == expected.dtype, name
         np.testing.assert_allclose(got, np.asarray(expected), rtol=1e-6, err_msg=name)
+    means = [batch["x"].mean() for batch in make_batches(*SIZES)]
+    assert float(module.decayed.mean[...]) == pytest.approx(np.dot(means, [0.0625, 0.125, 0.25, 0.5]), rel=1e-5)
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {

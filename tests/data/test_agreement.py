@@ -49,6 +49,11 @@ def test_batches_that_divide_stay_parts_and_others_become_whole_ones_in_the_orde
         np.testing.assert_array_equal(parts[2].batch["x"], whole)
 
 
+def test_rows_that_are_all_alike_are_taken(monkeypatch):
+    for found in agreed(monkeypatch, lambda index: [{"x": np.ones((8, 3))}] * 2):
+        assert [shapes["x"].shape for shapes, _ in found] == [(16, 3)] * 2
+
+
 def dtype(batches):
     return [batch | {"x": batch["x"].astype(np.float16)} for batch in batches]
 

@@ -113,6 +113,7 @@ def test_a_loader_without_end_ends_with_max_steps_and_a_repeat_that_ends_is_none
         (np.ones((4, 2)), r"got ndarray.*Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
         (jnp.ones((4, 2)), r"Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
         ((np.ones((4, 2)), np.ones(4)), r"got a tuple of arrays.*Wrap arrays as jl.ArrayLoader\(\(x, y\)"),
+        ([np.ones(4, np.float32), np.ones(4, np.int32)], r"got a list of arrays.*float32\[4\], int32\[4\]"),
         ({"x": np.ones((4, 2))}, "got dict.*jl.ArrayLoader"),
         (Mean, "got the class Mean.*jl.ArrayLoader"),
         (3, "got int 3.*jl.ArrayLoader"),

@@ -1,5 +1,7 @@
 """What processes tell each other, and what one does while the others wait."""
 
+import io
+import os
 import socket
 import threading
 
@@ -7,6 +9,7 @@ import jax
 import pytest
 from kit.threads import as_processes
 
+from jaxlit.distributed import exchange
 from jaxlit.distributed.exchange import agree, once_per_node
 from jaxlit.errors import ProcessError
 
@@ -32,9 +35,14 @@ def test_agree_names_the_process_that_does_not_come(monkeypatch):
     assert type(error) is ProcessError and str(error).startswith("Process 1 did not come to 'alone' within 0.01 s")
 
 
-@pytest.mark.parametrize(("names", "leaders"), [(["one", "one"], [0]), (["one", "other"], [0, 1])])
-def test_work_is_done_once_a_computer_while_the_others_wait(names, leaders, monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "boots", "leaders"),
+    [(["one", "one"], "aa", [0]), (["one", "other"], "aa", [0, 1]), (["one", "one"], "ab", [0, 1])],
+)
+def test_work_is_done_once_a_computer_while_the_others_wait(names, boots, leaders, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: names[jax.process_index()])
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    monkeypatch.setattr(exchange, "open", lambda path: io.StringIO(boots[jax.process_index()]), raising=False)
     done, returned = [], threading.Event()
 
     def download():

@@ -53,8 +53,8 @@ def small(name: str, at: int, words: str = ALLOCATING, base: type = SingleDevice
     return Small(**arguments)
 
 
-def error_of(strategy: Any, *callbacks: Any, val: Any = None) -> OutOfMemoryError:
-    given = {"num_sanity_val_steps": 0, **BARE}
+def error_of(strategy: Any, *callbacks: Any, val: Any = None, **arguments: Any) -> OutOfMemoryError:
+    given = {"num_sanity_val_steps": 0, **BARE, **arguments}
     with pytest.raises(OutOfMemoryError) as caught:
         fit(Linear(), random(3), val, *callbacks, strategy=strategy, **given)
     assert [word for word in REMEDIES if word not in str(caught.value)] == []
@@ -86,6 +86,11 @@ def test_parts_are_those_of_one_device_where_they_are_split() -> None:
     told = str(error_of(small("train_step", 1, base=FSDP, min_size=0)))
     # Three rows of a kernel do not divide into eight; 128 bytes of the batch do.
     assert "parameters 16 B, optimizer 16 B, batch 16 B, temporaries of train_step " in told
+
+
+def test_of_a_windows_programs_the_one_with_the_most_temporaries_is_named() -> None:
+    # The window's last batch takes what each takes, and the optimizer's update.
+    assert "temporaries of train_step " in str(error_of(small("train_step", 2), accumulate_grad_batches=2))
 
 
 def test_what_cannot_be_compiled_is_told_so_and_is_not_compiled_again() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from kit.batches import sized
 from kit.inside import laid_out
 from kit.modules import Net
@@ -203,6 +205,15 @@ def test_optimizer_state_is_split_as_its_parameters_are(name: str) -> None:
     moments = [(x.shape, s.spec) for x, s in pairs if x.shape in specs and x.size > 1024]
     assert bool(moments) == (name != "adafactor")
     assert all(spec == specs[shape] for shape, spec in moments)
+
+
+def test_a_moment_belongs_to_the_parameter_of_its_whole_path() -> None:
+    mesh = jl.sharding.mesh({"data": -1})
+    rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P(None, "data"), P()))
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    params, shardings = {"w": shape, "inner": {"w": shape}}, {"w": rows, "inner": {"w": columns}}
+    adam, _ = jl.strategies.like_params(jax.eval_shape(optax.adam(1.0).init, params), params, shardings, whole)
+    assert adam.mu == adam.nu == shardings
 
 
 @pytest.mark.parametrize(

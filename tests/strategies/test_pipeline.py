@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from kit.batches import sized
 from kit.inside import pipelined
-from kit.journal import Losses, Rows
+from kit.journal import Losses, Rows, hooks
 from kit.stages import WIDTH, Language, Layered, by_microbatches, numbers, sentences
 from kit.trainers import BARE, fit, make_trainer, thinned
 
@@ -23,6 +23,13 @@ from jaxlit.strategies import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 BATCHES = sized(8, 8, 8, 6)  # the last one in parts of two sizes
+
+
+class Told(Layered):
+    """Returns a mean over rows beside the loss."""
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": super().training_step(batch), "mean": batch["x"].mean()}
 
 
 def layered(**arguments: Any) -> Layered:
@@ -60,9 +67,13 @@ def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: i
     expected, module = (layered(layers=layers_of(schedule, stages)) for _ in range(2))
     losses = by_microbatches(expected, BATCHES, 4)
     strategy = Pipeline(stages, schedule, 4, layers="layers", remat=remat)
-    fit(module, BATCHES, None, rows := Rows(), strategy=strategy, devices=devices, log_every_n_steps=1)
+    module.__class__ = Told
+    rows, means = Rows(), []
+    told = hooks(on_train_batch_end=lambda t, m, outputs, b, i: means.append(float(outputs["mean"])))
+    fit(module, BATCHES, None, rows, told, strategy=strategy, devices=devices, log_every_n_steps=1)
     assert_close(module, expected)
     np.testing.assert_allclose(rows.of("train"), losses, atol=1e-5)
+    np.testing.assert_allclose(means, [batch["x"].mean() for batch in BATCHES], atol=1e-6)
 
 
 @pytest.mark.parametrize(

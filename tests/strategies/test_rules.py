@@ -128,6 +128,10 @@ def test_a_rule_that_cannot_be_followed_is_refused(kind: Any, rules: Any, words:
     refuses(kind, lambda: spec_of(FSDP(mesh=MESH, rules=rules), (32, 63)), rf"FSDP.*{words}")
 
 
+def test_nothing_need_be_split_over_one_device() -> None:
+    assert spec_of(TensorParallel(tp=1, fsdp=2, data=-1), (32, 64)) == P(None, "fsdp")
+
+
 def test_rules_are_there_for_a_strategy_of_ones_own() -> None:
     mesh, rules = jl.sharding.mesh({"data": 4, "tp": 2}), Rules({"up": COLUMNS})
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
