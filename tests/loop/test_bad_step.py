@@ -1,5 +1,6 @@
 """A step that is not finite loses nothing: the last good state is saved in its place, and a resume gets past it."""
 
+import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -249,6 +250,15 @@ def test_a_caught_error_leaves_nothing_to_save_but_the_last_good_state() -> None
     assert float(resumed.module.w[...][0]) == mean([[k] for k in (1, 2, 3, 5, 6, 7, 8)])
 
 
+def test_whoever_hears_of_the_error_sees_the_module_as_it_was_before_the_step() -> None:
+    seen: list[int] = []
+    look = lambda trainer, module, *_: seen.append(int(module.count[...]))  # noqa: E731
+    watch = hooks(on_train_batch_end=look, on_exception=look)
+    with pytest.raises(NonFiniteError):
+        fit(Trapped(), trapped("nan", "loss")[1:5], None, watch, accumulate_grad_batches=2, **BARE)
+    assert seen == [1, 2, 3, 3, 2]  # the first batch of the bad window is undone as well
+
+
 def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_time(capsys) -> None:
     given: Any = {"default_root_dir": "run", "resume": "auto"}
     for again in (False, True):
@@ -262,6 +272,11 @@ def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_t
     assert "batch 3) was not finite: run again now, it is left out by nan_policy='skip'" in capsys.readouterr().out
     fit(Mean(), spoilt(8, 3), nan_policy="skip", max_epochs=2, **given)
     assert "was not finite" not in capsys.readouterr().out
+    given |= {"default_root_dir": "windows", "accumulate_grad_batches": 2}
+    for policy in ("raise", "ignore"):
+        with contextlib.suppress(NonFiniteError):
+            fit(Mean(), spoilt(8, 3), nan_policy=policy, **given)
+    assert "resume: step 1 (epoch 0, batches 2 to 3) was not finite" in capsys.readouterr().out
 
 
 def test_rows_and_means_of_hooks_are_those_of_a_training_that_skips_the_step_from_the_start() -> None:
