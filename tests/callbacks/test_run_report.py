@@ -130,7 +130,7 @@ def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
 
 
 def fail(trainer: Any, *_: Any) -> None:
-    if trainer.global_step == 5:
+    if trainer.global_step == 7:
         raise KeyError(KEY)
 
 
@@ -157,7 +157,7 @@ def test_however_a_fit_ends_the_page_says_so_and_the_closing_lines_name_it(case:
         trainer.fit(model, numbered(4))
     page = read()
     assert state in page.text and ("flat & low" in page.text) == (case == "a stop")
-    # The row before the error as well, and the checkpoint that the error has left.
+    # The row that was not read yet where the error came as well, and the checkpoint that the error has left.
     last = trainer.global_step - (2 if case == "an error" else 1)
     assert int(page.rows("Metrics")["count"][2].split(" at ")[1]) == last
     assert any(f"step_0000000{trainer.global_step}" in name for name in page.rows("Checkpoints"))
