@@ -75,7 +75,7 @@ def test_a_resumed_training_traces_what_is_left_of_the_window(caplog: pytest.Log
     assert steps_in(str(run(1, Profiler(2, 4, "first")).location)) == [2, 3]
     assert steps_in(str(run(2, Profiler(2, 4, "second")).location)) == [4, 5]
     assert not warnings_of(caplog)
-    assert run(3, Profiler(2, 4)).location is None
+    assert run(3, Profiler(4, 4)).location is None
     assert run(4, Profiler(99)).location is None
     behind, never = (text for text in warnings_of(caplog) if "Profiler" in text)
     assert "goes on at step 8" in behind and "ended behind step 15" in never

@@ -40,8 +40,8 @@ def test_hyperparameters_are_the_constructors_json_values_with_defaults() -> Non
 
 def test_hyperparameters_are_taken_from_a_command_line_and_lightnings_other_arguments_refused() -> None:
     module = Configured(8)
-    module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x")))
-    assert module.hparams.depth == 3 and "path" not in module.hparams
+    module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x"), scale=float("nan")))
+    assert module.hparams.depth == 3 and not {"path", "scale"} & module.hparams.keys()
     refuses(ArgumentTypeError, lambda: module.save_hyperparameters(logger=False), "'logger'", "leave it out")
 
 

@@ -1,5 +1,6 @@
 """A step that is not finite loses nothing: the last good state is saved in its place, and a resume gets past it."""
 
+import contextlib
 import itertools
 import re
 from pathlib import Path
@@ -249,6 +250,20 @@ def test_a_caught_error_leaves_nothing_to_save_but_the_last_good_state() -> None
     assert float(resumed.module.w[...][0]) == mean([[k] for k in (1, 2, 3, 5, 6, 7, 8)])
 
 
+def test_a_hook_of_the_batches_that_run_again_sees_the_module_of_before_the_step() -> None:
+    class Sees(Trapped):
+        def on_before_batch_transfer(self, batch: Any, *_: Any) -> Any:
+            seen.append(int(self.count[...]))
+            return batch
+
+    seen: list[int] = []
+    look = hooks(on_train_batch_end=lambda trainer, module, *_: seen.append(int(module.count[...])))
+    with pytest.raises(NonFiniteError):
+        fit(Sees(), trapped("nan", "loss")[1:5], None, look, accumulate_grad_batches=2, prefetch=0, **BARE)
+    # The first batch of the bad window has counted, and is undone.
+    assert seen[-3:] == [3, 2, 2]
+
+
 def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_time(capsys) -> None:
     given: Any = {"default_root_dir": "run", "resume": "auto"}
     for again in (False, True):
@@ -262,6 +277,11 @@ def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_t
     assert "batch 3) was not finite: run again now, it is left out by nan_policy='skip'" in capsys.readouterr().out
     fit(Mean(), spoilt(8, 3), nan_policy="skip", max_epochs=2, **given)
     assert "was not finite" not in capsys.readouterr().out
+    given |= {"default_root_dir": "windows", "accumulate_grad_batches": 2}
+    for policy in ("raise", "ignore"):
+        with contextlib.suppress(NonFiniteError):
+            fit(Mean(), spoilt(8, 3), nan_policy=policy, **given)
+    assert "resume: step 1 (epoch 0, batches 2 to 3) was not finite" in capsys.readouterr().out
 
 
 def test_rows_and_means_of_hooks_are_those_of_a_training_that_skips_the_step_from_the_start() -> None:

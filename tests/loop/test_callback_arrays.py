@@ -289,6 +289,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"Made defines init_arrays and no update_arrays", {"init_arrays": zeros}),
     (r"Made defines update_arrays and no init_arrays", {"update_arrays": keep}),
     (CALLED, {"init_arrays": zeros, "update_arrays": lambda self, arrays, params: (arrays, params)}),
+    (
+        r"Made\.eval_params must return an array of each parameter's own shape and dtype",
+        {
+            "init_arrays": lambda self, params: jax.tree.map(lambda x: x.astype("float16"), params),
+            "update_arrays": keep,
+            "eval_params": lambda self, arrays: arrays,
+        },
+    ),
     *(
         (f"must return a pytree of arrays, {words}", {"init_arrays": lambda self, p, x=x: x, "update_arrays": keep})
         for words, x in INITS

@@ -67,6 +67,12 @@ def test_what_is_undone_is_forgotten():
     assert [*history] == ["x"] and history["x"][0].tolist() == [0, 1, 2]
     history.add({"x": 7}, 3)
     assert history["x"][1].tolist() == [0, 1, 2, 7]
+    for step in range(4, MOST + 1):  # from now on every second is kept
+        history.add({"x": step}, step)
+    history.clear(6)
+    for step in range(6, 11):
+        history.add({"x": step}, step)
+    assert history["x"][0].tolist() == [0, 2, 4, 6, 8, 10]
 
 
 def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):

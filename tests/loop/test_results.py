@@ -12,7 +12,9 @@ from kit.modules import Mean, logging, module
 from kit.trainers import fit
 
 import jaxlit as jl
+from jaxlit.core.log import Metric
 from jaxlit.errors import LoggerError
+from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -39,6 +41,15 @@ def test_the_metrics_of_a_fit_do_not_outlive_the_start_of_the_next_and_are_read_
         trainer.callback_metrics["train/los"]
     trainer.fit(logging(lambda m, batch, i: m.log("other", 1.0)), numbered(1))
     assert set(trainer.callback_metrics) == {"other"}
+
+
+def test_a_value_behind_a_resume_is_another_than_those_of_the_checkpoint() -> None:
+    before, after = Results(), Results()
+    for name in "ab":
+        before.put_epoch(Metric(name), 1.0)
+    after.load_state_dict(before.state_dict())
+    after.put_epoch(Metric("c"), 1.0)
+    assert len({after.callback_metrics.version(name) for name in "abc"}) == 3
 
 
 # Rows ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What can be set on a Trainer holds from then on, and what a user writes between runs is used where it should be."""
 
 import dataclasses
+import datetime
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +21,16 @@ from jaxlit.loop.settings import Settings
 FIELDS = [field.name for field in dataclasses.fields(Settings)]
 FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
 
+# Of each argument that can be set another value than a Trainer has.
+OTHERS: dict[str, Any] = {"precision": "bf16-mixed", "nan_policy": "skip", "seed": 5, "host_keys": ("id",)}
+OTHERS |= {"max_epochs": 3, "min_epochs": 1, "max_steps": 9, "min_steps": 2, "max_time": datetime.timedelta(hours=1)}
+OTHERS |= {f"limit_{stage}_batches": 3 for stage in ("train", "val", "test", "predict")}
+OTHERS |= {"overfit_batches": 2, "fast_dev_run": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 7, "resume": "kept"}
+OTHERS |= {"val_check_interval": 2, "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1}
+OTHERS |= {"accumulate_grad_batches": 2, "gradient_clip_val": 2.0, "gradient_clip_algorithm": "value"}
+OTHERS |= {"data_timeout": 3.0, "hang_timeout": 4.0, "prefetch": 0, "max_in_flight": 1, "max_recompiles": 3}
+OTHERS |= {"callbacks": [jl.Callback()], "debug": True}
+
 
 def test_arguments_that_are_set_hold_for_the_next_run() -> None:
     trainer, model = make_trainer(fast_dev_run=2), Mean()
@@ -37,21 +48,20 @@ def test_arguments_that_are_set_hold_for_the_next_run() -> None:
 
 def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
     """None of them is taken in silence."""
-    others = {"gradient_clip_algorithm": "value", "max_recompiles": 3, "limit_val_batches": 0, "prefetch": 0}
-    others |= {"max_in_flight": 1, "data_timeout": 3.0, "seed": 5}
     for field in dataclasses.fields(Settings):
         trainer = jl.Trainer(max_epochs=1, gradient_clip_val=1.0)
-        name, value = field.name, others.get(field.name, field.default)
+        name, value = field.name, OTHERS.get(field.name, field.default)
         if name in FIXED:
             words = rf"^Trainer\.{name} is fixed when.*set to .*with Trainer\({name}="
             refuses(
                 AttributeError, lambda name=name, value=value, trainer=trainer: setattr(trainer, name, value), words
             )
             continue
+        assert getattr(trainer, name) != value
         setattr(trainer, name, value)
-        assert getattr(trainer.settings, name) == value
-        if name not in ("callbacks", "min_epochs", "min_steps"):  # which say what follows from them
-            assert getattr(trainer, name) == value
+        assert getattr(trainer, name) == value
+        if name != "callbacks":  # which the Trainer itself has
+            assert getattr(trainer.settings, name) == value
 
 
 @pytest.mark.parametrize(
