@@ -86,13 +86,14 @@ def _names_of(callback: BackboneFreeze, module: TrainModule, wrt: Any) -> frozen
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise ArgumentTypeError(f"{whose} returns the names of parameters, got {found!r}. Return a frozenset of them.")
     found = frozenset(found)
+    some = f" One is called {there[0]!r}." if there else " There is none."
     if unknown := sorted(map(str, found.difference(there))):
         raise ArgumentError(
             f"{whose} names {unknown[0]!r}, which is no trained parameter of {type(module).__name__}."
-            f"{did_you_mean(unknown[0], there)} One is called {there[0]!r}."
+            f"{did_you_mean(unknown[0], there)}{some}"
         )
     if not found:
-        raise ArgumentError(f"{whose} names no parameter of {type(module).__name__}. Return one, such as {there[0]!r}.")
+        raise ArgumentError(f"{whose} names no trained parameter of {type(module).__name__}.{some}")
     return found
 
 

@@ -314,7 +314,7 @@ class Own(BackboneFreeze):
     ("found", "words"),
     [
         (["inner/kernel"], r"Own\.names\(\.\.\.\) names 'inner/kernel', which is no .*Did you mean 'inner\.kernel'"),
-        ((), r"names no parameter of Deep.*such as '"),
+        ((), r"names no trained parameter of Deep\. One is called '"),
         ("inner.kernel", r"returns the names of parameters, got 'inner\.kernel'"),
         (None, r"returns the names of parameters, got None"),
     ],

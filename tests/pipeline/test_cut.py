@@ -103,7 +103,7 @@ def test_losses_of_single_layers_and_norms_of_weights_stay_where_they_are_made()
 
     found = cut_of(loss, "wwwb", 3)
     assert [piece.inputs for piece in found.pieces] == [[0, 3], [1], [2]]
-    numbers, activation = [*shapes_into(found, 2)][:-1], [*shapes_into(found, 2)][-1]
+    *numbers, activation = shapes_into(found, 2)
     assert numbers and {*numbers} == {()} and activation != ()
 
 
