@@ -79,7 +79,8 @@ class Run:
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
     accumulate: int = 1  # batches an optimizer step in this epoch
-    accumulate_given: int = 1  # and with what the fit began, before its hooks
+    accumulate_given: int = 1  # and what the Trainer was given, before any hook
+    accumulate_left: int | None = None  # and what hooks had set when the loops ended
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
     announced: bool = field(default_factory=is_announced_by_jax)  # jax tells all processes of a SIGTERM
@@ -141,7 +142,8 @@ class Run:
         return f"{f'in {hook}, ' if hook else ''}behind step {position.global_step} of epoch {position.epoch}"
 
     def close(self) -> None:
-        """Let go of the loaders."""
+        """Let go of the loaders, and keep what teardown may set back."""
+        self.accumulate_left = self.settings.accumulate_grad_batches
         for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
             source.close()
 

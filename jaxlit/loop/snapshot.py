@@ -74,7 +74,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     }
     if added:  # by the module's own lines: its constructor takes no such argument
         state["added_hparams"] = hide(_kept(added))
-    if {*(numbers := (run.accumulate_given, run.settings.accumulate_grad_batches))} != {run.accumulate}:
+    if {*(numbers := _numbers_set(run))} != {run.accumulate}:
         state["accumulate_set"] = [*numbers]  # by hooks
     if run.not_finite is not None:
         state["not_finite"] = run.not_finite
@@ -165,20 +165,26 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
-def accumulation_of(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the `accumulate_grad_batches` with which a training began, and that which holds for later epochs."""
-    given, later = state.get("accumulate_set") or [state["accumulate"]] * 2
-    return given, later
+def _numbers_set(run: Run) -> tuple[int, int]:
+    """Return the `accumulate_grad_batches` that the Trainer was given, and what hooks have set for later epochs."""
+    return run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches
+
+
+def keeps_accumulation(run: Run, state: Mapping[str, Any]) -> bool:
+    """Tell whether what hooks had set holds: the Trainer has the same number, and no `setup` has set another.
+
+    Beside a Trainer that is given 1 only a callback's `setup` makes room for windows, and says their length again.
+    """
+    given, _ = state.get("accumulate_set") or (state["accumulate"], None)
+    return 1 < given == run.accumulate_given == run.settings.accumulate_grad_batches
 
 
 def load_accumulation(run: Run, state: Mapping[str, Any]) -> None:
     """Go on with the windows of the epoch, and with what hooks had set, unless the Trainer now has another number."""
-    given, later = accumulation_of(state)
-    unchanged = given == run.accumulate_given
-    if unchanged or state["position"]["filled"]:
-        run.accumulate = state["accumulate"]
-    if unchanged and later != given:
-        run.hooks.trainer.accumulate_grad_batches = later
+    keeps, own = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
+    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else own
+    if keeps and (numbers := state.get("accumulate_set")):
+        run.hooks.trainer.accumulate_grad_batches = numbers[1]
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:

@@ -74,13 +74,12 @@ class Engines:
         if own:  # its arrays go to the engine, and may be lost there, or overwritten with a checkpoint's
             self._built = None
         if fitting:
-            run.accumulate = run.accumulate_given = settings.accumulate_grad_batches
             engine = self._of_fit(run, own)
         else:
             engine = self.evaluator(run.module, settings, fitted, own=own, restores=resume is not None)
         if resume is not None:
             if fitting:
-                check_window(resume.checkpoint, settings.accumulate_grad_batches)
+                check_window(resume.checkpoint, run)
             load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if own and built is not None and (fitting or resume is None):
             self._built, built.seed = built, None if fitting else built.seed

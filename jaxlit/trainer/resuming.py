@@ -40,14 +40,15 @@ def tell_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then[nan_policy]}.{inside}")
 
 
-def check_window(checkpoint: Checkpoint, accumulate: int) -> None:
+def check_window(checkpoint: Checkpoint, run: Run) -> None:
     """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
 
     Raises:
         CheckpointError: Naming the number that it needs.
     """
     was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
-    if accumulate not in (was, snapshot.accumulation_of(checkpoint.state)[0]) and filled:
+    accumulate = run.settings.accumulate_grad_batches
+    if filled and accumulate != was and not snapshot.keeps_accumulation(run, checkpoint.state):
         raise CheckpointError(
             f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
             f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."

@@ -279,7 +279,7 @@ class Session:
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         clock = Clock(self.strategy.num_processes > 1)
         given = self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight, clock
-        return Run(*given)
+        return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
 
     def _with_default(self, mine: list[Callback]) -> list[Callback]:
         """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""

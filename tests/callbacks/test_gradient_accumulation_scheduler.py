@@ -113,6 +113,26 @@ def test_a_window_that_a_stop_has_cut_is_gone_on_with_from_a_checkpoint_behind_t
     refuses(CheckpointError, call, words)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_without_it_a_resume_goes_by_the_trainers_number(accumulate: int) -> None:
+    trainer = fit(Mean(), numbered(8), None, GradientAccumulationScheduler({0: 4, 1: 2}), max_epochs=2, **BARE)
+    trainer.save_checkpoint("behind")
+    arguments = BARE | {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    assert fit(Mean(), numbered(8), ckpt_path="behind", **arguments).global_step == 2 + 4 + 8 // accumulate
+
+
+def test_without_it_a_resume_in_an_epoch_goes_by_the_trainers_number_and_ends_no_window_it_has_no_room_for() -> None:
+    schedule = GradientAccumulationScheduler({0: 2})
+    for batches in (2, 3):
+        saves = at_batch(batches - 1, lambda trainer, module: trainer.save_checkpoint("at"))
+        fit(Mean(), numbered(6), None, schedule, saves, max_epochs=1, **BARE)
+        go_on = lambda: fit(Mean(), numbered(6), ckpt_path="at", max_epochs=1, **BARE)  # noqa: E731
+        if batches == 3:
+            refuses(CheckpointError, go_on, "1 of 2 batches in its accumulation window")
+        else:
+            assert go_on().global_step == 1 + 4
+
+
 def test_an_average_that_starts_at_an_epoch_counts_its_steps() -> None:
     weights = [mean(windows((5, 1))[:k]) for k in range(1, 7)]
     for make, expected in (
