@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxlit.core.closures import note_trace_level
 from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.linen import note_linen
@@ -63,6 +64,8 @@ class PureModule:
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
     told: set[tuple[str, str]] = field(default_factory=set)  # of what a step does while it is traced only
+    # Called with the rows that a replica's step is traced for, by stage and loader.
+    row_checks: dict[tuple[str, int | None], Callable[[int], None]] = field(default_factory=dict)
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -106,7 +109,7 @@ class PureModule:
 
     def untraced(self) -> "PureModule":
         """Return the same with no step traced: what a trace finds out is true of one program only."""
-        return replace(self, traced={}, _bodies={})
+        return replace(self, traced={}, row_checks={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
@@ -168,14 +171,13 @@ class PureModule:
         if training:
             new = tuple(_keep_dtypes(*trees, compute) for trees in zip(held, given, new, strict=True))
             self._check_structure(held, new)
-            pairs = zip(jax.tree.leaves(held), jax.tree.leaves(new), strict=True)
-            changed = tuple(a is not b for a, b in pairs)
         else:
-            changed, new = (), _written(given, new)
-        traced = Traced(
-            Table([]), outputs, rows, changed, batch=jax.tree.structure(batch), reads=reads, stepped=stepped
-        )
+            new = _written(given, new)
+        traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, collector, traced)
+        if replica.splits and (check := self.row_checks.pop((stage, loader), None)) is not None:
+            check(rows)  # traces this step as well
+            self.row_checks[stage, loader] = check
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
@@ -195,6 +197,7 @@ class PureModule:
             note_linen(error)
             note_torch(error)
             note_own_optimizer(error)
+            note_trace_level(error)
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "

@@ -37,7 +37,7 @@ def reached(step: Callable[..., Any], kind: type) -> list[Named]:
         if function is None or function.__code__ in seen or is_of_library(function.__module__):
             continue
         seen.add(function.__code__)
-        names, spaces = _names(function.__code__), [function.__globals__, _closure(function)]
+        names, spaces = names_in(function.__code__), [function.__globals__, closure_of(function)]
         taken = [space[name] for space in spaces for name in names if name in space]
         spaces += [vars(x) for x in taken if isinstance(x, ModuleType) and not is_of_library(x.__name__)]
         here = [Named(space, name, space[name], names) for space in spaces for name in names if name in space]
@@ -63,7 +63,8 @@ def _function(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """Return what a function takes from the functions around it, by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it may still be empty
@@ -71,7 +72,7 @@ def _closure(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """Return the names in a function, and in the functions and comprehensions within it."""
-    inner = [_names(x) for x in code.co_consts if isinstance(x, CodeType)]
+    inner = [names_in(x) for x in code.co_consts if isinstance(x, CodeType)]
     return {*code.co_names, *code.co_freevars}.union(*inner)

@@ -216,7 +216,7 @@ class TrainStep:
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        return replace(self.kept_finite(old, new), window=window), loss, outputs
+        return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state behind a batch that completes no step, with what it has written as far as that is finite."""
@@ -270,11 +270,12 @@ class TrainStep:
             scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
 
         def keep() -> tuple[Any, ...]:
+            before = old.at_start(new.window_start)
             frozen, model_state = jax.tree.map(
-                partial(_keep_counters, stopped), (old.frozen, old.model_state), (new.frozen, new.model_state)
+                partial(_keep_counters, stopped), (before.frozen, before.model_state), (new.frozen, new.model_state)
             )
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return old.params, old.opt_state, old.extras, frozen, model_state, nothing
+            return before.params, old.opt_state, old.extras, frozen, model_state, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
@@ -282,6 +283,8 @@ class TrainStep:
         mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
         new = replace(new, sums=jnp.where(ok | overflow & ~stopped, sums, old.sums), loss_scale=scale)
+        if (start := new.window_start) is not None:
+            new = replace(new, window_start=replace(start, batches=jnp.zeros_like(start.batches)))
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
 
     def _apply_masked(

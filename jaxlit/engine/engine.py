@@ -33,7 +33,7 @@ from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
-from jaxlit.engine.creation import check_trainable, epoch_starter, init_state
+from jaxlit.engine.creation import check_trainable, epoch_starter, init_state, undone_with_window
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.look import Look
@@ -107,6 +107,9 @@ class Engine:
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
+        if nan_policy == "skip" and accumulate > 1:
+            undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), example)
+            init = partial(init, undone=undone)
         self.state = FlatState(self.pure, strategy, init, variables, donate=own, example=example)
         self.state.eval_at = self.state.evaluated(eval_places(extras, self.state.at, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
@@ -235,6 +238,8 @@ class Engine:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
             state.put(window.metrics, state.stacked(self.training_table.empty()))
+        if (start := state.at.window_start) is not None:
+            state.put(start.batches, np.zeros((), np.int32))
 
     @property
     def training_table(self) -> Table:

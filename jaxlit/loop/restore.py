@@ -132,7 +132,7 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
 
 
 def _is_own(name: str) -> bool:
-    return name in ("sums", "loss_scale") or name.startswith("window.")
+    return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))
 
 
 def _is_skipped(name: str, evaluates: bool, reset_optimizer: bool) -> bool:

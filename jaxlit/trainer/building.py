@@ -75,8 +75,9 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
         loaders.check_before_building(model.cls, settings.timeouts)  # building it may take minutes
-        return build_lazy(model, strategy, settings.seed)
-    call_step(model, stage.name)
+        model = build_lazy(model, strategy, settings.seed)
+    else:
+        call_step(model, stage.name)
     check_variables(model)
     return model
 
