@@ -1,9 +1,10 @@
 """Modules that functions hold, out of sight of nnx: their weights would be constants of the compiled step."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from flax import errors, nnx
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import CONTAINERS, each_attribute
-from jaxlit.core.reached import closure_of, names_in
 from jaxlit.errors import ModuleError
 
 
@@ -74,7 +74,7 @@ def _held(value: Any, seen: set[tuple[int, bool]], *, inside: bool = False) -> I
         if not isinstance(value.__self__, nnx.Pytree) or any(map(_of_graph, _used(value.__func__, value.__self__))):
             inside, parts = True, (value.__self__,)
     elif isinstance(value, FunctionType):
-        around = (*closure_of(value).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        around = (*_closure(value).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         used = [(x, _used(value, x) if isinstance(x, nnx.Pytree) else []) for x in around]
         inside, parts = True, [x for x, names in used if not names or any(map(_of_graph, names))]
     elif callable(value) and not isinstance(value, jax.Array):
@@ -85,7 +85,7 @@ def _held(value: Any, seen: set[tuple[int, bool]], *, inside: bool = False) -> I
 
 def _used(function: Callable[..., Any], owner: Any) -> list[Any]:
     """Return the attributes of an object whose names a function's code has."""
-    names = names_in(function.__code__) if isinstance(function, FunctionType) else set(vars(owner))
+    names = _names(function.__code__) if isinstance(function, FunctionType) else set(vars(owner))
     found = [(name, inspect.getattr_static(owner, name, None)) for name in names]
     # What TrainModule itself defines, `hparams` and `log` for example, reads no weights.
     return [None if x is getattr(TrainModule, name, None) else x for name, x in found if x is not None]
@@ -93,3 +93,18 @@ def _used(function: Callable[..., Any], owner: Any) -> list[Any]:
 
 def _of_graph(value: Any) -> bool:
     return callable(value) or isinstance(value, (property, nnx.Variable, nnx.Pytree))
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """Return what a function takes from the functions around it, by name."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it may still be empty
+            found[name] = cell.cell_contents
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names in a function, and in the functions and comprehensions within it."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, CodeType)]
+    return {*code.co_names, *code.co_freevars}.union(*inner)

@@ -14,10 +14,8 @@ from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
 from jaxlit.core.own_optimizer import second_step
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.reached import reached
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
-from jaxlit.core.untraced_calls import has_told_of_chance
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
@@ -49,7 +47,7 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
     _warn_of_constants(closed, pure.origin)
-    if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
+    if twice:
         _warn_of_chance(pure, replica, args)
 
 
@@ -191,9 +189,8 @@ def _warn_of_constants(closed: Any, module: TrainModule) -> None:
 
 
 def _name_of(array: Any, module: TrainModule) -> str:
-    step = type(module).training_step
-    names = dict(getattr(inspect.unwrap(step), "__globals__", {}))
-    for name, value in (names | {x.name: x.value for x in reached(step, type(module))}).items():
+    around = inspect.getclosurevars(inspect.unwrap(type(module).training_step))
+    for name, value in {**vars(module), **around.globals, **around.nonlocals}.items():
         if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
             return name
     return f"{array.dtype}{list(array.shape)}"

@@ -17,9 +17,7 @@ from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps, note_own_optimizer
-from jaxlit.core.plain_attributes import each_attribute
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.reached import Named, reached
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
@@ -28,7 +26,6 @@ from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.tensors import note_torch
-from jaxlit.core.untraced_calls import telling_of_untraced_calls
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -63,7 +60,6 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    told: set[tuple[str, str]] = field(default_factory=set)  # of what a step does while it is traced only
     # Called with the rows that a replica's step is traced for, by stage and loader.
     row_checks: dict[tuple[str, int | None], Callable[[int], None]] = field(default_factory=dict)
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -150,18 +146,12 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        # Under disable_jit a step runs each time, and whoever collects values there is looking for something.
-        compiles = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        around = reached(getattr(type(module), STAGES[stage].step), type(module)) if compiles else []
-        before, name = Before(module, around), f"{self.name}.{STAGES[stage].step}"
+        before, name = Before(module), f"{self.name}.{STAGES[stage].step}"
         steps = counts_of_steps(module) if training else []
-        own = [Named({}, path, value, set()) for path, value in each_attribute(module)]
-        told = telling_of_untraced_calls(name, self.told, [*around, *own]) if compiles else contextlib.nullcontext()
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
             reading() as reads,
-            told,
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)

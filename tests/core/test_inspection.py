@@ -102,13 +102,6 @@ def test_random_numbers_of_a_generator_of_ones_own_in_a_step_are_told_in_debug_m
     assert "Made.training_step" in message and "numpy" in message and "nnx.Rngs" in message
 
 
-def test_what_the_trace_has_told_of_is_not_told_again_in_debug_mode(caplog: pytest.LogCaptureFixture) -> None:
-    step = lambda self, batch: self.loss(batch) + np.random.normal() * self.bias.sum()  # noqa: E731
-    fit(module(step, base=Linear), random(2), debug=True)
-    (message,) = warnings_of(caplog)
-    assert "draws from np.random.normal" in message
-
-
 @pytest.mark.parametrize("debug", [True, False])
 def test_a_step_without_side_effects_is_not_warned_about(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
     fit(Net(rate=0.5, rngs=nnx.Rngs(0)), random(2), debug=debug)
