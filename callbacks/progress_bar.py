@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
 
-    Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the line shows those of
-    the last logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
+    Metrics logged with `prog_bar=True` are shown, and the loss if `training_step` logs none so: that of the last logged
+    row, and at the end of an epoch its mean. No value is read for it during an epoch: the line shows those of the last
+    logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
     that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
     batch of another size. A notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
@@ -275,7 +276,8 @@ class ProgressBar(Callback):
         parts = [f"{self._batches}" + (f"/{total}" if total != math.inf else ""), f"{speed:>4} it/s" if rate else ""]
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        return parts + [f"{name} {value:<7.4g}" for name, value in self._shown.items()]
+        shown = self._shown if trainer.loss is None else {"loss": trainer.loss, **self._shown}
+        return parts + [f"{name} {value:<7.4g}" for name, value in shown.items()]
 
     def _rate(self, trainer: "Trainer") -> float:
         """Return batches a second, without validations and compiling; 0 if there is no telling."""

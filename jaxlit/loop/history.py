@@ -42,11 +42,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         if name not in self._curves:
-            none = " Rows come every log_every_n_steps=50 optimizer steps, if the Trainer is told nothing else."
-            raise KeyError(
-                f"No row has {name!r}.{did_you_mean(name, self._curves)} Logged: {sorted(self._curves)}."
-                f"{'' if self._curves else none}"
-            )
+            raise KeyError(f"No row has {name!r}.{did_you_mean(name, self._curves)} Logged: {sorted(self._curves)}.")
         curve = self._curves[name]
         return np.array(curve.steps, np.int64), np.array(curve.values, np.float64)
 

@@ -151,8 +151,16 @@ class Run:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = count(self.train[1])
+        # Not of all training: the rows of a resume with a larger max_epochs are those of one long training.
+        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50))
         self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)
+
+    @property
+    def epoch_steps(self) -> int | float:
+        """The optimizer steps of an epoch, at most `max_steps`; inf where they are not known."""
+        steps, most = self.control.num_training_batches / self.accumulate_given, self.settings.max_steps
+        return steps if most < 0 else min(steps, most)
 
     @property
     def trains(self) -> bool:

@@ -70,7 +70,8 @@ def test_texts_tables_and_histograms_have_rows_of_their_own():
             logger.log_histogram(name, given, bins=5)
         logger.log_histogram("finite", [1.0, math.nan, 2.0, math.inf])
 
-    fit(Mean(), numbered(3), None, hooks(on_train_start=begin, on_train_end=end), logger=logger, default_root_dir="run")
+    arguments = {"logger": logger, "default_root_dir": "run", "log_every_n_steps": 0}
+    fit(Mean(), numbered(3), None, hooks(on_train_start=begin, on_train_end=end), **arguments)
     before, note, there, table, *histograms, finite = read()
     assert before == {"step": 0, "epoch": 0, "before": "the first step"}
     assert note == {"step": 2, "epoch": 1, "note": "the newest step"} and there["step"] == 1

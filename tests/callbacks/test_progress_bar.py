@@ -12,7 +12,8 @@ import numpy as np
 import pyte
 import pytest
 from kit import trainers
-from kit.modules import Mean
+from kit.batches import numbered
+from kit.modules import Mean, logging
 from kit.refusals import refuses
 
 import jaxlit as jl
@@ -414,6 +415,31 @@ def test_no_metric_is_read_during_an_epoch(make_trainer, open_terminal, clock, o
     reads = trainer.progress_bar_metrics.reads
     bar.on_exception(trainer, trainer.module, ValueError())
     assert reads == 0
+
+
+def test_a_module_that_logs_nothing_shows_its_loss(capsys):
+    losses, seen = [], []
+    look = jl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda t, m, out, *_: seen.append(t.loss) or losses.append(out)
+    )
+    trainer = trainers.fit(logging(), numbered(4), None, look, log_every_n_steps=2)
+    told = [float(outputs["loss"]) for outputs in losses]
+    assert seen == [None, None, None, told[1]]  # of a row, which is read one step late
+    assert trainer.history == {}
+    assert epoch_lines(capsys)[0].endswith(f"loss {np.mean(told):.4g}")
+
+
+def test_a_module_that_logs_for_the_bar_shows_no_other_loss(capsys):
+    trainers.fit(logging(lambda m, *_: m.log("mine", 1.0, prog_bar=True)), numbered(4))
+    assert " loss " not in epoch_lines(capsys)[0]
+
+
+def test_the_live_line_shows_the_loss(begin, open_terminal, clock):
+    terminal = open_terminal()
+    trainer, bar = begin(loss=0.03125)
+    clock.seconds += 1.0
+    batch(trainer, bar)
+    assert "loss 0.03125" in terminal.lines[-1]
 
 
 def test_sanity_validation_and_other_processes_print_nothing(make_trainer, open_terminal, clock):

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from kit.batches import numbered
+from kit.batches import Stream, numbered
 from kit.by_hand import mean
+from kit.journal import hooks
 from kit.modules import Mean
-from kit.refusals import refuses
+from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, make_trainer
 
 from jaxlit.errors import ArgumentError, LoggerError
@@ -94,7 +95,39 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
 
 def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
     for every, told in ((50, True), (1, False), (0, False)):
-        trainer = fit(Mean(), numbered(3), log_every_n_steps=every)
+        fit(Mean(), numbered(3), log_every_n_steps=every)
         assert ("none: fewer steps than log_every_n_steps=50" in capsys.readouterr().out) == told
-    with pytest.raises(KeyError, match="Rows come every log_every_n_steps"):
-        _ = trainer.history["loss"]
+
+
+@pytest.mark.parametrize(("every", "warned"), [(4, True), (3, False), (0, False), ("auto", False)])
+def test_an_interval_above_an_epoch_is_told_before_training(every, warned, caplog):
+    seen = []
+    fit(
+        Mean(),
+        numbered(3),
+        None,
+        hooks(on_train_start=lambda *_: seen.append(warnings_of(caplog))),
+        log_every_n_steps=every,
+    )
+    words = "log_every_n_steps=4) is more than the 3 optimizer steps of an epoch"
+    assert any(words in text for text in seen[0]) == warned
+
+
+@pytest.mark.parametrize(
+    ("batches", "arguments", "steps"),
+    [
+        (16, {}, [1, 3, 5, 7, 9, 11, 13, 15]),
+        (16, {"accumulate_grad_batches": 2}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, {}, [0, 1, 2]),
+        (450, {"max_steps": 120}, [14, 29, 44, 59, 74, 89, 104, 119]),
+        (450, {}, [49, 99, 149, 199, 249, 299, 349, 399, 449]),
+    ],
+)
+def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
+    trainer = fit(Mean(), numbered(batches), **BARE, **arguments)
+    assert trainer.history["loss"][0].tolist() == steps
+
+
+def test_rows_of_a_loader_without_a_length_are_fifty_steps_apart():
+    trainer = fit(Mean(), Stream(numbered(101)), **BARE)
+    assert trainer.history["loss"][0].tolist() == [49, 99]

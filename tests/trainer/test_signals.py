@@ -239,7 +239,7 @@ def test_a_second_ctrl_c_goes_back_before_a_bad_step_unless_it_would_have_to_wai
 
     if not is_ready:
         monkeypatch.setattr(FlatState, "is_ready", False)
-    trainer, batches = make_trainer(at_batch(5, end), default_root_dir="run"), numbered(8)
+    trainer, batches = make_trainer(at_batch(5, end), default_root_dir="run", log_every_n_steps=0), numbered(8)
     batches[3]["x"][:] = np.nan
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Mean(), batches)
