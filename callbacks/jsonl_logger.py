@@ -18,9 +18,9 @@ from jaxlit.reporting.redaction import scrub
 class JSONLLogger(FileLogger):
     """Write every logged row to a file as a JSON object on a line of its own, flushed at once.
 
-    A row holds `step`, `epoch` and all metrics that were logged there, no others, with every digit; what is not finite is
-    the text "NaN", "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms have rows of
-    their own.
+    A row holds `step`, `epoch` and all metrics that were logged there, no others, with every digit; what is not finite
+    is the text "NaN", "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms have rows
+    of their own.
 
     Args:
         filename: The file's name in `trainer.run_dir`.

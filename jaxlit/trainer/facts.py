@@ -176,6 +176,12 @@ def described(session: Session) -> str:
     return ", ".join(filter(None, parts))
 
 
+def title(session: Session) -> str:
+    """Return what a picture of the newest run is called: its module and its folder, if anything is in that."""
+    folder = session.folder.known
+    return type(session.module).__name__ + ("" if folder is None else f" · {folder.name}")
+
+
 class Facts:
     """Those attributes of a Trainer that its session is asked for."""
 

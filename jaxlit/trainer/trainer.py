@@ -23,7 +23,7 @@ from jaxlit.trainer.attributes import Attribute, argument, check_known, control,
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.facts import Facts
+from jaxlit.trainer.facts import Facts, title
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
 from jaxlit.unknown import no_such_name, takes_only_its_arguments
@@ -150,6 +150,7 @@ class Trainer(Facts):
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
+        self._session.results.history.title = partial(title, self._session)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_known(type(self), name, value)

@@ -9,6 +9,7 @@ from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, make_trainer
+from matplotlib.colors import to_rgba
 
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
@@ -91,6 +92,53 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert history._repr_png_() is None
     refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
+
+
+@pytest.mark.parametrize(
+    "names", [("train/loss", "val/loss", "lr"), ("val/loss", "lr", "train/loss"), ("val_loss", "lr", "train_loss")]
+)
+def test_a_stage_has_its_color_whatever_is_logged_first(names):
+    history = History()
+    for name in names:
+        history.add({name: 1.0}, 0)
+    lines = [line for axes in history.plot().axes for line in axes.lines]
+    colors = {line.get_label().replace("_", "/"): line.get_color() for line in lines}
+    blue, orange = to_rgba("C0"), to_rgba("C1")
+    assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "limits"),
+    [
+        ([4.0, 0.1], "log", None),
+        ([4.0, 0.2], "linear", None),
+        ([0.039], "linear", (0, 0.078)),
+        ([0.0], "linear", (0, 1)),
+    ],
+)
+def test_the_axis_suits_the_values(values, scale, limits):
+    history = History()
+    for step, value in enumerate(values):
+        history.add({"x": value}, 7 + step)
+    (axes,) = history.plot().axes
+    assert axes.get_yscale() == scale
+    assert limits is None or axes.get_ylim() == limits
+    assert len(values) > 1 or axes.get_xlim() == (6, 8)
+
+
+@pytest.mark.parametrize(("points", "marker"), [(29, "o"), (30, "")])
+def test_few_points_have_markers(points, marker):
+    history = History()
+    for step in range(points):
+        history.add({"x": 1.0}, step)
+    (line,) = history.plot().axes[0].lines
+    assert line.get_marker() == marker
+
+
+def test_the_title_names_the_module_and_the_run():
+    trainer = fit(Mean(), numbered(2))
+    assert trainer.history.plot().get_suptitle() == f"Mean · {trainer.run_dir.name}"
+    assert fit(Mean(), numbered(2), **BARE).history.plot().get_suptitle() == "Mean"
 
 
 def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
