@@ -13,7 +13,7 @@ from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.epoch_line import epoch_line, live_line
+from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     LiveLine,
     NotebookLine,
@@ -272,12 +272,13 @@ class ProgressBar(Callback):
     def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
         """Return count, rate and metrics, as wide as those of most other epochs."""
         total, rate = trainer.num_training_batches, self._rate(trainer)
-        speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
+        thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
+        speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
         parts = [f"{self._batches}" + (f"/{total}" if total != math.inf else ""), f"{speed:>4} it/s" if rate else ""]
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
         shown = self._shown if trainer.loss is None else {"loss": trainer.loss, **self._shown}
-        return parts + [f"{name} {value:<7.4g}" for name, value in shown.items()]
+        return parts + [f"{name} {number(value)}" for name, value in shown.items()]
 
     def _rate(self, trainer: "Trainer") -> float:
         """Return batches a second, without validations and compiling; 0 if there is no telling."""
