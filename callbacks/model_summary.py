@@ -139,12 +139,11 @@ def totals(state: "TrainState") -> str:
 
 
 def _not_split(held: list[Any]) -> str:
-    """Tell what each device holds whole, if there is more that is split: it stays as much on more devices."""
+    """Return a line on what each device holds in full, if the rest is sharded: it does not shrink on more devices."""
     whole = [x for x in held if x.sharding.is_fully_replicated]
     if not whole or len(whole) == len(held):
         return ""
-    parts = [f"  {size(bytes_of(whole))} of that unsplit", "the same on any number of devices"]
-    return f"\n{join(parts, between=', ')}"
+    return f"\n  {size(bytes_of(whole))} of it is replicated (not sharded)"
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:

@@ -206,8 +206,9 @@ class Run:
         """Say once that a signal ends training here, if one does."""
         if (number := self.control.signal) is not None and not self._told_signal:
             self._told_signal = True
-            place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
-            say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
+            name, again = ("Ctrl-C", " again") if number == signal.SIGINT else (signal.Signals(number).name, "")
+            place = f"{name}: stopping after step {self.position.global_step}."
+            say(f"{place} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
 
     def found_finite(self, step: int) -> None:
         """Forget where the optimizer steps before `step` began: they were finite."""

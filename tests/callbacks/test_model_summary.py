@@ -80,9 +80,9 @@ def test_the_table_shows_every_path_whole_and_what_is_not_trained_and_adds_every
     assert {row.path: row.trained for row in rows if row.path.startswith("head")} == {"head.bias": 0, "head.kernel": 0}
     # Parameters: 19,722 x 4 bytes = 77.0 KiB. Adam: two copies of the body's 17,152 and a count = 134 KiB.
     # Per device: the body three times (3 x 11,264), head 10,280, statistics 2,048 and the count 4 = 45.0 KiB.
-    # Unsplit is all but the body's one matrix: three times 3,072, and the rest.
+    # Replicated is all but the body's one matrix: three times 3,072, and the rest.
     assert lines[-2] == "19,722 params (17,152 trained), 77.0 KiB, optimizer 134 KiB, 45.0 KiB per device"
-    assert lines[-1] == "  21.0 KiB of that unsplit, the same on any number of devices"
+    assert lines[-1] == "  21.0 KiB of it is replicated (not sharded)"
     ModelSummary(max_depth=0).on_fit_start(make_trainer(state=state), module)
     assert capsys.readouterr().out == totals(state) + "\n", "the last line only"
     ModelSummary().on_fit_start(make_trainer(state=state, is_global_zero=False), module)
