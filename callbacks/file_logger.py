@@ -176,8 +176,9 @@ class FileLogger(Logger, ABC):
             self._drop(trainer, 0)
 
     def finalize(self, status: str) -> None:
-        """Close the file; a later run of the same Trainer goes on with it."""
+        """Close the file; a later run of the same Trainer goes on with it, in rows of its own."""
         self._close()
+        self._last = None
 
     def _check_folder(self, folder: Path) -> None:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())

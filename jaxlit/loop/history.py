@@ -103,6 +103,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise LoggerError(
                 "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
@@ -131,7 +132,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
                 axes.set_ylim(*sorted((0.0, 2 * every[0] or 1.0)))
             if (first := min(self[name][0][0] for name in group)) == max(self[name][0][-1] for name in group):
                 axes.set_xlim(first - 1, first + 1)
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_xlabel("step")
             axes.grid(alpha=0.25)
             axes.legend()

@@ -22,7 +22,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
-    every = control.log_every if every == "auto" else every
+    every = control.log_every if isinstance(every, str) else every
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):

@@ -151,7 +151,7 @@ class Run:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = count(self.train[1])
-        # Not of all training: the rows of a resume with a larger max_epochs are those of one long training.
+        # An eighth of an epoch, not of training: a resume with a larger max_epochs has the rows of one long training.
         self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50))
         self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)

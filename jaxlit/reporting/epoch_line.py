@@ -21,9 +21,9 @@ def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> s
         total: How many it has.
         numbers: What stands behind the bar; of the last ones an empty text or spaces keep the room free.
     """
-    numbers, width = [x for x in numbers if x], line_width()
+    numbers, width = [x for x in numbers if x], line_width() or 0
     for gap in ("  ", " "):
-        room = (width or 0) - len(gap.join([epoch, *numbers])) - len(gap)
+        room = width - len(gap.join([epoch, *numbers])) - len(gap)
         if room >= _SHORTEST:
             return gap.join([epoch, bar(done, total, min(room, _LONGEST)), *numbers]).rstrip()
     parts = [epoch, bar(done, total, _SHORTEST), *numbers]
