@@ -153,7 +153,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs between two fingerprints, nothing if they are equal."""
     names = [*now, *(name for name in was if name not in now)]
     pairs = {name: (was.get(name, "nothing"), now.get(name, "nothing")) for name in names}
-    return "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new)
+    hashes = ("arrays", "source")  # of the content, which say nothing to people
+    found = [
+        "the data differ" if name.startswith(hashes) else f"{name} was {old}, is {new}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    return "; ".join(dict.fromkeys(found))
 
 
 def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:

@@ -55,7 +55,7 @@ class Settings:
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
-    log_every_n_steps: int = 50
+    log_every_n_steps: int | str = "auto"
     reload_dataloaders_every_n_epochs: int = 0
     enable_checkpointing: bool = True
     enable_progress_bar: bool = True
@@ -167,7 +167,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("max_steps", -1),
         ("num_sanity_val_steps", -1),
         ("accumulate_grad_batches", 1),
-        ("log_every_n_steps", 0),
         ("reload_dataloaders_every_n_epochs", 0),
         ("seed", 0),
     ):
@@ -179,6 +178,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("check_val_every_n_epoch", 1, (None,)),
         ("max_recompiles", 0, (None,)),
         ("devices", 1, ("auto",)),
+        ("log_every_n_steps", 0, ("auto",)),
         ("prefetch", 0, ("auto",)),
         ("max_in_flight", 1, ("auto",)),
     ):

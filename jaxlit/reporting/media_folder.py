@@ -131,7 +131,7 @@ class MediaFolder:
         if self._tells and media not in self._told:
             self._told.add(media)
             how = "" if has_pillow() else "; images as .npy, as Pillow is not installed"
-            say(f"media {short_path(media)} (what is no number, and no logger here holds{how})")
+            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them{how})")
 
 
 def _image_file(where: str, x: Any) -> _File:

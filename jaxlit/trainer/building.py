@@ -26,8 +26,9 @@ def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
     plain = (bool, int, float, str, type(None))
     found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
-    logs = any(isinstance(c, Logger) for c in callbacks.callbacks) or bool(callbacks.loggers)
-    return found | {"callbacks": [type(c).__name__ for c in callbacks.callbacks], "logger": logs}
+    loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
+    lists = {"callbacks": callbacks.callbacks, "logger": loggers}
+    return found | {name: [type(c).__name__ for c in several] for name, several in lists.items()}
 
 
 def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:

@@ -56,7 +56,7 @@ def find(resume: Any, ckpt_path: Any, verb: str, callbacks: Sequence[Callback], 
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if found is None:
-            _tell(f"resume: no checkpoint in {short_path(own)}, training begins anew")
+            _tell(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
     else:
         found, skipped = locate(wanted, argument)
     for reason in skipped:

@@ -354,7 +354,7 @@ class Session:
                 "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
                 type(run.module).__name__,
             )
-        run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
+        run.tracing = Tracing(run.hooks, self._trainer.log_every_n_steps)
         self.fitted = run
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:

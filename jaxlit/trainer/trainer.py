@@ -23,7 +23,7 @@ from jaxlit.trainer.attributes import Attribute, argument, check_known, control,
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.facts import Facts
+from jaxlit.trainer.facts import Facts, title
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
 from jaxlit.unknown import no_such_name, takes_only_its_arguments
@@ -65,7 +65,8 @@ class Trainer(Facts):
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
         gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
-        log_every_n_steps: Optimizer steps between logged rows, 0 for none.
+        log_every_n_steps: Optimizer steps between logged rows, 0 for none; "auto" for an eighth of an epoch, at least 1
+            and at most 50, Lightning's default.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
         enable_checkpointing: Add a ModelCheckpoint, which writes one after every epoch, unless the callbacks hold one.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
@@ -126,7 +127,7 @@ class Trainer(Facts):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        log_every_n_steps: int = 50,
+        log_every_n_steps: int | str = "auto",
         reload_dataloaders_every_n_epochs: int = 0,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
@@ -149,6 +150,7 @@ class Trainer(Facts):
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
+        self._session.results.history.title = partial(title, self._session)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_known(type(self), name, value)
@@ -372,7 +374,6 @@ class Trainer(Facts):
     hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
     max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
-    log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
@@ -385,6 +386,7 @@ class Trainer(Facts):
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
+    loss: float | None = of_session("The training loss that the bar shows; None if the step logs for it.", "results")
     history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")

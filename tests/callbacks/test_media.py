@@ -58,8 +58,8 @@ def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(log
     assert (media() if kinds else []) == sorted(expected)
     own = {CSVLogger: "metrics.csv", bool: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogger: "events.*"}
     assert not own.get(type(logger)) or bool([*Path("run").glob(own[type(logger)])]) == (logger is not False)
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("media")]
-    assert told == ["media run/media (what is no number, and no logger here holds)"] * bool(kinds)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("images, ")]
+    assert told == ["images, tables and texts are saved in run/media (no logger here takes them)"] * bool(kinds)
 
 
 def test_files_are_what_was_logged_by_readers_of_their_own():

@@ -232,8 +232,11 @@ def test_an_offline_run_that_opens_late_keeps_nobody_waiting_and_has_every_row(m
         run_stage(trainer_of(logger, hooks(on_train_end=go_on), logger=True, max_epochs=2))
     assert seen == [(None, None)]
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    found = [{"step": row.pop(STEP), **row} for row in history() if "epoch" in row]
-    assert found == rows and len(rows) == 6 and summary()["exit_code"] == 0
+    found: dict = {}
+    for row in history():
+        if "epoch" in row:  # in the file the rows of one step are one
+            found.setdefault(step := row.pop(STEP), {"step": step}).update(row)
+    assert [*found.values()] == rows and len(rows) == 4 and summary()["exit_code"] == 0
     *told, longer, said = capsys.readouterr().out.split("\n  ")[:3]
     assert told == ["W&B offline: the run is not open after 0 s, training goes on"]
     assert longer == "rows: metrics.csv and metrics.jsonl in run, and run/wandb as soon as it is"

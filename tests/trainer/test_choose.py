@@ -102,7 +102,7 @@ def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     if made:
         at(1).parent.mkdir(parents=True)
     assert begins("run", 1, resume="auto") == 0
-    assert "resume: no checkpoint in run/checkpoints, training begins anew" in capsys.readouterr().out
+    assert "resume: no checkpoint in run/checkpoints, starting from scratch" in capsys.readouterr().out
     assert begins("run", 2, resume="auto") == 1
     assert "resume: run/checkpoints/step_00000001 (step 1, epoch 1)" in capsys.readouterr().out
 
