@@ -99,7 +99,7 @@ class Logger(Callback):
     A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
     goes to the first other logger of the Trainer that can hold it, and what none can to files in `media/<key>` of the
     run's folder, and so does what one of them fails to take while a training goes on, unless `on_error` is "raise".
-    What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values;
+    What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes
     first makes; and `trainer.is_global_zero`, the one process that writes.
 

@@ -1,5 +1,6 @@
 """Which arrays of a checkpoint fit a model, and a module with its weights."""
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ import jax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
+from jaxlit.checkpoints.hparam_values import NotKeptError, decode, encode
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.field_arguments import ARGUMENTS
 from jaxlit.leaf_names import is_key, leaf_name
@@ -87,13 +89,14 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
                 f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
                 f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
             )
-    arguments: dict[str, Any] = {**hparams, **overrides}
-    for name, value in arguments.items():
+    hparams = {name: value for name, value in hparams.items() if name not in overrides}
+    for name, value in hparams.items():
         if _is_redacted(value):
             raise CheckpointError(
                 f"{checkpoint.path} does not keep {name!r}, which is or holds a secret. Pass it: "
                 f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
             )
+    arguments = _rebuilt(cls, checkpoint, hparams) | overrides
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
     args: list[Any] = []
@@ -106,11 +109,42 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
     except TypeError as error:
         raise CheckpointError(
             f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Pass what is missing to "
-            "load_from_checkpoint: only arguments that are JSON values are kept in a checkpoint."
+            "load_from_checkpoint."
         ) from error
-    module.hparams.update(checkpoint.state.get("added_hparams") or {})
+    for name, value in (checkpoint.state.get("added_hparams") or {}).items():
+        with contextlib.suppress(NotKeptError):
+            module.hparams[name] = decode(value, cls)
     load_variables(module, checkpoint, strict=strict)
     return module
+
+
+def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's hyperparameters as they were given to the constructor.
+
+    Raises:
+        CheckpointError: Some must be given again.
+    """
+    parameters, found, missing = inspect.signature(cls.__init__).parameters, {}, {}
+    for name, value in hparams.items():
+        try:
+            found[name] = decode(value, cls)
+        except NotKeptError as error:
+            if name not in parameters or not _is_same(value, parameters[name].default):
+                missing[name] = str(error)
+    if not missing:
+        return found
+    given = ", ".join(f"{name}={text}" for name, text in missing.items())
+    raise CheckpointError(
+        f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "
+        f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by name."
+    )
+
+
+def _is_same(saved: Any, default: Any) -> bool:
+    try:
+        return encode(default) == saved
+    except NotKeptError:
+        return False
 
 
 def _is_redacted(value: Any) -> bool:

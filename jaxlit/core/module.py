@@ -165,7 +165,7 @@ class TrainModule(KeepsHparams, nnx.Module):
     def load_from_checkpoint(cls, checkpoint_path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
         """Build the module with the hyperparameters and the weights of a checkpoint.
 
-        Constructor arguments that are JSON values are kept in a checkpoint; `rngs` need not be given.
+        Constructor arguments are kept in a checkpoint, functions and classes by name; `rngs` need not be given.
 
         Args:
             checkpoint_path: A checkpoint, or a run's folder, of which the newest that verifies is taken.

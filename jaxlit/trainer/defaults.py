@@ -167,6 +167,6 @@ def _teller(logger: Logger, name: str) -> Callable[..., None]:
     def tell(trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         # A dict for each, to keep or to change.
-        method(redacted({**({} if data is None else hparams_of(data)), **hparams_of(module)}))
+        method(redacted({**({} if data is None else data.hparams.readable()), **hparams_of(module).readable()}))
 
     return tell
