@@ -21,6 +21,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of
+from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts
@@ -170,6 +171,7 @@ class Trainer(Facts):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         *,
+        init_from: str | Path | None = None,
         strict: bool = True,
         reset_optimizer: bool = False,
     ) -> None:
@@ -188,8 +190,10 @@ class Trainer(Facts):
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Go on from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
-            strict: Refuse a checkpoint that is not exactly of this model and optimizer; otherwise what fits is taken,
-                and the rest named.
+            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
+                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` goes on.
+            strict: Refuse a checkpoint to go on from that is not exactly of this model and optimizer; otherwise what
+                fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
 
         Raises:
@@ -197,7 +201,7 @@ class Trainer(Facts):
         """
         train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
         given = {"training": train, "validation": val}
-        self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
+        self._session.fit(model, given, datamodule, Start(ckpt_path, init_from, strict, reset_optimizer))
 
     @takes_only_its_arguments("Trainer.validate")
     def validate(
