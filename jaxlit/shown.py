@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-_MOST_ENTRIES, _MOST_LETTERS = 10, 300
+_MOST_ENTRIES = 10
 
 
-def shown(value: Any) -> str:
-    """Return the repr of a value on a line: arrays by dtype and shape, functions by name, cut where it is long."""
+def shown(value: Any, most: int = 300) -> str:
+    """Return the repr of a value on a line: arrays by dtype and shape, functions by name, cut behind `most` letters."""
     text = _text(value)
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _text(x: Any) -> str:
-    if type(x) is dict:
+    if isinstance(x, dict):
         return f"{{{_joined((f'{key!r}: {_text(value)}' for key, value in x.items()), len(x))}}}"
-    if type(x) is list:
+    if isinstance(x, list):
         return f"[{_joined(map(_text, x), len(x))}]"
-    if type(x) is tuple:
+    if isinstance(x, tuple):
         return f"({_joined(map(_text, x), len(x))}{',' * (len(x) == 1)})"
     if isinstance(x, nnx.Pytree):
         return f"{type(x).__name__}(...)"

@@ -23,6 +23,7 @@ from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_state
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.shown import shown
 
 FOLDER = "checkpoints"  # in a run's folder
 STATE, ARRAYS = manifest.STATE, "arrays"
@@ -204,7 +205,7 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
         CheckpointError: There is none, or it is damaged.
     """
     if not isinstance(path, (str, Path)):
-        raise ArgumentTypeError(f"{argument} takes a path, got {path!r}.")
+        raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
     where, missing = Path(path), ""
     if where.name in ("best", "last") and where.parent.is_dir() and not where.exists():
         found, skipped = locate(where.parent, argument)

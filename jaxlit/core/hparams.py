@@ -9,6 +9,7 @@ from typing import Any, Self
 from jaxlit.checkpoints.hparam_values import NotKeptError, encode, not_kept, readable
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
 
 _CHOSEN = "..."  # how an argument is shown that the user chose not to keep
@@ -142,7 +143,9 @@ def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -
     for values in more:
         values = vars(values) if isinstance(values, argparse.Namespace) else values
         if not isinstance(values, Mapping):
-            raise ArgumentTypeError(f"{called} takes names of the constructor's arguments, and dicts, got {values!r}.")
+            raise ArgumentTypeError(
+                f"{called} takes names of the constructor's arguments, and dicts, got {shown(values)}."
+            )
         found |= {k: v for k, v in values.items() if can_be_saved(v)}
     replace_hparams(owner, found)
 
@@ -152,7 +155,7 @@ def replace_hparams(owner: Any, values: Any) -> None:
     if isinstance(values, argparse.Namespace):
         values = vars(values)
     if not isinstance(values, Mapping):
-        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {values!r}.")
+        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {shown(values)}.")
     was, names = hparams_of(owner), hparams_of(owner)._arguments
     gone = {k: _CHOSEN for k, v in was.items() if k not in values and k in names and _is_asked_for(owner, k, v)}
     _hparams[owner] = Hparams(values, names, was._left_out | gone)

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxlit.core.groups import groups_of, labels_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 from jaxlit.unknown import refuse_unknown
 
 
@@ -66,7 +67,7 @@ class Optimizer:
             nnx.filterlib.to_predicate(self.wrt)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"jl.Optimizer(wrt=...) takes an nnx filter, got {self.wrt!r}. Pass nnx.Param or "
+                f"jl.Optimizer(wrt=...) takes an nnx filter, got {shown(self.wrt)}. Pass nnx.Param or "
                 "nnx.PathContains('head'), say."
             ) from None
         if self.lr_schedule is not None and not callable(self.lr_schedule):
@@ -116,7 +117,7 @@ def _by_label(
 def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
     if not isinstance(by, Mapping) or not by:
         raise ArgumentTypeError(
-            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {by!r}. Pass by={{'encoder': "
+            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {shown(by)}. Pass by={{'encoder': "
             "optax.adam(1e-4), ...: optax.adam(1e-3)}, say, where ... is the rest."
         )
     for key in by:
@@ -151,7 +152,7 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
         way = f"Call it: {getattr(tx, '__name__', 'it')}(1e-3)."
     else:
         way = "Return optax.adamw(1e-3), say."
-    text = " ".join(repr(tx).split())
+    text = shown(tx)
     raise ArgumentTypeError(
         f"{owner} takes an optax.GradientTransformation, got {text if len(text) <= 100 else type(tx).__name__}. {way}"
     )

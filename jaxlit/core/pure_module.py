@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.device_sums import Table
+from jaxlit.core.layer_note import note_layer
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
@@ -192,6 +193,7 @@ class PureModule:
         except Exception as error:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
+            note_layer(error)
             note_linen(error)
             note_torch(error)
             note_own_optimizer(error)

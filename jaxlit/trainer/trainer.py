@@ -80,8 +80,8 @@ class Trainer(Facts):
             or "ignore" (nothing is checked).
         prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the
             first batches are slow to come.
-        host_keys: Keys of dict batches that stay on the host, strings or objects say. Hooks find them in their batch,
-            and predictions that are dicts take them over.
+        host_keys: Keys of dict batches, or places in tuples, that stay on the host, for strings or objects. Hooks find
+            them in their batch, and predictions that are dicts take them over; in a tuple a step finds None there.
         max_recompiles: How many times batches of another shape or dtype may make a loader's step compile again; None
             for no limit, with a warning from the third on.
         data_timeout: Seconds, or a timedelta, that a loader may take for a batch; then the stacks are printed, what can
@@ -137,7 +137,7 @@ class Trainer(Facts):
         seed: int = 0,
         nan_policy: str = "raise",
         prefetch: int | str = "auto",
-        host_keys: Sequence[str] = (),
+        host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
@@ -380,7 +380,7 @@ class Trainer(Facts):
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
-    host_keys: tuple[str, ...] = argument("Keys of dict batches that stay on the host.")
+    host_keys: tuple[str | int, ...] = argument("Keys of a batch that stay on the host.")
     nan_policy: str = argument("What a non-finite loss or gradient does.")
     precision: str = argument("The dtypes of a step.")
     resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
@@ -397,3 +397,4 @@ class Trainer(Facts):
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
     num_predict_batches: list[int | float] = control("Batches of each loader that is predicted.")
+    predict_outputs: Any = control("What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on.")

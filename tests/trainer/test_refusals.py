@@ -331,9 +331,13 @@ CALLS: list[tuple[Any, ...]] = [
     ),
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
-    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got ndarray\. Return optax.adamw"),
+    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Return optax.adamw"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. optax has it"),  # type: ignore[call-arg]
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
+    ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
+    ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
+    ("arrays in a list", Type, lambda: jl.Trainer(callbacks=[jnp.ones(3)]), r"got float32\[3\]\."),
+    ("deepspeed", Arg, lambda: jl.Trainer(strategy="deepspeed"), "Use strategy='fsdp'"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
     (
         *("", LoggerError, lambda: fit(Mean(), numbered(2), numbered(2), EarlyStopping("vall"))),
