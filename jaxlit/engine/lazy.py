@@ -47,7 +47,7 @@ class lazy:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def __repr__(self) -> str:
-        given = [repr(x) for x in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        given = [shown(x) for x in self.args] + [f"{k}={shown(v)}" for k, v in self.kwargs.items()]
         return f"jl.lazy({', '.join([self.cls.__name__, *given])})"
 
     def builder(self, seed: int) -> Callable[[], TrainModule]:
