@@ -83,7 +83,7 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     }
     # The user's own names stay theirs.
     data = trainer.datamodule
-    theirs = {**({} if data is None else data.hparams), **module.hparams, **extra}
+    theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 

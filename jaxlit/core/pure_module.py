@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.core.closures import note_trace_level
 from jaxlit.core.device_sums import Table
+from jaxlit.core.layer_note import note_layer
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
@@ -184,6 +185,7 @@ class PureModule:
         except Exception as error:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
+            note_layer(error)
             note_linen(error)
             note_torch(error)
             note_own_optimizer(error)

@@ -16,13 +16,14 @@ import optax
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
+from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Part
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import ModuleError, note_place, noting_place
+from jaxlit.errors import noting_place
 from jaxlit.leaf_names import is_key
 
 
@@ -314,21 +315,12 @@ class TrainStep:
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        tx, old, hold = optax.with_extra_args_support(self.tx), opt_state, Hold(self.parts, epoch)
+        old, hold = opt_state, Hold(self.parts, epoch)
         clipped = grads = hold.without(grads)
         if self.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.clip.update(grads, self.clip.init(params))
-        try:
-            updates, opt_state = tx.update(clipped, opt_state, params, value=loss, grad=clipped)
-        except TypeError as error:
-            if "argument" not in str(error):
-                note_place(error, f"the optimizer of {self.pure.name}.configure_optimizers")
-                raise
-            raise ModuleError(
-                f"{self.pure.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
-                f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
-                "say, needs a loop of your own."
-            ) from error
+        where = f"{self.pure.name}.configure_optimizers"
+        updates, opt_state = updates_of(self.tx, clipped, opt_state, params, loss, where)
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)

@@ -12,6 +12,7 @@ from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
 
 
@@ -51,7 +52,7 @@ class ArrayLoader:
     ) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
         if not leaves:
-            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")
+            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {shown(arrays)}.")
         sizes = {}
         for path, x in leaves:
             if not getattr(x, "shape", ()):

@@ -25,7 +25,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.parts import Part
 from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.pure_module import PureModule
+from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import Replica, abstract_batch
@@ -335,13 +335,13 @@ class Engine:
         """Tell whether the stage's step asks which loader a batch is from, and so is traced once for each."""
         return takes_loader(self.module, stage)
 
-    def eval_table(self, stage: str, loader: int | None = None) -> Table:
-        """Return the metrics of the stage's step; it must have been prepared."""
-        return self._evaluation[stage, loader].pure.table(stage, loader)
+    def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
+        """Return what the trace of the stage's step found out; it must have been prepared."""
+        return self._evaluation[stage, loader].pure.trace_of(stage, loader)
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.stacked(self.eval_table(stage, loader).empty_sums()), 0)
+        return self.place_sums(self.state.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics.

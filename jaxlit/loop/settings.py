@@ -65,7 +65,7 @@ class Settings:
     seed: int = 0
     nan_policy: str = "raise"
     prefetch: int | str = "auto"
-    host_keys: tuple[str, ...] = ()
+    host_keys: tuple[str | int, ...] = ()
     max_recompiles: int | None = None
     data_timeout: Any = None
     hang_timeout: Any = None
@@ -206,7 +206,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         found["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
     found["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
     found["debug"] = check.boolean("debug", given["debug"])
-    found["host_keys"] = check.names("host_keys", given["host_keys"])
+    found["host_keys"] = check.keys("host_keys", given["host_keys"])
     folder = given["default_root_dir"]
     if folder is not None and not isinstance(folder, (str, Path)):
         raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {folder!r}.")

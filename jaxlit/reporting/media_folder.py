@@ -99,15 +99,15 @@ class MediaFolder:
         self._keep(key, [(".json", text.encode())], step)
 
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt beside."""
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if captions is not None and len(captions) != len(images):
-            raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(captions)} captions.")
+        if caption is not None and len(caption) != len(images):
+            raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(caption)} captions.")
         for i, image in enumerate(images):
             files = [_image_file(f"log_image({key!r}, ...)", image)]
-            files += [] if captions is None else [(".txt", scrub(captions[i]).encode())]
+            files += [] if caption is None else [(".txt", scrub(caption[i]).encode())]
             self._keep(key, files, step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:

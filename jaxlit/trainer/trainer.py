@@ -21,6 +21,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of
+from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts, title
@@ -80,8 +81,8 @@ class Trainer(Facts):
             or "ignore" (nothing is checked).
         prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the
             first batches are slow to come.
-        host_keys: Keys of dict batches that stay on the host, strings or objects say. Hooks find them in their batch,
-            and predictions that are dicts take them over.
+        host_keys: Keys of dict batches, or places in tuples, that stay on the host, for strings or objects. Hooks find
+            them in their batch, and predictions that are dicts take them over; in a tuple a step finds None there.
         max_recompiles: How many times batches of another shape or dtype may make a loader's step compile again; None
             for no limit, with a warning from the third on.
         data_timeout: Seconds, or a timedelta, that a loader may take for a batch; then the stacks are printed, what can
@@ -137,7 +138,7 @@ class Trainer(Facts):
         seed: int = 0,
         nan_policy: str = "raise",
         prefetch: int | str = "auto",
-        host_keys: Sequence[str] = (),
+        host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
@@ -172,6 +173,7 @@ class Trainer(Facts):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         *,
+        init_from: str | Path | None = None,
         strict: bool = True,
         reset_optimizer: bool = False,
     ) -> None:
@@ -190,8 +192,10 @@ class Trainer(Facts):
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Go on from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
-            strict: Refuse a checkpoint that is not exactly of this model and optimizer; otherwise what fits is taken,
-                and the rest named.
+            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
+                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` goes on.
+            strict: Refuse a checkpoint to go on from that is not exactly of this model and optimizer; otherwise what
+                fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
 
         Raises:
@@ -199,7 +203,7 @@ class Trainer(Facts):
         """
         train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
         given = {"training": train, "validation": val}
-        self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
+        self._session.fit(model, given, datamodule, Start(ckpt_path, init_from, strict, reset_optimizer))
 
     @takes_only_its_arguments("Trainer.validate")
     def validate(
@@ -377,7 +381,7 @@ class Trainer(Facts):
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
-    host_keys: tuple[str, ...] = argument("Keys of dict batches that stay on the host.")
+    host_keys: tuple[str | int, ...] = argument("Keys of a batch that stay on the host.")
     nan_policy: str = argument("What a non-finite loss or gradient does.")
     precision: str = argument("The dtypes of a step.")
     resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
@@ -395,3 +399,4 @@ class Trainer(Facts):
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
     num_predict_batches: list[int | float] = control("Batches of each loader that is predicted.")
+    predict_outputs: Any = control("What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on.")
