@@ -72,7 +72,8 @@ def decode(x: Any, cls: type) -> Any:
         return [decode(value, cls) for value in x]
     if not isinstance(x, dict) or _KIND not in x:
         return {key: decode(value, cls) for key, value in x.items()} if isinstance(x, dict) else x
-    kind, value = x[_KIND], x.get(_VALUE)
+    kind: Any = x[_KIND]
+    value: Any = x.get(_VALUE)
     try:
         if kind == "name":
             return _found(value, cls)  # "package.module:Class.method"
@@ -84,10 +85,12 @@ def decode(x: Any, cls: type) -> Any:
             return tuple(decode(value, cls))
         if kind == "dict":
             return {decode(key, cls): decode(item, cls) for key, item in value}
-        if kind == "dataclass" and dataclasses.is_dataclass(made := _found(x["name"], cls)):
-            return made(**{key: decode(item, cls) for key, item in value.items()})
+        if kind == "dataclass":
+            made = _found(x["name"], cls)
+            if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
+                return made(**{key: decode(item, cls) for key, item in value.items()})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotKeptError(value if kind == "name" else shown(x)) from error
+        raise NotKeptError(str(value).replace(":", ".") if kind == "name" else shown(x)) from error
     raise NotKeptError(value if kind == "not kept" else shown(x))
 
 
@@ -105,7 +108,8 @@ def _plain(x: Any) -> Any:
         return [_plain(value) for value in x]
     if not isinstance(x, dict):
         return x
-    kind, value = x.get(_KIND), x.get(_VALUE)
+    kind: Any = x.get(_KIND)
+    value: Any = x.get(_VALUE)
     if kind == "dict":
         return {str(_plain(key)): _plain(item) for key, item in value}
     if kind is None or kind == "dataclass":

@@ -61,10 +61,7 @@ def report(
     """
     if not rows:
         return
-    widths = [max(len(row[i]) for row in [*rows[:_MOST_ROWS], _HEAD]) for i in range(2)]
-    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [_HEAD, *rows[:_MOST_ROWS]]]
-    lines += [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
-    table = "\n".join(lines)
+    table = _table(rows)
     if not strict:
         _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, table)
         return
@@ -77,6 +74,13 @@ def report(
 
 
 _HEAD = ("", "in the checkpoint", "in the model")
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[i]) for row in [*rows[:_MOST_ROWS], _HEAD]) for i in range(2)]
+    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [_HEAD, *rows[:_MOST_ROWS]]]
+    lines += [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+    return "\n".join(lines)
 
 
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
@@ -106,8 +110,8 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     name = type(module).__name__
     if rows and not pairs and not strict:
         raise CheckpointError(
-            f"Nothing in {checkpoint.path} fits {name} by name and shape: it has {rows[-1][0]}, and {name} "
-            f"{rows[0][0]}. For a part of {name}, load the module that was saved, and give its weights to the part: "
+            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{_table(rows)}\nFor a part of {name}, load "
+            "the module that was saved, and give its weights to the part: "
             "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
         )
     report(checkpoint, rows, name, strict)

@@ -263,7 +263,7 @@ def test_a_name_of_a_script_is_looked_up_where_its_class_is(monkeypatch):
     exec("def twice(x): ...\nclass Net: ...", vars(script))
     monkeypatch.setitem(sys.modules, "script", script)
     assert decode({"jaxlit": "name", "value": "__main__:twice"}, script.Net) is script.twice
-    with pytest.raises(NotKeptError, match="__main__:thrice"):
+    with pytest.raises(NotKeptError, match=r"__main__\.thrice"):
         decode({"jaxlit": "name", "value": "__main__:thrice"}, script.Net)
 
 
@@ -284,6 +284,21 @@ def test_a_secret_is_not_kept_and_asked_for_and_a_tokenizer_is_none():
     assert found["api_key"] == "new" and found["tokenizer"] == "bpe"
     fit(Keyed(), random(1), default_root_dir="without")  # one that was not given is not asked for
     assert Keyed.load_from_checkpoint("without").hparams["api_key"] is None
+
+
+@dataclasses.dataclass
+class Account:
+    """A config with a secret in it."""
+
+    api_key: str = ""
+
+
+def test_a_secret_in_a_dataclass_is_not_kept_and_asked_for():
+    fit(Keyed(tokenizer=Account("hunter2-very-secret")), random(1), default_root_dir="run")
+    for path in Path("run").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    with pytest.raises(CheckpointError, match="does not keep 'tokenizer'"):
+        Keyed.load_from_checkpoint("run")
 
 
 def test_constructors_with_numbers_as_keys_and_with_any_number_of_arguments_are_called_with_what_they_had():
