@@ -162,8 +162,6 @@ class Trainer(Facts):
             return found.__get__(self)  # which raises again what it cannot tell yet
         raise no_such_name("Trainer", name, [x for x in dir(type(self)) if not x.startswith("_")])
 
-    # What runs --------------------------------------------------------------------------------------
-
     @takes_only_its_arguments("Trainer.fit")
     def fit(
         self,
@@ -247,13 +245,13 @@ class Trainer(Facts):
         *,
         return_predictions: bool = True,
     ) -> list[Any] | None:
-        """Run the predict step over loaders.
+        """Run the predict step over loaders; the first arguments are those of `validate`.
 
         Args:
-            model: The module; None for the one of the last fit.
-            dataloaders: A loader, or a list of several.
-            datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
+            model: The module.
+            dataloaders: The loaders.
+            datamodule: The `jl.DataModule`.
+            ckpt_path: The checkpoint.
             return_predictions: Whether to keep and return what the step returns.
 
         Returns:
@@ -351,8 +349,6 @@ class Trainer(Facts):
     def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
         """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
         self._session.stop_after(seconds, reason, at_epoch_end)
-
-    # What was asked for, and what a run is told -------------------------------------------------------
 
     settings: Settings = of_session("Every argument, checked and brought to one form; frozen.")
     strategy: Strategy = of_session("The strategy, set up on its devices.")

@@ -187,7 +187,7 @@ NAMED = [nnx.tanh, jnp.add, np.tanh, doubled, nnx.Linear, Built, jnp.bfloat16, n
 NAMED += [float, Config(3, nnx.silu), (1, (2.0, [nnx.gelu])), {0: "a"}, float("-inf"), {"jaxlit": "name", "value": "x"}]
 
 
-@pytest.mark.parametrize("value", NAMED, ids=str)
+@pytest.mark.parametrize("value", NAMED, ids=lambda value: getattr(value, "__name__", type(value).__name__))
 def test_what_can_be_named_comes_back(value):
     fit(Built(value), random(1), default_root_dir="run")
     del Built.activation
