@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.reporting.redaction import redacted
+from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import say
 
 if TYPE_CHECKING:

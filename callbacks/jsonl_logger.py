@@ -12,7 +12,6 @@ import numpy as np
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.redaction import scrub
 
 
 class JSONLLogger(FileLogger):
@@ -37,13 +36,13 @@ class JSONLLogger(FileLogger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text."""
-        self._log(key, scrub(str(text)), step)
+        self._log(key, str(text), step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table."""
-        rows = [[scrub(x) if isinstance(x, str) else x for x in row] for row in data]
+        rows = [list(row) for row in data]
         self._log(key, {"columns": list(columns), "data": rows}, step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:

@@ -15,7 +15,7 @@ from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.background import Background
 from jaxlit.reporting.media_folder import MediaFolder
-from jaxlit.reporting.redaction import redacted
+from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute, say
 
 if TYPE_CHECKING:

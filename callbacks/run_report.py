@@ -20,7 +20,6 @@ from jaxlit.callbacks.wandb_config import config_of, monitored
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import curves_svg, together
-from jaxlit.reporting.redaction import scrub
 from jaxlit.reporting.table import count
 from jaxlit.reporting.terminal import absolute, clock, short_path
 
@@ -143,7 +142,7 @@ def report(trainer: "Trainer", module: "TrainModule", error: BaseException | Non
     explained = None
     with contextlib.suppress(Exception):  # the devices may be what failed
         explained = trainer.explain()
-    reason = f" · {scrub(trainer.stop_reason)}" if trainer.stop_reason else ""
+    reason = f" · {trainer.stop_reason}" if trainer.stop_reason else ""
     seen = {"epochs": f"{trainer.current_epoch:,}", "optimizer steps": f"{trainer.global_step:,}"}
     seen |= {} if explained is None else {"time": clock(explained.seconds)}
     num_params = config["jaxlit/num_params" if "num_params" in hparams else "num_params"]
@@ -157,9 +156,7 @@ def report(trainer: "Trainer", module: "TrainModule", error: BaseException | Non
         [
             html.heading(f"{type(module).__name__} · {trainer.run_dir.name}", state, kind, f" · began {began}{reason}"),
             html.tiles(seen),
-            ""
-            if error is None
-            else html.text("Error", scrub("\n".join([repr(error), *getattr(error, "__notes__", [])]))),
+            "" if error is None else html.text("Error", "\n".join([repr(error), *getattr(error, "__notes__", [])])),
             html.figures("Curves", pictures),
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),

@@ -13,7 +13,7 @@ from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
 from jaxlit.reporting.images import as_image, need_pillow
-from jaxlit.reporting.redaction import redacted, scrub
+from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TensorBoardLogger(Logger):
         """Write a text, which TensorBoard reads as Markdown."""
         self._check_key(key)
         if (writer := self._opened()) is not None:
-            writer.add_text(key, scrub(str(text)), self._at(step))
+            writer.add_text(key, str(text), self._at(step))
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlit.checks import require
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.redaction import redacted, scrub
+from jaxlit.reporting.secrets import redacted
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run_arguments(
         "group": logger.group,
         "job_type": logger.job_type,
         "tags": logger.tags,
-        "notes": logger.notes and scrub(logger.notes),
+        "notes": logger.notes,
         "dir": str(folder),
         "config": config_of(trainer, module, logger.config),
     }

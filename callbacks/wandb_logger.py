@@ -18,7 +18,7 @@ from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
-from jaxlit.reporting.redaction import redacted, scrub
+from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import say
 from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
@@ -224,14 +224,14 @@ class WandbLogger(Logger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Send a text."""
-        found = scrub(str(text))
+        found = str(text)
         self._log(key, lambda: found, step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Send a table."""
-        names, rows = list(columns), [[scrub(x) if isinstance(x, str) else x for x in row] for row in data]
+        names, rows = list(columns), [list(row) for row in data]
         for i, row in enumerate(rows):
             if len(row) != len(names):
                 raise ArgumentError(
@@ -261,7 +261,7 @@ class WandbLogger(Logger):
         images = list(images) if isinstance(images, (list, tuple)) else [images]
         if caption is not None and len(caption) != len(images):
             raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(caption)} captions.")
-        texts = [scrub(x) for x in caption] if caption is not None else [None] * len(images)
+        texts = caption if caption is not None else [None] * len(images)
         pairs = [
             (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
         ]

@@ -9,6 +9,7 @@ from typing import Any, Self
 from jaxlit.checkpoints.hparam_values import NotKeptError, encode, not_kept, readable
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.reporting.secrets import PLACEHOLDER, hide, tell
 from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
 
@@ -49,13 +50,18 @@ class Hparams(dict[str, Any]):
         self[name] = value
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the constructor's arguments as a checkpoint keeps them, and what was added."""
+        """Return the constructor's arguments as a checkpoint keeps them, and what was added; secrets are not kept."""
         given: dict[str, Any] = {name: not_kept(text) for name, text in self._left_out.items()}
         added: dict[str, Any] = {}
         for name, value in self.items():
             try:
-                (given if name in self._arguments else added)[name] = encode(value)
-            except NotKeptError as error:  # written by the user, after the constructor
+                kept, secrets = encode(value), list[str]()
+                hide({name: readable(value)}, secrets)
+                tell(secrets)
+                if secrets:
+                    raise NotKeptError(PLACEHOLDER)
+                (given if name in self._arguments else added)[name] = kept
+            except NotKeptError as error:
                 given |= {name: not_kept(str(error))} if name in self._arguments else {}
         return given, added
 

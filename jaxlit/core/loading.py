@@ -46,14 +46,8 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
                 f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
                 f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
             )
-    hparams = {name: value for name, value in hparams.items() if name not in overrides}
-    for name, value in hparams.items():
-        if _is_redacted(value):
-            raise CheckpointError(
-                f"{checkpoint.path} does not keep {name!r}, which is or holds a secret. Pass it: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
-            )
-    arguments = _rebuilt(cls, checkpoint, hparams) | overrides
+    kept = {name: value for name, value in hparams.items() if name not in overrides}
+    arguments = _rebuilt(cls, checkpoint, kept) | overrides
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
     args: list[Any] = []
@@ -102,9 +96,3 @@ def _is_same(saved: Any, default: Any) -> bool:
         return encode(default) == saved
     except NotKeptError:
         return False
-
-
-def _is_redacted(value: Any) -> bool:
-    if isinstance(value, (list, dict)):
-        return any(map(_is_redacted, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and "<redacted>" in value

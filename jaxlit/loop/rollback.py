@@ -8,7 +8,7 @@ from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Run
-from jaxlit.loop.snapshot import load_position, without_gaps
+from jaxlit.loop.snapshot import load_position
 
 _logger = logging.getLogger("jaxlit")
 _MOST = 3  # times from one checkpoint: more is no bad batch, but a training that diverges
@@ -52,7 +52,7 @@ def roll_back(run: Run, what: str) -> None:
     run.tracing.seek(was.global_step)
     if run.hooks.live is not None:
         run.hooks.live.stale = True
-    run.hooks("on_load_checkpoint", without_gaps(found.state))
+    run.hooks("on_load_checkpoint", dict(found.state))
 
 
 def _newest(run: Run) -> Checkpoint | None:

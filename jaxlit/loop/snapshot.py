@@ -21,7 +21,6 @@ from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.failures import Failures
 from jaxlit.loop.run import Run
-from jaxlit.reporting.redaction import Redaction, restored, tell
 
 
 def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     engine, strategy = run.engine, run.engine.strategy
     position = {name: getattr(run.position, name) for name in plain_fields(Position)}
     latest, pending, data = run.results.latest, run.pending, run.loaders.datamodule
-    (hparams, added), hide = hparams_of(run.module).saved(), Redaction()
+    hparams, added = hparams_of(run.module).saved()
     table = [asdict(metric) for metric in engine.training_table.metrics]
     state = {
         "format": FORMAT,
@@ -65,7 +64,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "log": run.hooks.log.state_dict(),
         "callbacks": _states(run),
         "datamodule": {} if data is None else run.hooks.failed.ask(data, "state_dict", data.state_dict),
-        "module": {"class": type(run.module).__name__, "hparams": hide(hparams)},
+        "module": {"class": type(run.module).__name__, "hparams": hparams},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
@@ -73,34 +72,14 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "processes": strategy.num_processes,
     }
     if added:  # by the module's own lines: its constructor takes no such argument
-        state["added_hparams"] = hide(added)
+        state["added_hparams"] = added
     if {*(numbers := _numbers_set(run))} != {run.accumulate}:
         state["accumulate_set"] = [*numbers]  # by hooks
     if run.not_finite is not None:
         state["not_finite"] = run.not_finite
-    ours = {*state}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
-    found = _plain(state, "")
-    tell([*hide.left_out, *_leave_out_secrets(found, ours)])
-    return found
-
-
-def _leave_out_secrets(state: dict[str, Any], ours: set[str]) -> list[str]:
-    """Take secrets out of what users have put into a training's state, and return where they stood.
-
-    Where a loader stands is kept as it is: a `page_token` that is left out would begin the data anew.
-    """
-    redact = Redaction(is_state=True)
-    state["callbacks"] = {key: redact(value, key) for key, value in state["callbacks"].items()}  # the key is a class
-    state["datamodule"] = redact(state["datamodule"], "datamodule")
-    state |= redact({key: value for key, value in state.items() if key not in ours})
-    return redact.left_out
-
-
-def without_gaps(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's state as `on_load_checkpoint` sees it: what was left out as a secret is not there."""
-    return restored(dict(state))
+    return _plain(state, "")
 
 
 def load_position(state: Mapping[str, Any]) -> Position:
@@ -120,7 +99,6 @@ def load_callbacks(run: Run, state: Mapping[str, Any]) -> list[str]:
 
 
 def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
-    saved = restored(saved, owner.state_dict)
     try:
         owner.load_state_dict(saved)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -147,8 +125,6 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
-    own = getattr(source.loader, "state_dict", None)  # what it has now takes the place of secrets
-    saved = {**saved, "states": [{**x, "at": restored(x["at"], own)} for x in saved["states"]]}
     was = len(saved["states"])
     if was == processes:  # each process goes on with its own share
         source.load_state_dict(saved["states"][index])

@@ -13,7 +13,6 @@ import numpy as np
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.histogram import count
 from jaxlit.reporting.images import as_image, has_pillow
-from jaxlit.reporting.redaction import scrub
 from jaxlit.reporting.terminal import say, short_path
 
 _logger = logging.getLogger("jaxlit")
@@ -76,13 +75,13 @@ class MediaFolder:
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text to a .txt file, without secrets."""
-        self._keep(key, [(".txt", scrub(str(text)).encode())], step)
+        self._keep(key, [(".txt", str(text).encode())], step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table to a .csv file, without secrets."""
-        rows = [[scrub(x) if isinstance(x, str) else x for x in row] for row in (columns, *data)]
+        rows = [columns, *data]
         for i, row in enumerate(rows[1:]):
             if len(row) != len(rows[0]):
                 raise ArgumentError(
@@ -107,7 +106,7 @@ class MediaFolder:
             raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(caption)} captions.")
         for i, image in enumerate(images):
             files = [_image_file(f"log_image({key!r}, ...)", image)]
-            files += [] if caption is None else [(".txt", scrub(caption[i]).encode())]
+            files += [] if caption is None else [(".txt", caption[i].encode())]
             self._keep(key, files, step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:

@@ -18,7 +18,7 @@ from jaxlit.core.hparams import hparams_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
-from jaxlit.reporting.redaction import redacted
+from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 
 

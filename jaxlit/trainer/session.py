@@ -38,7 +38,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
-from jaxlit.reporting.redaction import tell_anew
+from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
 from jaxlit.trainer.choose import Start, find
@@ -338,7 +338,7 @@ class Session:
                     run.resume = resume
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
-                    hooks("on_load_checkpoint", snapshot.without_gaps(resume.checkpoint.state))
+                    hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 tell_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)

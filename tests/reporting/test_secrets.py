@@ -1,0 +1,101 @@
+"""Secrets are hidden by their names in whatever is written of hyperparameters and configs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.modules import Mean
+from kit.trainers import fit
+from kit.wandb_runs import records
+
+import jaxlit as jl
+from jaxlit.callbacks import CSVLogger, JSONLLogger, WandbLogger
+from jaxlit.errors import CheckpointError
+from jaxlit.reporting.secrets import hide
+
+SECRETS = (
+    "api_key apiKey API_KEY2 OPENAI_API_KEY token hf_token HFToken accessToken auth-token secret",
+    "client_secret secrets password db_password passwd PGPASSWORD pwd PGPASS passphrase credential",
+    "aws_credentials bearer Authorization auth private_key secret_access_key aws_access_key_id",
+    "ssh_key jwt model.api_key secret_value pass db_pass smtpPass otp totp access_key_v2 api_key_prod api_keys",
+)
+ORDINARY = (
+    "tokenizer author authors key key_dim keypoints keyword monkey num_tokens token_dropout token_type",
+    "pad_token eos_token label_key sort_key secretary hash_key_type api_key_env password_file",
+    "credentials_path tokens_per_batch compass bypass authentic passage forward_pass low_pass jwt_algorithm",
+    "password_policy authorization_required session_id",
+)
+
+
+@pytest.mark.parametrize("name", " ".join(SECRETS).split())
+def test_a_text_under_the_name_of_a_secret_is_hidden(name: str) -> None:
+    found: list[str] = []
+    given = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
+    assert hide(given, found) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
+    assert found == [f"deep[0].{name}", name]
+    for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
+        assert hide({name: plain}, []) == {name: plain}
+
+
+@pytest.mark.parametrize("name", " ".join(ORDINARY).split())
+def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
+    assert hide({name: "gpt2", "other": [{name: "gpt2"}]}, []) == {name: "gpt2", "other": [{name: "gpt2"}]}
+
+
+class Secretive(Mean):
+    """Is given secrets."""
+
+    def __init__(self, width: int, api_key: str = "", **more: Any) -> None:
+        super().__init__()
+        self.hparams["later"] = {"hf_token": "planted"}
+
+
+class Tells(jl.Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"more": {"token": "planted"}, "lr": 0.1})
+
+
+def test_no_secret_is_written_and_one_line_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Secretive(7, api_key="planted", nested={"deep": [{"db_password": "planted"}]})
+    wandb = WandbLogger(offline=True, config={"extra": {"password": "planted"}})
+    given = {"logger": [wandb, CSVLogger(), JSONLLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
+    fit(model, numbered(2), None, Tells(), **given)
+    records()  # when W&B has written the last of them
+    told = " ".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out"))
+    for name in ("api_key", "nested.deep[0].db_password", "later.hf_token", "extra.password", "more.token"):
+        assert told.count(name) == 1, name
+    assert "planted" not in told
+    files = {path.name: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert {"state.json", "hparams.json", "metrics.csv"} <= files.keys()
+    assert [name for name, content in files.items() if b"planted" in content] == []
+    assert json.loads(files["hparams.json"])["lr"] == 0.1
+
+
+def test_a_secret_is_asked_for_where_the_module_is_built_again() -> None:
+    fit(Secretive(7, api_key="mine", nested={"password": "mine"}), numbered(1), default_root_dir="run")
+    words = r"built with api_key=<redacted>, nested=<redacted>: pass api_key=\.\.\., nested=\.\.\. to load_from"
+    with pytest.raises(CheckpointError, match=words):
+        Secretive.load_from_checkpoint("run")
+    found = Secretive.load_from_checkpoint("run", api_key="new", nested={"password": "new"})
+    assert (found.hparams["width"], found.hparams["api_key"]) == (7, "new")
+
+
+def test_what_a_callback_saves_is_restored_as_it_was() -> None:
+    class Keeps(jl.Callback):
+        def __init__(self, token: str) -> None:
+            self.token = token
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"page_token": self.token}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.token = state_dict["page_token"]
+
+    given = {"default_root_dir": "run", "resume": "auto"}
+    fit(Mean(), numbered(2), None, Keeps("page 3"), **given)
+    again = Keeps("")
+    fit(Mean(), numbered(2), None, again, max_epochs=2, **given)
+    assert again.token == "page 3"
