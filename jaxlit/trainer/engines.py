@@ -11,6 +11,7 @@ from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
+from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import KeptEngine
 from jaxlit.engine.lazy import lazy
@@ -50,6 +51,7 @@ class Engines:
 
         A lazy one is built, unless it has been: an evaluation takes what an earlier run has built, and a fit trained.
         """
+        use_compile_cache(settings.compile_cache)  # first: building a lazy module compiles as well
         last = self._built
         known = last is not None and last.model is model and last.seed in (None, settings.seed)
         if last is not None and known and stage.verb != "fit":

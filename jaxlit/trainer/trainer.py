@@ -87,6 +87,8 @@ class Trainer(Facts):
             be saved is, and the process ends with code 76. None for no limit.
         hang_timeout: The same for all that happens: a step, its compiling, a hook, a save or a batch may take as long.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
+        compile_cache: Store compiled programs, so that a later start loads them: True for `~/.cache/jaxlit/compiled`,
+            a folder, or False. A cache that you have configured in jax is used instead.
         debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
             array, and warn of a step that each trace makes another. Slow; `jax.disable_jit` works as well.
 
@@ -141,6 +143,7 @@ class Trainer(Facts):
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
         max_in_flight: int | str = "auto",
+        compile_cache: bool | str | Path = True,
         debug: bool = False,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -372,6 +375,7 @@ class Trainer(Facts):
     hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
     max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
+    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
     log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
