@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src import compilation_cache  # jax has no public way to say how entries are stored
@@ -73,23 +74,24 @@ def use_compile_cache(where: bool | str | Path) -> None:
     Args:
         where: A folder, True for `default_folder()`, False for none.
     """
-    ours = isinstance(compilation_cache._cache, CompileCache)
-    chosen = jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache
+    config: Any = jax.config
+    current = compilation_cache._cache
+    chosen = config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache
     if chosen or where is False:
-        if ours:
+        if isinstance(current, CompileCache):
             compilation_cache._cache = None  # jax then looks for the user's
         return
     try:
         folder = default_folder() if where is True else Path(where).expanduser().absolute()
-        if ours and compilation_cache._cache._path == folder:
+        if isinstance(current, CompileCache) and current._path == folder:
             return
         compilation_cache._cache = CompileCache(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         compilation_cache._cache = None
         _warn(str(where), str(error))
         return
-    if jax.config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    if config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
+        config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
 
 
 def default_folder() -> Path:

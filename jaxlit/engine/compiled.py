@@ -25,7 +25,7 @@ from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.registry import StrategyName, resolve_strategy
 
 
 @jax.tree_util.register_pytree_node_class
@@ -152,7 +152,7 @@ def compile_step(
     module: TrainModule | lazy,
     *,
     batch: Any,
-    strategy: str | Strategy = "auto",
+    strategy: StrategyName | Strategy = "auto",
     devices: int | str = "auto",
     precision: str = "32-true",
     seed: int = 0,

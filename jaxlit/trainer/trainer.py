@@ -18,7 +18,7 @@ from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.defaults import all_callbacks
@@ -105,7 +105,7 @@ class Trainer(Facts):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: StrategyName | Strategy = "auto",
         devices: int | str = "auto",
         mesh: Mapping[str, int] | Mesh | None = None,
         precision: str = "32-true",
