@@ -62,7 +62,7 @@ class CompileCache(CacheInterface):
             self._full = True
             with contextlib.suppress(OSError):
                 part.unlink()
-            _warn(str(self._path), str(error))
+            _warn(f"{self._path}: {error}")
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key[-200:]}{_SUFFIX}"  # the hash is at the end; file systems allow 255 bytes
@@ -88,7 +88,7 @@ def use_compile_cache(where: bool | str | Path) -> None:
         compilation_cache._cache = CompileCache(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         compilation_cache._cache = None
-        _warn(str(where), str(error))
+        _warn(str(error))
         return
     if config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
@@ -114,11 +114,10 @@ def _trim(folder: Path) -> None:
 
 
 @functools.cache
-def _warn(where: str, error: str) -> None:
+def _warn(reason: str) -> None:
     """Warn, once a process."""
     _logger.warning(
-        "Compiled programs cannot be stored in %s: %s. Later starts compile again. Trainer(compile_cache=...) takes "
-        "another folder, or False for none.",
-        where,
-        error,
+        "Compiled programs cannot be stored: %s. Later starts compile again. Trainer(compile_cache=...) takes another "
+        "folder, or False for none.",
+        reason.rstrip("."),
     )
