@@ -1,6 +1,6 @@
 """What can be added to training; every callback and logger is `jaxlit.callbacks.X`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
@@ -65,5 +65,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    raise no_such_name("jl.callbacks", name, __all__)
+if not TYPE_CHECKING:  # a type checker would take any name that it finds a __getattr__ for
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name("jl.callbacks", name, __all__)

@@ -1,6 +1,6 @@
 """PyTorch Lightning's way of training, for JAX and Flax NNX."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
 from jaxlit import loggers as loggers  # for ports
@@ -50,8 +50,15 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    # Lightning's classes stand beside its Trainer: `jl.EarlyStopping` is what a port says.
-    if name in callbacks.__all__:
-        return getattr(callbacks, name)
-    raise no_such_name("jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl", name, [*__all__, *callbacks.__all__])
+# Lightning's classes stand beside its Trainer: `jl.EarlyStopping` is what a port says.
+if TYPE_CHECKING:
+    from jaxlit.callbacks import *  # noqa: F403
+
+    __all__ += callbacks.__all__
+else:  # a type checker would take any name that it finds a __getattr__ for
+
+    def __getattr__(name: str) -> Any:
+        if name in callbacks.__all__:
+            return getattr(callbacks, name)
+        owner = "jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl"
+        raise no_such_name(owner, name, [*__all__, *callbacks.__all__])

@@ -1,6 +1,6 @@
 """Those callbacks that are loggers, as `from jaxlit.loggers import WandbLogger` in a port asks for them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from jaxlit.unknown import no_such_name
@@ -12,5 +12,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    raise no_such_name("jl.callbacks", name, __all__, called="jl.loggers")
+if not TYPE_CHECKING:  # a type checker would take any name that it finds a __getattr__ for
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name("jl.callbacks", name, __all__, called="jl.loggers")

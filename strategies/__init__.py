@@ -1,6 +1,6 @@
 """How training is laid out over devices; every strategy is `jaxlit.strategies.X`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.pipeline.schedules import (
     Eager1F1B,
@@ -60,5 +60,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
-    raise no_such_name("jl.strategies", name, __all__)
+if not TYPE_CHECKING:  # a type checker would take any name that it finds a __getattr__ for
+
+    def __getattr__(name: str) -> Any:
+        raise no_such_name("jl.strategies", name, __all__)

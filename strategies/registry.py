@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 
@@ -18,6 +18,15 @@ from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
+
+# What a type checker knows of names; at run time any that is registered is taken, from a command line as well.
+if TYPE_CHECKING:
+    StrategyName = Literal[
+        "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",
+        "simulate:2", "simulate:4", "simulate:8",
+    ]  # fmt: skip
+else:
+    StrategyName = str
 
 _T = TypeVar("_T", bound=type[Strategy])
 
@@ -39,7 +48,8 @@ def register_strategy(name: str) -> Callable[[_T], _T]:
     """Make a strategy class available as `Trainer(strategy=name)`.
 
     Args:
-        name: A name that is not taken. `name:5` at the Trainer calls the class with `5`.
+        name: A name that is not taken. `name:5` at the Trainer calls the class with `5`. A type checker knows jaxlit's
+            own names only: there pass an object of the class.
 
     Raises:
         ArgumentError: The name is taken or no identifier.

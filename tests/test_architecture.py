@@ -230,7 +230,7 @@ def test_a_room_says_in_one_line_what_is_in_it() -> None:
         if len((ast.get_docstring(tree) or "").splitlines()) != 1:
             wrong.append(f"{where(module, 1)} has no docstring of one line")
         for node in tree.body[1:]:
-            shows = ("__all__ =", "def __dir__(", "def __getattr__(")
+            shows = ("__all__ =", "def __dir__(", "def __getattr__(", "if TYPE_CHECKING:", "if not TYPE_CHECKING:")
             exports = isinstance(node, ast.ImportFrom) or ast.unparse(node).startswith(shows)
             if room(module) not in FACES or not exports:
                 wrong.append(f"{where(module, node.lineno)} is more than exports" + " of a face" * exports)

@@ -281,7 +281,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this is "
-            "a single row, batch the rows."
+            "a single row, batch the rows. Of graphs, give a row for each, padded, and join them in the step."
         )
     if 0 in sizes.values() and not may_be_empty:
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")

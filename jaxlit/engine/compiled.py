@@ -26,7 +26,7 @@ from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.registry import StrategyName, resolve_strategy
 
 
 @jax.tree_util.register_pytree_node_class
@@ -153,7 +153,7 @@ def compile_step(
     module: TrainModule | lazy,
     *,
     batch: Any,
-    strategy: str | Strategy = "auto",
+    strategy: StrategyName | Strategy = "auto",
     devices: int | str = "auto",
     precision: str = "32-true",
     seed: int = 0,

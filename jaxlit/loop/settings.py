@@ -70,6 +70,7 @@ class Settings:
     data_timeout: Any = None
     hang_timeout: Any = None
     max_in_flight: int | str = "auto"
+    compile_cache: bool | str | Path = True
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -207,9 +208,12 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     found["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
     found["debug"] = check.boolean("debug", given["debug"])
     found["host_keys"] = check.keys("host_keys", given["host_keys"])
-    folder = given["default_root_dir"]
-    if folder is not None and not isinstance(folder, (str, Path)):
-        raise ArgumentTypeError(f"Trainer(default_root_dir=...) takes a path, got {folder!r}.")
+    for name, others, rule in (
+        ("default_root_dir", (type(None),), "takes a path"),
+        ("compile_cache", (bool,), "takes True, False or a path"),
+    ):
+        if not isinstance(folder := given[name], (str, Path, *others)):
+            raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {folder!r}.")
     return found
 
 

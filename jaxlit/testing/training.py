@@ -116,7 +116,7 @@ def train(
     training = Training(f"{type(strategy).__name__ if plain else strategy} on {devices}")
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
-        strategy=strategy,
+        strategy=strategy,  # type: ignore[arg-type]  # a registered name as well
         devices=devices,
         max_steps=steps,
         log_every_n_steps=1,

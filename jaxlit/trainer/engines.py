@@ -1,6 +1,7 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxlit.callbacks.backbone_freeze import held_parts
 from jaxlit.callbacks.gradient_accumulation_scheduler import scheduler_in
@@ -11,6 +12,7 @@ from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
+from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import KeptEngine
 from jaxlit.engine.lazy import lazy
@@ -37,9 +39,11 @@ class Engines:
 
     Args:
         strategy: The strategy, set up.
+        compile_cache: Where programs are stored, from now on: a module that is made next compiles some as well.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
+        use_compile_cache(compile_cache)
         self._strategy, self._kept = strategy, KeptEngine()
         self._built: _Built | None = None
 
@@ -50,6 +54,7 @@ class Engines:
 
         A lazy one is built, unless it has been: an evaluation takes what an earlier run has built, and a fit trained.
         """
+        use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
         last = self._built
         known = last is not None and last.model is model and last.seed in (None, settings.seed)
         if last is not None and known and stage.verb != "fit":

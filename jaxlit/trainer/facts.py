@@ -207,9 +207,10 @@ class Facts:
     log_dir: Path = fact(log_dir)
     loggers: list[Callback] = fact(loggers)
     logger: Any = fact(logger)
-    checkpoint_callback: ModelCheckpoint | None = fact(checkpoint_callback)
+    # Any stands for None: a program knows whether it has one, and a check for None is allowed but not asked for.
+    checkpoint_callback: ModelCheckpoint | Any = fact(checkpoint_callback)
     checkpoint_callbacks: list[ModelCheckpoint] = fact(checkpoint_callbacks)
-    early_stopping_callback: Callback | None = fact(early_stopping_callback)
+    early_stopping_callback: EarlyStopping | Any = fact(early_stopping_callback)
     is_global_zero: bool = fact(is_global_zero)
     model: Any = fact(model)
     datamodule: Any = fact(datamodule)

@@ -33,7 +33,7 @@ _SETTLED = 10  # of so many losses the mean may be compared
 # What a step of the trial has in common with one of the training.
 _SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
 _SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
-_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "debug")
+_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
 
 
 class LRFinder:

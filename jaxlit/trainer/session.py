@@ -89,7 +89,7 @@ class Session:
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
-        self._engines, self.folder = Engines(strategy), RunFolder(settings.default_root_dir)
+        self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
         self.current: Run | None = None
         self.fitted: Run | None = None
         self.running = False

@@ -18,7 +18,7 @@ from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.choose import Start
@@ -89,6 +89,8 @@ class Trainer(Facts):
             be saved is, and the process ends with code 76. None for no limit.
         hang_timeout: The same for all that happens: a step, its compiling, a hook, a save or a batch may take as long.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
+        compile_cache: Store compiled programs, so that a later start loads them: True for `~/.cache/jaxlit/compiled`,
+            a folder, or False. A cache that you have configured in jax is used instead.
         debug: Check every batch and, unless nan_policy="ignore", every step's loss, wait for each step, overwrite no
             array, and warn of a step that each trace makes another. Slow; `jax.disable_jit` works as well.
 
@@ -105,7 +107,7 @@ class Trainer(Facts):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: StrategyName | Strategy = "auto",
         devices: int | str = "auto",
         mesh: Mapping[str, int] | Mesh | None = None,
         precision: str = "32-true",
@@ -143,6 +145,7 @@ class Trainer(Facts):
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
         max_in_flight: int | str = "auto",
+        compile_cache: bool | str | Path = True,
         debug: bool = False,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
@@ -261,9 +264,7 @@ class Trainer(Facts):
         check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
         found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
-        if not return_predictions:
-            return None
-        return found if len(found) != 1 else found[0]
+        return None if not return_predictions else found if len(found) != 1 else found[0]
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights; from a callback, say.
@@ -334,8 +335,7 @@ class Trainer(Facts):
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, how its state lies on the devices, and what its programs cost.
 
-        Returns:
-            What it prints as tables, also while the run goes on; it waits for no device, and compiles nothing anew.
+        It prints as tables, also while the run goes on; it waits for no device, and compiles nothing again.
 
         Raises:
             ArgumentError: Nothing has run yet.
@@ -374,6 +374,7 @@ class Trainer(Facts):
     hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
     max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
+    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")

@@ -1,7 +1,7 @@
 """A W&B server: it keeps what the real SDK sends over HTTP, and may die.
 
 It understands GraphQL (runs and artifacts), `file_stream` (history, summary) and PUT (the contents of files), which is
-all that the SDK uses while a run goes on. Seen with wandb 0.31.
+all that the SDK uses while a run goes on. Seen with wandb 0.22.3 to 0.31.
 """
 
 import gzip

@@ -36,6 +36,7 @@ EQUAL = [
     ("own key split in each step", "shard_map", 8),
     ("dropout", "pmap", 8),
     ("recurrent, GRU", "shard_map", 2),
+    ("graph network by segment_sum", "shard_map", 8),
 ]
 EQUAL_OR_REFUSED = [
     ("float count of tokens", "shard_map", 8),

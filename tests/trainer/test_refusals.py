@@ -91,6 +91,7 @@ TYPES: list[tuple[Any, ...]] = [
     ("enable_progress_bar", "True or False", "no"),
     ("seed", INT, "abc"),
     ("default_root_dir", "a path", 3),
+    ("compile_cache", "True, False or a path", None, 3),
     ("resume", "'auto', a path or None", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
     ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),

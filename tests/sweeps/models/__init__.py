@@ -6,6 +6,7 @@ from sweeps.models import (
     experts,
     frozen_writes,
     gan,
+    graphs,
     lm1b,
     lora,
     norms,
@@ -19,5 +20,5 @@ from sweeps.models import (
 )
 
 PARTS = (frozen_writes, sums, counters, norms, own_keys)
-PORTS = (vae, lm1b, scanned, vit, recurrent, resnet, gan, experts, lora, dqn)
+PORTS = (vae, lm1b, scanned, vit, recurrent, resnet, gan, experts, lora, dqn, graphs)
 CASES = [case for part in (*PARTS, *PORTS) for case in part.CASES]

@@ -1,0 +1,154 @@
+"""Compiled programs are found by a later process, and what goes wrong with their folder costs a warning at most."""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src import compilation_cache
+from kit.batches import numbered
+from kit.modules import Mean
+from kit.processes import launch, say
+from kit.trainers import BARE, make_trainer
+
+import jaxlit as jl
+from jaxlit.engine import compile_cache
+from jaxlit.engine.compile_cache import CompileCache
+
+
+@pytest.fixture
+def unconfigured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave jax without the cache of the tests, as a user has it."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def train(**given: Any) -> np.ndarray:
+    model = Mean()
+    jl.Trainer(max_epochs=1, strategy="fsdp", **BARE, **given).fit(model, numbered(4))
+    return np.asarray(model.w[...])
+
+
+def events() -> list[str]:
+    """Return a list to which the hits and misses of the cache are added."""
+    found: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[2]))
+    return found
+
+
+def train_in_a_process() -> None:
+    jax.config.update("jax_compilation_cache_dir", None)
+    seen = events()
+    say("w", train(compile_cache="programs").tolist())
+    say("stored", seen.count("cache_misses"))
+    say("loaded", seen.count("cache_hits"))
+
+
+def test_a_second_process_compiles_nothing_that_the_first_stored(tmp_path) -> None:
+    first, second = (launch(train_in_a_process, tmp_path / x, count=1, join=False)[0] for x in ("run", "run"))
+    assert first.said["stored"] > 2
+    assert second.said["stored"] == 0
+    assert second.said["loaded"] >= first.said["stored"]
+    assert second.said["w"] == first.said["w"]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_it_is_on_by_default_in_the_users_cache_folder(tmp_path) -> None:
+    train()
+    assert [*tmp_path.glob("caches/jaxlit/compiled/jit_train_step-*-cache")]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_switched_off_it_writes_nothing_also_after_a_run_with_it(tmp_path) -> None:
+    train(compile_cache="programs")
+    for file in (tmp_path / "programs").iterdir():
+        file.unlink()
+    jax.clear_caches()
+    train(compile_cache=False)
+    assert not [*tmp_path.glob("programs/*step*")]
+    assert not (tmp_path / "caches").exists()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_a_cache_that_the_user_configured_is_used_instead(tmp_path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    train(compile_cache="programs")
+    assert [*(tmp_path / "mine").iterdir()]
+    assert not (tmp_path / "programs").exists()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_a_damaged_entry_is_compiled_again_and_replaced(tmp_path) -> None:
+    expected = train(compile_cache="programs")
+    for file in (tmp_path / "programs").iterdir():
+        os.truncate(file, 40)
+    jax.clear_caches()
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        np.testing.assert_array_equal(train(compile_cache="programs"), expected)
+    assert all(file.stat().st_size > 40 for file in (tmp_path / "programs").iterdir())
+
+
+def test_an_entry_is_there_completely_or_not_at_all(tmp_path, monkeypatch) -> None:
+    cache = CompileCache(tmp_path)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cache.put("key", b"program")
+    assert CompileCache(tmp_path).get("key") is None
+    cache.put("key", b"program")
+    assert CompileCache(tmp_path).get("key") == b"program"
+
+
+def test_a_long_name_of_a_program_is_stored(tmp_path) -> None:
+    cache = CompileCache(tmp_path)
+    cache.put(f"jit_{'x' * 400}-{'a' * 64}", b"program")
+    assert cache.get(f"jit_{'x' * 400}-{'a' * 64}") == b"program"
+
+
+def test_a_full_disk_costs_one_warning(tmp_path, monkeypatch, caplog) -> None:
+    cache = CompileCache(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    cache.put("a", b"program")
+    cache.put("b", b"program")
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert r"No space left on device. Later starts compile again." in caplog.text
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path, caplog) -> None:
+    (tmp_path / "file").touch()
+    trainer = make_trainer(compile_cache=tmp_path / "file" / "programs", max_epochs=1)
+    trainer.fit(Mean(), numbered(4))
+    trainer.validate(Mean(), numbered(4))
+    assert caplog.text.count("Compiled programs cannot be stored") == 1
+
+
+def test_the_least_recently_used_entries_make_room(tmp_path, monkeypatch) -> None:
+    (tmp_path / "notes").write_bytes(b"x" * 100)
+    cache = CompileCache(tmp_path)
+    for i, key in enumerate("abc"):
+        cache.put(key, b"x" * 10)
+        os.utime(tmp_path / f"{key}-cache", (i, i))
+    cache.get("a")
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 25)
+    CompileCache(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"notes", "a-cache", "c-cache"}
