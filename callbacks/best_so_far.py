@@ -5,6 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxlit.reporting.epoch_line import number
+
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
@@ -41,7 +43,7 @@ class BestSoFar:
         if (found := _monitored(trainer)) is None:
             return ""
         best, name = self.update(trainer), found[0]
-        told = "" if name in shown else f" {name} {self._best[0] if self._best else math.nan:<7.4g}"
+        told = "" if name in shown else f" {name} {number(self._best[0] if self._best else math.nan)}"
         return f"* best{told}" if best else " " * len(f"* best{told}")
 
     def describe(self, trainer: "Trainer") -> str:

@@ -4,7 +4,7 @@ import csv
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
@@ -13,7 +13,8 @@ from jaxlit.errors import LoggerError
 class CSVLogger(FileLogger):
     """Write every logged row to a CSV file in the run's folder, flushed at once.
 
-    The columns are `step`, `epoch` and the metrics in the order in which they first appear.
+    The columns are `step`, `epoch` and the metrics in the order in which they first appear. Numbers have six
+    significant digits, whole numbers all of their digits. What is logged at one step and epoch is one row.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
@@ -30,8 +31,8 @@ class CSVLogger(FileLogger):
         self._columns: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows and which columns the file has."""
-        return {"rows": self._rows, "columns": self._columns}
+        """Return how many rows and which columns the file has, and the last row."""
+        return {**super().state_dict(), "columns": self._columns}
 
     def _open(self, path: Path) -> None:
         if not path.exists() or not path.stat().st_size:  # a full disk may have let it be made, and not written
@@ -48,20 +49,27 @@ class CSVLogger(FileLogger):
                 )
             self._columns, self._rows = columns, sum(1 for _ in reader)
 
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
+    def _append(self, path: Path, row: dict[str, Any], *, joins: bool) -> None:
         new = [name for name in row if name not in self._columns]
         if new:
             self._close()
             rows, before = self._read(path), self._columns
             self._columns = before + new
             try:
-                self._rewrite(path, rows)
+                self._rewrite(path, rows[:-1] if joins else rows)
             except OSError:
                 self._columns = before
                 raise
+            joins = False
+        super()._append(path, row, joins=joins)
+
+    def _text(self, row: dict[str, Any]) -> str:
         line = io.StringIO()
-        csv.DictWriter(line, self._columns, restval="", lineterminator="\n").writerow(row)
-        self._write(path, line.getvalue())
+        self._writer(line).writerow(_short(row))
+        return line.getvalue()
+
+    def _writer(self, file: TextIO) -> "csv.DictWriter[str]":
+        return csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         with path.open(newline="") as file:
@@ -73,7 +81,15 @@ class CSVLogger(FileLogger):
     def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+            writer = self._writer(file)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(map(_short, rows))
         os.replace(temporary, path)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the digits that float32 does not have."""
+    return {
+        name: (int(x) if x.is_integer() and abs(x) < 2**53 else f"{x:.6g}") if isinstance(x, float) else x
+        for name, x in row.items()
+    }

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class FileLogger(Logger, ABC):
     """Writes rows to a file in the run's folder, each flushed at once, and drops those that a resume makes again.
 
+    What is logged at the same step and epoch under other names joins the last row: the values of a step, of a
+    validation after it and of the epoch that it ends are one row.
+
     Args:
         filename: The file's name in `trainer.run_dir`.
         on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
@@ -46,6 +49,7 @@ class FileLogger(Logger, ABC):
         self._file: TextIO | None = None
         self._size = 0  # bytes of whole rows
         self._rows = 0
+        self._last: dict[str, Any] | None = None  # the last row, which others of its step may join
         self._keep: dict[str, Any] | None = None  # what a checkpoint knows of the file
         self._told = False  # of a failure
 
@@ -93,8 +97,8 @@ class FileLogger(Logger, ABC):
         """
 
     @abstractmethod
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
-        """Write one row."""
+    def _text(self, row: dict[str, Any]) -> str:
+        """Return a row as a line of the file."""
 
     @abstractmethod
     def _read(self, path: Path) -> list[dict[str, Any]]:
@@ -118,17 +122,26 @@ class FileLogger(Logger, ABC):
         """
         if not trainer.is_global_zero:
             return
-        path = trainer.run_dir / self.filename
+        path, row, joins = trainer.run_dir / self.filename, {"step": step, **values}, False
         try:
             if path != self.path:
                 self._close()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._open(path)
-                self.path = path
-            self._append(path, {"step": step, **values})
-            self._rows += 1
+                self.path, self._last = path, None
+            # Texts, tables and histograms have rows of their own.
+            plain, last = all(isinstance(x, (int, float)) for x in values.values()), self._last or {}
+            place = {name: row[name] for name in ("step", "epoch") if name in row}
+            joins = plain and bool(last) and {k: x for k, x in last.items() if k in row} == place
+            self._append(path, {**last, **row} if joins else row, joins=joins)
+            self._last = {**last, **row} if joins else row if plain else None
+            self._rows += not joins
         except OSError as error:
+            lost = self._last if joins and self._file is not None else None
             self._drop_torn_row()
+            if lost is not None:  # the row that was to be joined
+                with contextlib.suppress(OSError):
+                    FileLogger._append(self, path, lost, joins=False)
             problem = f"{type(self).__name__} cannot write {path}: {error}."
             if self.on_error == "raise":
                 raise LoggerError(
@@ -139,8 +152,8 @@ class FileLogger(Logger, ABC):
                 say(f"{problem} Training goes on; rows are missing until it can.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows the file has."""
-        return {"rows": self._rows}
+        """Return how many rows the file has, and the last one, which others may join after the checkpoint."""
+        return {"rows": self._rows, "last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what the file had; `on_load_checkpoint` drops what has come since."""
@@ -163,8 +176,9 @@ class FileLogger(Logger, ABC):
             self._drop(trainer, 0)
 
     def finalize(self, status: str) -> None:
-        """Close the file; a later run of the same Trainer goes on with it."""
+        """Close the file; a later run of the same Trainer goes on with it, in rows of its own."""
         self._close()
+        self._last = None
 
     def _check_folder(self, folder: Path) -> None:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -183,9 +197,9 @@ class FileLogger(Logger, ABC):
         self._close()
         try:
             self._open(path)
-            rows = self._read(path)
+            rows, last = self._read(path), (kept or {}).get("last")
             if kept is not None:
-                rows = rows[: kept["rows"]]
+                rows = rows[: kept["rows"]] if last is None else [*rows[: kept["rows"] - 1], last]
             if kept is None or undone:  # then all that tells is the step
                 rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
             self._restore(kept or {})
@@ -195,17 +209,21 @@ class FileLogger(Logger, ABC):
                 f"{type(self).__name__} cannot drop from {path} the rows that training makes again: {error}. Free the "
                 "disk, or pass Trainer(logger=False)."
             ) from error
-        self.path, self._rows = path, len(rows)
+        self.path, self._rows, self._last = path, len(rows), last if last in rows[-1:] else None
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take what else a checkpoint knows of the file."""
 
-    def _write(self, path: Path, text: str) -> None:
-        """Append whole lines, and flush them."""
+    def _append(self, path: Path, row: dict[str, Any], *, joins: bool) -> None:
+        """Write one row, in place of the last one if that has joined it, and flush it."""
         if self._file is None:
             self._file = path.open("a", newline="")
             self._size = path.stat().st_size
-        self._file.write(text)
+        if joins and self._last is not None:
+            self._size -= len(self._text(self._last).encode())
+            self._file.seek(self._size)
+            self._file.truncate()
+        self._file.write(self._text(row))
         self._file.flush()
         self._size = self._file.tell()
 

@@ -18,8 +18,9 @@ from jaxlit.reporting.redaction import scrub
 class JSONLLogger(FileLogger):
     """Write every logged row to a file as a JSON object on a line of its own, flushed at once.
 
-    A row holds `step`, `epoch` and the metrics that were logged, no others; what is not finite is the text "NaN",
-    "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms have rows of their own.
+    A row holds `step`, `epoch` and all metrics that were logged there, no others, with every digit; what is not finite
+    is the text "NaN", "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms have rows
+    of their own.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
@@ -64,8 +65,8 @@ class JSONLLogger(FileLogger):
             self._rewrite(path, rows)  # the machine died while it wrote the last one
         self._rows = len(rows)
 
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
-        self._write(path, _line(row))
+    def _text(self, row: dict[str, Any]) -> str:
+        return json.dumps(_plain(row), allow_nan=False) + "\n"
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         whole, _, torn = path.read_text().rpartition("\n")
@@ -83,12 +84,8 @@ class JSONLLogger(FileLogger):
 
     def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(map(_line, rows)))
+        temporary.write_text("".join(map(self._text, rows)))
         os.replace(temporary, path)
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(_plain(row), allow_nan=False) + "\n"
 
 
 def _plain(x: Any) -> Any:

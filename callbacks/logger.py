@@ -7,7 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.unknown import no_such_name
 
@@ -22,10 +22,20 @@ def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
     """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on.
 
     A user may give the same to each of `trainer.loggers`. What others have passed on to this one is not taken again.
+    An argument that the method does not have is a mistake of the program, and raises.
     """
+    signature = inspect.signature(method)
+    known = [*signature.parameters][1:]
 
     @wraps(method)
     def log(self: "Logger", *args: Any, **named: Any) -> None:
+        try:
+            signature.bind(self, *args, **named)
+        except TypeError as error:
+            if self._passed_on_by is None:  # otherwise the call was right for the logger that was asked
+                hint = "".join(did_you_mean(name, known) for name in named if name not in known)
+                called = f"{type(self).__name__}.{method.__name__}"
+                raise ArgumentTypeError(f"{called} {error}.{hint} It takes {', '.join(known)}.") from None
         if self._has_taken(method.__name__, args, named):
             return
         try:
@@ -99,7 +109,7 @@ class Logger(Callback):
     A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
     goes to the first other logger of the Trainer that can hold it, and what none can to files in `media/<key>` of the
     run's folder, and so does what one of them fails to take while a training goes on, unless `on_error` is "raise".
-    What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that are JSON values;
+    What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes
     first makes; and `trainer.is_global_zero`, the one process that writes.
 
@@ -254,7 +264,7 @@ class Logger(Callback):
 
     @_never_ends_a_training
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Log images.
 
@@ -262,10 +272,10 @@ class Logger(Callback):
             key: Their name.
             images: An image or a list of them: (height, width) or (height, width, 1, 3 or 4) arrays, of uint8 or of
                 floats from 0 to 1; Pillow images; or paths.
-            captions: A text for each.
+            caption: A list of a text for each.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_image", key, images, captions=captions, step=step)
+        self._pass_on("log_image", key, images, caption=caption, step=step)
 
     @_never_ends_a_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:

@@ -198,10 +198,10 @@ class MLFlowLogger(Logger):
         self._log_media(key, step, lambda files: files.log_histogram(key, values, bins=bins))
 
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Send images, and their captions as texts beside them."""
-        self._log_media(key, step, lambda files: files.log_image(key, images, captions=captions))
+        self._log_media(key, step, lambda files: files.log_image(key, images, caption=caption))
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure, as an image."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
+MOST_ROWS = 20  # of parameters; a longer table would fill the terminal before training has begun
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the summary: a parameter, or all those below a path."""
@@ -44,16 +47,18 @@ class ModelSummary(Callback):
 
     Args:
         max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for
-            the last line only, -1 for a line for each parameter.
+            the last line only, -1 for a line for each parameter. "auto" is -1 for at most 20 parameter arrays, else 1.
 
     Example:
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.ModelSummary(max_depth=1), logger=False)
     """
 
-    def __init__(self, max_depth: int = -1) -> None:
-        if not isinstance(max_depth, int) or isinstance(max_depth, bool) or max_depth < -1:
-            raise ArgumentError(f"ModelSummary(max_depth=...) takes an int of at least -1, got {max_depth!r}.")
+    def __init__(self, max_depth: int | str = "auto") -> None:
+        if max_depth != "auto" and (type(max_depth) is not int or max_depth < -1):
+            raise ArgumentError(
+                f"ModelSummary(max_depth=...) takes an int of at least -1 or 'auto', got {max_depth!r}."
+            )
         self.max_depth = max_depth
         self._said = ""
 
@@ -63,7 +68,10 @@ class ModelSummary(Callback):
             return
         state, lines = trainer.state, list[str]()
         if self.max_depth:
-            lines.append(_table(summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)))
+            rows = summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)
+            lines.append(_table(rows))
+            if self.max_depth == "auto" and len(rows) < (count := len(jax.tree.leaves((state.params, state.frozen)))):
+                lines.append(f"ModelSummary(max_depth=-1) shows all {count} rows")
         text = "\n".join([*lines, totals(state), *trainer.strategy.describe().split("\n")[1:]])
         if text != self._said:
             say(text)
@@ -71,7 +79,11 @@ class ModelSummary(Callback):
 
 
 def summarize(
-    state: "TrainState", module: nnx.Module, *, max_depth: int = -1, notes: Mapping[str, str] = MappingProxyType({})
+    state: "TrainState",
+    module: nnx.Module,
+    *,
+    max_depth: int | str = -1,
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
     """Return a row for each parameter, in the order of their paths.
 
@@ -79,26 +91,28 @@ def summarize(
         state: The state on its devices; its leaves may be shapes, dtypes and shardings.
         module: The module that it belongs to, for the names of its classes.
         max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
-            into one row; -1 for none.
+            into one row; -1 for none, "auto" for -1 or 1 by their number.
         notes: What is said of a parameter before how it is split, by its path.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
     devices = devices_of(jax.tree.leaves(_held(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
-    for keys, array, trained in sorted(
+    found = sorted(
         [(keys, x, True) for keys, x in _leaves(state.params)]
         + [(keys, x, False) for keys, x in _leaves(state.frozen)],
         # Indices and names never meet at one place of a path, but may at one place of two.
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
-    ):
-        groups.setdefault(keys if max_depth < 0 else keys[:max_depth], []).append((keys, array, trained))
-    found = []
+    )
+    depth = max_depth if isinstance(max_depth, int) else 1 if len(found) > MOST_ROWS else -1
+    for keys, array, trained in found:
+        groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))
+    rows = []
     for path, leaves in groups.items():
         alone = leaves[0][0] == path
         arrays = [array for _, array, _ in leaves]
         lies = placement(arrays, devices)
         told = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
-        found.append(
+        rows.append(
             Row(
                 path=leaf_name(path),
                 type=types[path[:-1] if alone else path],
@@ -110,7 +124,7 @@ def summarize(
                 bytes_per_device=lies.bytes_per_device,
             )
         )
-    return found
+    return rows
 
 
 def totals(state: "TrainState") -> str:
@@ -125,12 +139,11 @@ def totals(state: "TrainState") -> str:
 
 
 def _not_split(held: list[Any]) -> str:
-    """Tell what each device holds whole, if there is more that is split: it stays as much on more devices."""
+    """Return a line on what each device holds in full, if the rest is sharded: it does not shrink on more devices."""
     whole = [x for x in held if x.sharding.is_fully_replicated]
     if not whole or len(whole) == len(held):
         return ""
-    parts = [f"  {size(bytes_of(whole))} of that unsplit", "the same on any number of devices"]
-    return f"\n{join(parts, between=', ')}"
+    return f"\n  {size(bytes_of(whole))} of it is replicated (not sharded)"
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:
@@ -153,10 +166,12 @@ def _table(rows: list[Row]) -> str:
         cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, size(row.bytes_per_device))
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
+    if not any(columns["shape"][1:]):
+        del columns["shape"]
     width = line_width() or 200  # a file has no width
     for name in ("type", "per device", "shape"):  # what tells the least first: a path in two lines is hard to read
         if sum(max(map(len, column)) + 3 for column in columns.values()) + 1 > width:
-            del columns[name]
+            columns.pop(name, None)
     table = Table()
     for name in columns:
         table.add_column(name, justify="right" if name in ("params", "per device") else "left", overflow="fold")

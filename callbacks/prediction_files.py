@@ -46,11 +46,7 @@ class NpyFiles:
         """Add rows."""
         for name, x in rows.items():
             if name not in self._files:
-                if x.dtype.hasobject:
-                    raise DataError(
-                        f"PredictionWriter: {name!r} holds texts or objects, and .npy files hold numbers. Pass "
-                        "format='parquet', or leave it out of the predictions and of host_keys."
-                    )
+                refuse_texts(name, x)
                 file = (self._folder / f"{name}.npy").open("wb")
                 file.write(_header(x.dtype, (0, *x.shape[1:])))
                 self._files[name] = file, x.dtype, x.shape[1:]
@@ -70,6 +66,19 @@ class NpyFiles:
         """Close the files."""
         for file, _, _ in self._files.values():
             file.close()
+
+
+def refuse_texts(name: str, x: np.ndarray) -> None:
+    """Refuse what .npy files do not hold.
+
+    Raises:
+        DataError: It is texts or objects.
+    """
+    if x.dtype.kind in "OUS":
+        raise DataError(
+            f"PredictionWriter: {name!r} holds texts or objects, and .npy files hold numbers. Pass format='parquet', "
+            "or leave it out of the predictions and of host_keys."
+        )
 
 
 class ParquetFile:

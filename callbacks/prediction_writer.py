@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.prediction_files import FORMATS, Rows, holds_rows, pyarrow_or_refuse, read_rows
+from jaxlit.callbacks.prediction_files import FORMATS, Rows, holds_rows, pyarrow_or_refuse, read_rows, refuse_texts
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
@@ -123,6 +123,14 @@ class PredictionWriter(Callback):
             return f"cannot be made or replaced when all is written: {error}. Name a folder in it, or another one."
         return None
 
+    def on_predict_batch_start(
+        self, trainer: "Trainer", module: "TrainModule", batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Refuse texts that .npy files do not hold, before the step is compiled."""
+        if batch_idx == 0 and self.format == "npy" and isinstance(trainer.predict_outputs, dict):
+            for key in trainer.host_keys:
+                refuse_texts(str(key), np.asarray(batch[key]))
+
     def on_predict_batch_end(
         self,
         trainer: "Trainer",
@@ -135,7 +143,7 @@ class PredictionWriter(Callback):
         """Keep the outputs, and write those of the batch before, which are ready by now."""
         self._take()
         if trainer.host_keys and isinstance(outputs, dict):
-            outputs = {**{key: np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
+            outputs = {**{str(key): np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
         self._waiting = dataloader_idx, outputs
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:

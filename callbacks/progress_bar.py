@@ -13,7 +13,7 @@ from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.epoch_line import epoch_line, live_line
+from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     LiveLine,
     NotebookLine,
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
 
-    Metrics logged with `prog_bar=True` are shown. No value is read for it during an epoch: the line shows those of
-    the last logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
+    Metrics logged with `prog_bar=True` are shown, and the loss if `training_step` logs none so: that of the last logged
+    row, and at the end of an epoch its mean. No value is read for it during an epoch: the line shows those of the last
+    logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
     that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
     batch of another size. A notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
@@ -271,11 +272,13 @@ class ProgressBar(Callback):
     def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
         """Return count, rate and metrics, as wide as those of most other epochs."""
         total, rate = trainer.num_training_batches, self._rate(trainer)
-        speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
+        thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
+        speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
         parts = [f"{self._batches}" + (f"/{total}" if total != math.inf else ""), f"{speed:>4} it/s" if rate else ""]
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        return parts + [f"{name} {value:<7.4g}" for name, value in self._shown.items()]
+        shown = self._shown if trainer.loss is None else {"loss": trainer.loss, **self._shown}
+        return parts + [f"{name} {number(value)}" for name, value in shown.items()]
 
     def _rate(self, trainer: "Trainer") -> float:
         """Return batches a second, without validations and compiling; 0 if there is no telling."""

@@ -155,22 +155,22 @@ class TensorBoardLogger(Logger):
         writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._at(step))
 
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
         need_pillow("TensorBoardLogger.log_image")
         self._check_key(key)
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if captions is not None and len(captions) != len(images):
-            raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(captions)} captions.")
+        if caption is not None and len(caption) != len(images):
+            raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(caption)} captions.")
         arrays = [_pixels(as_image(f"TensorBoardLogger.log_image({key!r}, ...)", x)) for x in images]
         if (writer := self._opened()) is None:
             return
         for i, array in enumerate(arrays):
             name = f"{key}/{i}" if len(arrays) > 1 else key
             writer.add_image(name, array, self._at(step), dataformats="HWC"[: array.ndim])
-        if captions is not None:
-            self.log_text(f"{key}/captions", "\n\n".join(captions), step=step)
+        if caption is not None:
+            self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Write a matplotlib figure, as an image."""

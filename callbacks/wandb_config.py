@@ -83,7 +83,7 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     }
     # The user's own names stay theirs.
     data = trainer.datamodule
-    theirs = {**({} if data is None else data.hparams), **module.hparams, **extra}
+    theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 
@@ -125,8 +125,9 @@ def run_arguments(
 
 
 def monitored(trainer: "Trainer") -> dict[str, str]:
-    """Return the metrics that callbacks watch, and whether "min" or "max" is best."""
-    found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in trainer.callbacks}
+    """Return the metrics that callbacks watch, checkpoints before others, and whether "min" or "max" is best."""
+    callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
+    found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
     return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
 
 

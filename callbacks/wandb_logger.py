@@ -249,7 +249,7 @@ class WandbLogger(Logger):
         self._log(key, wandb_media.histogram(count(values, bins)), step)
 
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Send images.
 
@@ -259,9 +259,9 @@ class WandbLogger(Logger):
         """
         need_pillow("WandbLogger.log_image")
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if captions is not None and len(captions) != len(images):
-            raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(captions)} captions.")
-        texts = [scrub(x) for x in captions] if captions is not None else [None] * len(images)
+        if caption is not None and len(caption) != len(images):
+            raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(caption)} captions.")
+        texts = [scrub(x) for x in caption] if caption is not None else [None] * len(images)
         pairs = [
             (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
         ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.shown import shown
 
 
 def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
@@ -28,7 +29,7 @@ def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> N
         ArgumentError: It is not allowed.
     """
     if not allowed:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
 
 
 def is_int(value: Any, *, low: int) -> bool:
@@ -40,7 +41,7 @@ def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
     """Return an int of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(
-            f"{owner}({name}=...) takes an int of at least {low}, got {value!r}.{_as_text(name, value)}"
+            f"{owner}({name}=...) takes an int of at least {low}, got {shown(value)}.{_as_text(name, value)}"
         )
     if value < low:
         raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value}.")
@@ -50,7 +51,7 @@ def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
 def boolean(name: str, value: Any, *, owner: str = "Trainer") -> bool:
     """Return True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes True or False, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes True or False, got {shown(value)}.")
     return bool(value)
 
 
@@ -58,7 +59,9 @@ def one_of(name: str, value: Any, allowed: Sequence[str], *, owner: str = "Train
     """Return one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:
         hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
-        raise ArgumentError(f"{owner}({name}=...) takes one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+        raise ArgumentError(
+            f"{owner}({name}=...) takes one of {', '.join(map(repr, allowed))}, got {shown(value)}.{hint}"
+        )
     return value
 
 
@@ -66,12 +69,12 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     """Return a number of batches, or a fraction of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentTypeError(
-            f"{owner}({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {value!r}."
+            f"{owner}({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {shown(value)}."
             f"{_as_text(name, value)}"
         )
     if not value >= 0 or (isinstance(value, (float, np.floating)) and not value <= 1.0):
         raise ArgumentError(
-            f"{owner}({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {value!r}."
+            f"{owner}({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {shown(value)}."
         )
     return float(value) if isinstance(value, (float, np.floating)) else int(value)
 
@@ -79,9 +82,9 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
 def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:
     """Return a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.{_as_text(name, value)}")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
     if not 0 < value < math.inf:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
     return float(value)
 
 
@@ -98,17 +101,17 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     parts = value
     if isinstance(value, str):
         if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.{_as_text(name, value)}")
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.{_as_text(name, value)}")
         parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
     if isinstance(parts, dict):
         try:
             parts = datetime.timedelta(**parts)
         except (TypeError, ValueError, OverflowError):  # another key, NaN, or more days than it can hold
-            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {value!r}.") from None
+            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.") from None
     if not isinstance(parts, datetime.timedelta):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes {forms}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.")
     if parts.total_seconds() < 0:
-        raise ArgumentError(f"{owner}({name}=...) takes a duration of at least 0, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) takes a duration of at least 0, got {shown(value)}.")
     return parts.total_seconds()
 
 
@@ -116,23 +119,25 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
     """Return a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, datetime.timedelta)):
         if not (seconds := duration(name, value, owner=owner)):
-            raise ArgumentError(f"{owner}({name}=...) takes a duration above 0, got {value!r}.")
+            raise ArgumentError(f"{owner}({name}=...) takes a duration above 0, got {shown(value)}.")
         return datetime.timedelta(seconds=seconds)
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
     whole = isinstance(value, (int, np.integer))
     if value < 1 if whole else not 0.0 < value <= 1.0:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {value!r}.")
+        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
     return int(value) if whole else float(value)
 
 
-def names(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str, ...]:
-    """Return a sequence of strings as a tuple."""
+def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
+    """Return a sequence of strings, and of places in a tuple, as a tuple."""
     if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes a list or tuple of strings, got {value!r}.")
-    if not all(isinstance(x, str) for x in value):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes strings, got {value!r}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) takes a list or tuple of strings or ints, got {shown(value)}.")
+    if not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
+        raise ArgumentTypeError(
+            f"{owner}({name}=...) takes strings, and ints for places in a tuple, got {shown(value)}."
+        )
     return tuple(value)
 
 

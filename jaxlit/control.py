@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Interrupted(BaseException):
@@ -32,6 +33,8 @@ class Control:
         num_training_batches: Batches of an epoch; inf where the loader has no length.
         num_val_batches: Batches of each validation loader.
         num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
+        log_every: The optimizer steps between rows that `log_every_n_steps="auto"` stands for.
+        predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
     """
 
     should_stop: bool = False
@@ -46,6 +49,8 @@ class Control:
     num_training_batches: int | float = 0
     num_val_batches: list[int | float] = field(default_factory=list)
     num_predict_batches: list[int | float] = field(default_factory=list)
+    log_every: int = 50
+    predict_outputs: Any = None
 
     def stop(self, reason: str) -> None:
         """Ask for a stop; the first reason is kept."""

@@ -50,7 +50,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "y": "Pass a loader: jl.ArrayLoader({'x': x, 'y': y}, batch_size).",
         "shuffle": "It is the loader's: jl.ArrayLoader(data, batch_size, shuffle=True).",
         "initial_epoch": "Pass ckpt_path=.",
-        "weights_only": "Model.load_from_checkpoint takes the weights alone, out of any checkpoint.",
+        "weights_only": "Pass init_from= in place of ckpt_path=.",
     },
     "Trainer.validate": {**_EVALUATE, "val_dataloaders": "Pass dataloaders=."},
     "Trainer.test": {**_EVALUATE, "test_dataloaders": "Pass dataloaders=."},

@@ -91,21 +91,22 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     "strategy": {
         **dict.fromkeys(
             ("dp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true", "mirrored", "xla"),
-            "It is 'ddp'.",
+            "Use strategy='ddp'.",
         ),
-        **dict.fromkeys(("ddp_sharded", "sharded", "deepspeed_stage_1"), "It is 'zero1'."),
-        **dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_2_offload"), "It is 'zero2'."),
+        **dict.fromkeys(("ddp_sharded", "sharded", "deepspeed_stage_1"), "Use strategy='zero1'."),
+        **dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_2_offload"), "Use strategy='zero2'."),
         **dict.fromkeys(
-            ("fsdp2", "fsdp_native", "deepspeed", "deepspeed_stage_3", "deepspeed_stage_3_offload"), "It is 'fsdp'."
+            ("fsdp2", "fsdp_native", "deepspeed", "deepspeed_stage_3", "deepspeed_stage_3_offload"),
+            "Use strategy='fsdp'.",
         ),
-        "fsdp_cpu_offload": "It is 'fsdp', and arrays stay on the devices.",
-        **dict.fromkeys(("zero", "zero3", "full_shard"), "It is 'fsdp'."),
+        "fsdp_cpu_offload": "Use strategy='fsdp': arrays stay on the devices.",
+        **dict.fromkeys(("zero", "zero3", "full_shard"), "Use strategy='fsdp'."),
         **dict.fromkeys(("tp", "tensor"), "Pass strategy=jl.strategies.TensorParallel(...)."),
-        "hybrid_shard": "It is 'hsdp'.",
-        "single_device": "It is 'single'.",
+        "hybrid_shard": "Use strategy='hsdp'.",
+        "single_device": "Use strategy='single'.",
         "model_parallel": "Pass strategy=jl.strategies.TensorParallel(...).",
         "tensor_parallel": "Pass strategy=jl.strategies.TensorParallel(...).",
-        "horovod": "It is 'ddp'; processes meet by jl.distributed.initialize.",
+        "horovod": "Use strategy='ddp'; processes meet by jl.distributed.initialize.",
     },
     "TrainModule": {
         "optimizers": _ONE_STEP,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.leaf_names import is_key
+from jaxlit.shown import shown
 
 __all__ = ["all_reduce", "mesh", "place", "place_state", "rows"]
 
@@ -52,7 +53,8 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
     known = all(isinstance(axis, str) and (size == -1 or check.is_int(size, low=1)) for axis, size in sizes.items())
     if not sizes or not known or [*sizes.values()].count(-1) > 1:
         raise ArgumentError(
-            f"{owner} takes the size of each axis by its name, at least 1 and one of them -1 at most, got {shape!r}."
+            f"{owner} takes the size of each axis by its name, at least 1 and one of them -1 at most, got "
+            f"{shown(shape)}."
         )
     product = math.prod(size for size in sizes.values() if size != -1)
     for axis, size in sizes.items():
@@ -208,7 +210,7 @@ def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exce
     owner = "jl.sharding.place(batch, sharding)"
     if not all(isinstance(x, Sharding) for x in jax.tree.leaves(lies)):
         return ArgumentTypeError(
-            f"{owner} takes a jax.sharding.NamedSharding, or a pytree of them like the batch, got {sharding!r}. "
+            f"{owner} takes a jax.sharding.NamedSharding, or a pytree of them like the batch, got {shown(sharding)}. "
             "jl.sharding.rows(mesh) is one."
         )
     if jax.tree.structure(lies) != jax.tree.structure(batch):
@@ -216,7 +218,7 @@ def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exce
     for (path, x), split in zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(lies), strict=True):
         name = f"batch{jax.tree_util.keystr(path)}"
         if np.asarray(x).dtype.kind not in "biufcV":  # V holds bfloat16 and its kin
-            return ArgumentTypeError(f"{owner} takes arrays of numbers, and {name} is {x!r}.")
+            return ArgumentTypeError(f"{owner} takes arrays of numbers, and {name} is {shown(x)}.")
         try:
             split.shard_shape(np.shape(x))
         except ValueError:
@@ -345,7 +347,8 @@ def split_dim(dim: int, axes: Sequence[str]) -> P:
 def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise ArgumentTypeError(
-            f"jl.sharding.{owner}(mesh, ...) takes a jax.sharding.Mesh, as jl.sharding.mesh makes it, got {mesh!r}."
+            f"jl.sharding.{owner}(mesh, ...) takes a jax.sharding.Mesh, as jl.sharding.mesh makes it, got "
+            f"{shown(mesh)}."
         )
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if len(set(axes)) < len(axes):

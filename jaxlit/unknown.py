@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.field_arguments import ARGUMENTS
 from jaxlit.field_names import ADVICE
+from jaxlit.shown import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -60,7 +61,7 @@ def refuse_unknown(cls: type, args: Sequence[Any], given: Iterable[str]) -> None
     none = cls.__init__ is object.__init__
     parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
     if none and args:
-        raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {args[0]!r}. Define __init__ to take it.")
+        raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
     _refuse_positions(cls.__name__, args, parameters)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return

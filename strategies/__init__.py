@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.pipeline.schedules import (
     Eager1F1B,
-    FromCSV,
     GPipe,
     Interleaved1F1B,
     Schedule,
@@ -36,7 +35,6 @@ __all__ = [
     "ZBV",
     "Eager1F1B",
     "ExplicitFSDP",
-    "FromCSV",
     "GPipe",
     "Interleaved1F1B",
     "PMap",

@@ -9,6 +9,7 @@ import jax
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.field_names import ADVICE
+from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
@@ -105,7 +106,7 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ArgumentTypeError(f"Trainer(strategy={strategy.__name__}) got a class. Pass {strategy.__name__}().")
     if not isinstance(strategy, str):
-        raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {strategy!r}.")
+        raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {shown(strategy)}.")
     if strategy == "auto":
         axes = getattr(mesh, "axis_names", mesh)
         return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh

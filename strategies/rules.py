@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 
 
 class Rules:
@@ -39,7 +40,7 @@ class Rules:
     def __init__(self, rules: Mapping[str, Any] | None = None, *, owner: str = "Rules") -> None:
         self.owner, self.paths, self.names, self._given = owner, {}, {}, rules or {}
         if not isinstance(rules, Mapping | None):
-            raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {rules!r}.")
+            raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {shown(rules)}.")
         for key, value in (rules or {}).items():
             axes = (value,) if isinstance(value, str) else value
             if not isinstance(key, str):

@@ -272,7 +272,7 @@ def test_hyperparameters_of_a_base_class_are_kept_and_those_that_are_added_told_
     module: Any, arguments: dict[str, Any], added: dict[str, Any]
 ) -> None:
     assert module().hparams == arguments | added
-    assert module().hparams.split() == (arguments, added)
+    assert module().hparams.saved() == (arguments, added)
 
 
 def test_hyperparameters_are_what_a_dict_says() -> None:

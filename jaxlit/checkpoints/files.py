@@ -23,6 +23,7 @@ from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_state
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.shown import shown
 
 FOLDER = "checkpoints"  # in a run's folder
 STATE, ARRAYS = manifest.STATE, "arrays"
@@ -98,7 +99,9 @@ class Checkpoint:
                     raise CheckpointError(f"{self.path}: {name} is stored as {stored_as}, not as {kind}{list(shape)}.")
             target: dict[str, Any] = {str(i): ocp.PLACEHOLDER for i in stored}
             for i in wanted.keys() & set(stored):
-                target[str(i)] = np.zeros(specs[i][1], specs[i][2]) if wanted[i] is None else wanted[i]
+                _, shape, dtype = specs[i]
+                host = None if wanted[i] is not None else np.zeros(shape, "uint32" if _KEY.fullmatch(dtype) else dtype)
+                target[str(i)] = wanted[i] if host is None else host
             loaded = ocp.load(str(folder), target) if set(stored) & set(wanted) else {}
         except CheckpointError:
             raise
@@ -192,7 +195,7 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
 
     Args:
-        path: A checkpoint, a run's folder or a folder of checkpoints.
+        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` behind it.
         argument: Where it was given, for messages.
 
     Returns:
@@ -202,8 +205,11 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
         CheckpointError: There is none, or it is damaged.
     """
     if not isinstance(path, (str, Path)):
-        raise ArgumentTypeError(f"{argument} takes a path, got {path!r}.")
+        raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
     where, missing = Path(path), ""
+    if where.name in ("best", "last") and where.parent.is_dir() and not where.exists():
+        found, skipped = locate(where.parent, argument)
+        return best_of(found) if where.name == "best" else found, skipped
     if where.is_file():
         raise CheckpointError(
             f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
@@ -224,6 +230,25 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     if near != where:
         there = f" There is no {missing!r} in {near}.{did_you_mean(missing, [p.name for p in near.iterdir()])}{there}"
     raise CheckpointError(f"{argument}: {str(path)!r} is no checkpoint and no folder that holds one.{there}")
+
+
+def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
+    """Return the best checkpoint that the newest of a folder knows.
+
+    Args:
+        newest: The newest checkpoint.
+        key: The `state_key` of the ModelCheckpoint that is asked first.
+
+    Raises:
+        CheckpointError: It knows none, or the best is damaged.
+    """
+    states = newest.state["callbacks"]
+    for state in (states.get(key, {}), *states.values()):
+        if isinstance(name := state.get("best_model"), str) and name:
+            return read(newest.path.parent / Path(name).name)
+    raise CheckpointError(
+        f"{newest.path} knows no best checkpoint. Train with ModelCheckpoint(monitor=...), or pass 'last'."
+    )
 
 
 def remove(path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Which arrays of a checkpoint fit a model, and a module with its weights."""
+"""Which arrays of a checkpoint fit a model, and those of a module."""
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.field_arguments import ARGUMENTS
+from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.errors import CheckpointError
 from jaxlit.leaf_names import is_key, leaf_name
 
 _logger = logging.getLogger("jaxlit")
@@ -46,98 +44,87 @@ def match(
     return pairs, rows
 
 
-def report(checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool) -> None:
+def report(
+    checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
+) -> None:
     """Tell what differs between a checkpoint and a model.
+
+    Args:
+        checkpoint: The checkpoint.
+        rows: What differs.
+        owner: What the model is called.
+        strict: Refuse it.
+        resumes: Whether a training goes on from it.
 
     Raises:
         CheckpointError: Something does, and `strict` is set.
     """
     if not rows:
         return
-    widths = [max(len(row[i]) for row in [*rows[:_MOST_ROWS], _HEAD]) for i in range(2)]
-    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [_HEAD, *rows[:_MOST_ROWS]]]
-    lines += [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
-    table = "\n".join(lines)
+    table = _table(rows)
     if not strict:
-        _logger.warning("%s was loaded in part, with strict=False. Not taken from it:\n%s", checkpoint.path, table)
+        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, table)
         return
     optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
-    hint = "Pass reset_optimizer=True to begin with a new optimizer, or " if optimizer else "Pass "
-    raise CheckpointError(
-        f"{checkpoint.path} does not fit {owner}:\n{table}\nBuild the model and the optimizer as they were. {hint}"
-        "strict=False to take what fits."
-    )
+    hint = "Build the model and the optimizer as they were. "
+    hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
+    hint += "To go on with this one, p" if resumes else "P"
+    hint += "ass reset_optimizer=True to begin with a new optimizer, or " if optimizer else "ass "
+    raise CheckpointError(f"{checkpoint.path} does not fit {owner}:\n{table}\n{hint}strict=False to take what fits.")
 
 
 _HEAD = ("", "in the checkpoint", "in the model")
 
 
-def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
-    """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
-    parameters = inspect.signature(cls.__init__).parameters
-    advice = {k: v for k, v in ARGUMENTS["load_from_checkpoint"].items() if k not in parameters}
-    if foreign := next((name for name in overrides if name in advice), None):
-        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {advice[foreign]}")
-    checkpoint, _ = locate(path, f"{cls.__name__}.load_from_checkpoint")
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hparams = checkpoint.state["module"]["hparams"]
-    for name in hparams:
-        if name not in parameters and not takes_any:
-            raise CheckpointError(
-                f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
-                f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
-            )
-    arguments: dict[str, Any] = {**hparams, **overrides}
-    for name, value in arguments.items():
-        if _is_redacted(value):
-            raise CheckpointError(
-                f"{checkpoint.path} does not keep {name!r}, which is or holds a secret. Pass it: "
-                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
-            )
-    if "rngs" in parameters and "rngs" not in arguments:
-        arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
-    args: list[Any] = []
-    several = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
-    if several in arguments:  # what stands before it can only be given by position
-        before = [name for name in list(parameters)[1 : list(parameters).index(several)] if name in arguments]
-        args = [arguments.pop(name) for name in before] + list(arguments.pop(several))
-    try:
-        module = cls(*args, **arguments)
-    except TypeError as error:
-        raise CheckpointError(
-            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Pass what is missing to "
-            "load_from_checkpoint: only arguments that are JSON values are kept in a checkpoint."
-        ) from error
-    module.hparams.update(checkpoint.state.get("added_hparams") or {})
-    load_variables(module, checkpoint, strict=strict)
-    return module
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[i]) for row in [*rows[:_MOST_ROWS], _HEAD]) for i in range(2)]
+    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [_HEAD, *rows[:_MOST_ROWS]]]
+    lines += [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+    return "\n".join(lines)
 
 
-def _is_redacted(value: Any) -> bool:
-    if isinstance(value, (list, dict)):
-        return any(map(_is_redacted, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) and "<redacted>" in value
+def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
+    """Give a module's Variables the arrays of a checkpoint, each straight into its sharding.
 
+    Args:
+        module: The module.
+        checkpoint: The checkpoint.
+        strict: Refuse one that does not fit; otherwise what fits is taken, and the rest named.
+        draws: Take the states of random generators too.
 
-def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool) -> None:
-    """Give a module's Variables the arrays of a checkpoint."""
-    variables, wanted = [], []
+    Raises:
+        CheckpointError: It does not fit, or nothing in it does.
+    """
+    variables, wanted, own = [], [], set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if isinstance(variable, nnx.RngState) and not draws:
+            own.add(f"module.{leaf_name(path)}")
+            continue
         value = variable.get_value()
         dtype = f"key<{jax.random.key_impl(value)}>" if is_key(value) else str(value.dtype)
         shape = jax.random.key_data(value).shape if is_key(value) else value.shape
         variables.append(variable)
         wanted.append((f"module.{leaf_name(path)}", tuple(shape), dtype))
-    pairs, rows = match(checkpoint.specs, wanted, skip=lambda name: not name.startswith("module."), cast=True)
-    report(checkpoint, rows, type(module).__name__, strict)
+    skip = lambda name: not name.startswith("module.") or name in own  # noqa: E731
+    pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
+    name = type(module).__name__
+    if rows and not pairs and not strict:
+        raise CheckpointError(
+            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{_table(rows)}\nFor a part of {name}, load "
+            "the module that was saved, and give its weights to the part: "
+            "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
+        )
+    report(checkpoint, rows, name, strict)
     target = {}
     for i, k in pairs.items():
         value = variables[k].get_value()
         data = jax.random.key_data(value) if is_key(value) else jax.numpy.asarray(value)
-        target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding)
+        # An array that is committed to no device stays so: a mesh of several processes takes no other.
+        target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
     for i, array in checkpoint.arrays(target).items():
         variable = variables[pairs[i]]
         old = variable.get_value()
+        array = array if target[i] is not None else jax.numpy.asarray(array, None if is_key(old) else old.dtype)
         variable.set_value(jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if is_key(old) else array)
 
 

@@ -71,10 +71,9 @@ class Table:
         lost = lost + ((old - (new - part)) + (table - part))
         total = new + lost
         lost = lost - (total - new)
-        if self._extreme.any():
-            extreme = np.stack([self._extreme, np.zeros_like(self._extreme)])
-            total, lost = jnp.where(extreme, new, total), jnp.where(extreme, 0.0, lost)
-        return jnp.concatenate([total, lost])
+        # Nothing is rounded off an extreme. Of an infinity inf - inf would be, which is NaN.
+        exact = ~jnp.isfinite(new) | np.stack([self._extreme, np.zeros_like(self._extreme)])
+        return jnp.concatenate([jnp.where(exact, new, total), jnp.where(exact, 0.0, lost)])
 
     def combine(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return the table of the batches of both."""

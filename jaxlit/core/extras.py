@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.leaf_names import named_leaves
+from jaxlit.shown import shown
 
 
 class ArrayKeeper(Protocol):
@@ -111,7 +112,7 @@ def _checked_init(keeper: ArrayKeeper) -> Callable[[Any], Any]:
                     "numbers arrays, jnp.zeros(()) say, and keep what is no array in state_dict."
                 )
         if not jax.tree.leaves(made):
-            raise ModuleError(f"{where} must return a pytree of arrays, got {made!r}, which has none.")
+            raise ModuleError(f"{where} must return a pytree of arrays, got {shown(made)}, which has none.")
         return made
 
     return init

@@ -2,14 +2,17 @@
 
 import argparse
 import inspect
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from jaxlit.checkpoints.hparam_values import NotKeptError, encode, not_kept, readable
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
+
+_CHOSEN = "..."  # how an argument is shown that the user chose not to keep
 
 
 class Hparams(dict[str, Any]):
@@ -18,29 +21,48 @@ class Hparams(dict[str, Any]):
     Args:
         values: The hyperparameters.
         arguments: The names of those that the constructor takes; others were added.
+        left_out: How the arguments that are not kept, and are not their defaults, are shown.
     """
 
     _arguments: frozenset[str]
+    _left_out: dict[str, str]
 
-    def __init__(self, values: Mapping[str, Any] | None = None, arguments: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,
+        arguments: Iterable[str] = (),
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(values or {})
         object.__setattr__(self, "_arguments", frozenset(arguments))
+        object.__setattr__(self, "_left_out", dict(left_out or {}))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(
-                f"hparams has no {name!r}, and has {list(self)}. Constructor arguments that are JSON values are kept."
+                f"hparams has no {name!r}, and has {list(self)}. Constructor arguments that can be saved are kept."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def split(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return those that the constructor takes, and those that were added."""
-        given = {k: v for k, v in self.items() if k in self._arguments}
-        return given, {k: v for k, v in self.items() if k not in self._arguments}
+    def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the constructor's arguments as a checkpoint keeps them, and what was added."""
+        given: dict[str, Any] = {name: not_kept(text) for name, text in self._left_out.items()}
+        added: dict[str, Any] = {}
+        for name, value in self.items():
+            try:
+                (given if name in self._arguments else added)[name] = encode(value)
+            except NotKeptError as error:  # written by the user, after the constructor
+                given |= {name: not_kept(str(error))} if name in self._arguments else {}
+        return given, added
+
+    def readable(self) -> dict[str, Any]:
+        """Return all as JSON for loggers, those that are not kept as their text."""
+        left_out = {name: text for name, text in self._left_out.items() if text != _CHOSEN}
+        return {**left_out, **{name: readable(value) for name, value in self.items()}}
 
 
 _hparams: SideTable[Hparams] = SideTable()
@@ -57,7 +79,7 @@ class KeepsHparams:
 
     @property
     def hparams(self) -> Hparams:
-        """The constructor's arguments that are JSON values: a dict, whose keys are attributes as well."""
+        """The constructor's arguments that a checkpoint can keep: a dict, whose keys are attributes as well."""
         return hparams_of(self)
 
     @hparams.setter
@@ -66,7 +88,7 @@ class KeepsHparams:
 
     @takes_only_its_arguments("self.save_hyperparameters")
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
-        """Say which constructor arguments are hyperparameters; without a call all that are JSON values are.
+        """Say which constructor arguments are hyperparameters; without a call all that can be saved are.
 
         Args:
             *args: Names of those that are, or dicts of more.
@@ -81,15 +103,22 @@ class KeepsHparams:
 
 def hparams_of(owner: Any) -> Hparams:
     """Return the hyperparameters of a module or DataModule, always the same dict, without touching it."""
-    if (found := _hparams.get(owner)) is None:
-        found = _hparams[owner] = Hparams()
+    if (found := _hparams.get(owner)) is None:  # a copy, made without the constructor
+        names = _parameters(owner)
+        found = _hparams[owner] = Hparams(arguments=names, left_out=dict.fromkeys(names, _CHOSEN))
     return found
 
 
 def set_hparams(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep those of a constructor's arguments that are JSON values."""
-    given = _named(type(owner).__mro__, owner, args, kwargs, defaults=True)
-    _hparams[owner] = Hparams({k: v for k, v in given.items() if is_json(v)}, given)
+    """Keep those of a constructor's arguments that can be saved."""
+    given, kept, left_out = _named(type(owner).__mro__, owner, args, kwargs, defaults=True), {}, {}
+    for name, value in given.items():
+        try:
+            encode(value)
+            kept[name] = value
+        except NotKeptError as error:
+            left_out |= {name: str(error)} if _is_asked_for(owner, name, value) else {}
+    _hparams[owner] = Hparams(kept, given, left_out)
 
 
 def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -> None:
@@ -110,13 +139,15 @@ def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -
     known = {*inspect.signature(type(owner).__init__).parameters, *here, *kept}
     if unknown := [x for x in (*names, *ignore) if x not in known]:
         raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
-    found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and is_json(v)}
+    found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and can_be_saved(v)}
     for values in more:
         values = vars(values) if isinstance(values, argparse.Namespace) else values
         if not isinstance(values, Mapping):
-            raise ArgumentTypeError(f"{called} takes names of the constructor's arguments, and dicts, got {values!r}.")
-        found |= {k: v for k, v in values.items() if is_json(v)}
-    _hparams[owner] = Hparams(found, hparams_of(owner)._arguments)
+            raise ArgumentTypeError(
+                f"{called} takes names of the constructor's arguments, and dicts, got {shown(values)}."
+            )
+        found |= {k: v for k, v in values.items() if can_be_saved(v)}
+    replace_hparams(owner, found)
 
 
 def replace_hparams(owner: Any, values: Any) -> None:
@@ -124,8 +155,10 @@ def replace_hparams(owner: Any, values: Any) -> None:
     if isinstance(values, argparse.Namespace):
         values = vars(values)
     if not isinstance(values, Mapping):
-        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {values!r}.")
-    _hparams[owner] = Hparams(values, hparams_of(owner)._arguments)
+        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {shown(values)}.")
+    was, names = hparams_of(owner), hparams_of(owner)._arguments
+    gone = {k: _CHOSEN for k, v in was.items() if k not in values and k in names and _is_asked_for(owner, k, v)}
+    _hparams[owner] = Hparams(values, names, was._left_out | gone)
 
 
 def share_hparams(copy: Any, module: Any) -> None:
@@ -134,13 +167,28 @@ def share_hparams(copy: Any, module: Any) -> None:
         _hparams[copy] = hparams
 
 
-def is_json(value: Any) -> bool:
-    """Tell whether a value can be kept in a checkpoint."""
+def can_be_saved(value: Any) -> bool:
+    """Return whether a checkpoint can keep a value."""
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
+        encode(value)
+    except NotKeptError:
         return False
     return True
+
+
+def _parameters(owner: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a constructor that have names, without `self` and `rngs`, which need not be given."""
+    found = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
+    return {p.name: p for p in found if p.name != "rngs" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
+    """Return whether an argument that is not kept must be given again: it is not its default, nor random keys."""
+    default = _parameters(owner)[name].default if name in _parameters(owner) else inspect.Parameter.empty
+    try:
+        return name != "rngs" and value is not default and not value == default  # noqa: SIM201
+    except Exception:  # arrays
+        return True
 
 
 def _constructors(classes: Iterable[type]) -> list[type]:

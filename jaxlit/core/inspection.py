@@ -14,10 +14,8 @@ from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
 from jaxlit.core.own_optimizer import second_step
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.reached import reached
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
-from jaxlit.core.untraced_calls import has_told_of_chance
 from jaxlit.errors import StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
@@ -40,22 +38,35 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         ModuleError: It updates parameters by an optimizer of its own, and returns a loss to train them by.
     """
     closed = jax.make_jaxpr(pure.body("training", replica))(*args)
-    program, traced = closed.jaxpr, pure.trace_of("training")
-    parameters = len(jax.tree.leaves(args[:2]))  # only these are cast
-    # nnx.scan and its like hand every variable back as a new value: what comes out as it came in was not written to.
-    traced.changed = tuple(
-        written and jaxpr.origin(program, program.outvars[1 + i], pure.rounded if i < parameters else ()) != i
-        for i, written in enumerate(traced.changed)
-    )
+    traced, trained = pure.trace_of("training"), len(jax.tree.leaves(args[0]))
+    traced.changed = written_to(pure, closed, *args[:3])
     _check_rounding(pure, *args[:3])
-    trained = len(jax.tree.leaves(args[0]))
-    if not any(traced.changed[:trained]):  # a step may train its parameters itself
-        _warn_of_no_gradient(pure.name, program, args[0])
-    elif traced.stepped is not None and any(jaxpr.reaches(program, [0], gradient=True)[:trained]):
+    reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
+    if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):
         raise second_step(traced.stepped, f"{pure.name}.training_step")
+    used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
+    _warn_of_unused(pure.name, args[0], used)
     _warn_of_constants(closed, pure.origin)
-    if twice and not has_told_of_chance(f"{pure.name}.training_step", pure.told):
+    if twice:
         _warn_of_chance(pure, replica, args)
+
+
+def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_state: Any) -> tuple[bool, ...]:
+    """Return for each leaf of the state whether a training step writes to it.
+
+    Args:
+        pure: The module taken apart.
+        closed: The step's program.
+        params: Trained variables.
+        frozen: Other parameters.
+        model_state: Other state.
+    """
+    parameters = len(jax.tree.leaves((params, frozen)))  # only these are cast
+    # nnx.scan and its like return every variable as a new value: what leaves as it came in was not written to.
+    return tuple(
+        jaxpr.origin(closed.jaxpr, closed.jaxpr.outvars[1 + i], pure.rounded if i < parameters else ()) != i
+        for i in range(len(jax.tree.leaves((params, frozen, model_state))))
+    )
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
@@ -128,17 +139,30 @@ def _is_scratch(leaf: Leaf) -> bool:
     return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
 
 
-def _warn_of_no_gradient(name: str, program: Any, params: Any) -> None:
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if any(jaxpr.reaches(program, [0], gradient=True)[: len(names)]):
-        return
-    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    _logger.warning(
-        "The loss of %s.training_step depends on no parameter, so that nothing is trained: %s. "
-        "Return the loss of the model's outputs.",
-        name,
-        some,
-    )
+def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    unused = [leaf_name(path) for path, is_used in zip(paths, used, strict=True) if not is_used]
+    some = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+    if unused and not any(used):
+        _logger.warning(
+            "The loss of %s.training_step depends on no parameter, so that nothing is trained: %s. "
+            "Return the loss of the model's outputs.",
+            name,
+            some,
+        )
+    elif unused:
+        kept = {entry.key for path, is_used in zip(paths, used, strict=True) if is_used for entry in path}
+        only = (x.key for path, is_used in zip(paths, used, strict=True) if not is_used for x in path)
+        part = next((key for key in only if key not in kept), None)
+        _logger.warning(
+            "The loss of %s.training_step does not depend on %d of %d parameters, whose gradient is zero: %s. Call the "
+            "layer in the step, or leave it out of training: jl.Optimizer(tx, wrt=%s).",
+            name,
+            len(unused),
+            len(paths),
+            some,
+            f"nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r})))" if part else "...",
+        )
 
 
 def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -> None:
@@ -165,9 +189,8 @@ def _warn_of_constants(closed: Any, module: TrainModule) -> None:
 
 
 def _name_of(array: Any, module: TrainModule) -> str:
-    step = type(module).training_step
-    names = dict(getattr(inspect.unwrap(step), "__globals__", {}))
-    for name, value in (names | {x.name: x.value for x in reached(step, type(module))}).items():
+    around = inspect.getclosurevars(inspect.unwrap(type(module).training_step))
+    for name, value in {**vars(module), **around.globals, **around.nonlocals}.items():
         if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
             return name
     return f"{array.dtype}{list(array.shape)}"

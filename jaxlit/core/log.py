@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError
+from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -106,10 +107,10 @@ def metric_of(
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {reduce_fx!r}.")
     for argument, value in (("prog_bar", prog_bar), ("logger", logger), ("add_dataloader_idx", add_dataloader_idx)):
         if not isinstance(value, bool):
-            raise LogError(f"self.log({name!r}, {argument}=...) must be True or False, got {value!r}.")
+            raise LogError(f"self.log({name!r}, {argument}=...) must be True or False, got {shown(value)}.")
     for argument, value in (("on_step", on_step), ("on_epoch", on_epoch)):
         if value is not None and not isinstance(value, bool):
-            raise LogError(f"self.log({name!r}, {argument}=...) must be True, False or None, got {value!r}.")
+            raise LogError(f"self.log({name!r}, {argument}=...) must be True, False or None, got {shown(value)}.")
     step_default, epoch_default = HOOKS[where]
     if on_step and step_default is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
@@ -236,7 +237,7 @@ def check_weight(name: str, batch_size: Any) -> None:
     if isinstance(batch_size, (int, float, np.integer, np.floating)) and not float(batch_size) > 0:
         raise LogError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size must be positive.")
     if getattr(batch_size, "shape", ()) != () or isinstance(batch_size, (str, list, tuple, dict)):
-        raise LogError(f"self.log({name!r}, batch_size=...) must be a scalar, got {batch_size!r}.")
+        raise LogError(f"self.log({name!r}, batch_size=...) must be a scalar, got {shown(batch_size)}.")
 
 
 def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:

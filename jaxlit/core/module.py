@@ -165,17 +165,18 @@ class TrainModule(KeepsHparams, nnx.Module):
     def load_from_checkpoint(cls, checkpoint_path: str | Path, *, strict: bool = True, **overrides: Any) -> Self:
         """Build the module with the hyperparameters and the weights of a checkpoint.
 
-        Constructor arguments that are JSON values are kept in a checkpoint; `rngs` need not be given.
+        Constructor arguments are kept in a checkpoint, functions and classes by name; `rngs` need not be given.
 
         Args:
-            checkpoint_path: A checkpoint, or a run's folder, of which the newest that verifies is taken.
+            checkpoint_path: A checkpoint; a run's folder, of which the newest that verifies is taken, as a line says;
+                or `<run's folder>/best`.
             strict: Refuse a checkpoint that does not fit; otherwise what fits is taken, and the rest named.
             **overrides: Constructor arguments that win over those of the checkpoint, or that it does not keep.
 
         Raises:
             CheckpointError: It is damaged, or does not fit: a table says what differs.
         """
-        from jaxlit.checkpoints.weights import load_module
+        from jaxlit.core.loading import load_module
 
         return load_module(cls, checkpoint_path, overrides, strict=strict)  # type: ignore[return-value]
 

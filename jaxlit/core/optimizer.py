@@ -1,16 +1,19 @@
 """What `configure_optimizers` returns."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from jaxlit.core.groups import groups_of, labels_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, note_place
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 from jaxlit.unknown import refuse_unknown
 
 
@@ -66,7 +69,7 @@ class Optimizer:
             nnx.filterlib.to_predicate(self.wrt)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"jl.Optimizer(wrt=...) takes an nnx filter, got {self.wrt!r}. Pass nnx.Param or "
+                f"jl.Optimizer(wrt=...) takes an nnx filter, got {shown(self.wrt)}. Pass nnx.Param or "
                 "nnx.PathContains('head'), say."
             ) from None
         if self.lr_schedule is not None and not callable(self.lr_schedule):
@@ -116,7 +119,7 @@ def _by_label(
 def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
     if not isinstance(by, Mapping) or not by:
         raise ArgumentTypeError(
-            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {by!r}. Pass by={{'encoder': "
+            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {shown(by)}. Pass by={{'encoder': "
             "optax.adam(1e-4), ...: optax.adam(1e-3)}, say, where ... is the rest."
         )
     for key in by:
@@ -131,6 +134,46 @@ def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
     if twice := [x for x in labels if labels.count(x) > 1]:
         raise ArgumentError(f"jl.Optimizer(by=...) has two groups that are called {twice[0]!r}. Join them by nnx.Any.")
     return {key: transform_of(f"jl.Optimizer(by={{{key!r}: ...}})", tx) for key, tx in by.items()}
+
+
+def updates_of(
+    tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array, owner: str
+) -> tuple[Any, Any]:
+    """Return the updates of an optimizer, and its state after them.
+
+    Args:
+        tx: The optimizer.
+        grads: The gradients.
+        opt_state: Its state.
+        params: The parameters.
+        loss: The loss.
+        owner: Where the optimizer was given, for messages.
+
+    Raises:
+        ModuleError: It needs more than these.
+    """
+    tx = optax.with_extra_args_support(tx)
+    try:
+        try:
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
+        except TypeError as error:
+            if not re.search(r"unexpected keyword argument '(value|grad)'", str(error)):
+                raise
+            updates, opt_state = tx.update(grads, opt_state, params)  # optax.contrib.sam has neither argument
+        made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
+        if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
+            raise ValueError("it takes a batch dimension away from the shapes of the parameters")
+        return updates, opt_state
+    except (TypeError, ValueError) as error:
+        if not re.search("argument" if isinstance(error, TypeError) else "must be provided|batch dim", str(error)):
+            note_place(error, f"the optimizer of {owner}")
+            raise
+        raise ModuleError(
+            f"{owner}: the optimizer's update takes more than (grads, state, params, value=loss, grad=grads): "
+            f"{str(error).rstrip('.')}. One that evaluates the loss itself, optax.lbfgs, contrib.sophia or "
+            "contrib.sam(opaque_mode=True), or that takes the gradient of each row, contrib.dpsgd, needs a loop of "
+            "your own with jax.jit and jl.sharding."
+        ) from error
 
 
 def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
@@ -151,7 +194,7 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
         way = f"Call it: {getattr(tx, '__name__', 'it')}(1e-3)."
     else:
         way = "Return optax.adamw(1e-3), say."
-    text = " ".join(repr(tx).split())
+    text = shown(tx)
     raise ArgumentTypeError(
         f"{owner} takes an optax.GradientTransformation, got {text if len(text) <= 100 else type(tx).__name__}. {way}"
     )

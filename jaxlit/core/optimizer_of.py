@@ -9,6 +9,7 @@ from flax import nnx
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.errors import ModuleError, noting_place
+from jaxlit.shown import shown
 
 _KINDS = optax.GradientTransformation | optax.MultiSteps | Optimizer
 
@@ -78,5 +79,5 @@ def _other(made: Any) -> str:
     if isinstance(made, dict):
         keys = ", ".join(map(repr, made)) or "nothing"
         return f"a dict of {keys}. Return the optimizer alone, with the schedule inside: optax.adamw(schedule)."
-    text = " ".join(repr(made).split())
+    text = shown(made)
     return f"{text if len(text) <= 100 else type(made).__name__}. Return optax.adamw(1e-3), say."

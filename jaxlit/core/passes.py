@@ -108,7 +108,8 @@ class Passes:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
             rows, table = old.window.rows + rows, step.table.combine(old.window.metrics, table)
             window = Window(total, rows, table)
-            new = replace(new, window=window if self.end == "micro" else step.empty_window(window))
+            window = window if self.end == "micro" else step.empty_window(window)
+            new = replace(new, window=window, window_start=old.next_start())
         if self.end == "micro":
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs

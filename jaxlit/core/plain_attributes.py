@@ -1,7 +1,6 @@
 """The plain attributes of a module, and what they hold at one time, to compare with another."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -14,15 +13,14 @@ MODES = {"deterministic", "use_running_average", "decode"}
 
 CONTAINERS = (list, tuple, set, dict, deque)
 _DEEPEST = 30  # containers within containers
-_MOST = 10_000  # containers and objects in one
+_MOST = 10_000  # containers in one
 
 
 class Held(NamedTuple):
-    """A container, or an object, and what it holds: it is the caller's own, which a step could write to."""
+    """A container, and what it holds: it is the caller's own, which a step could write to."""
 
     container: Any
-    items: list[Any]  # themselves held; of a dict and of an object keys and values in turn
-    is_object: bool = False
+    items: list[Any]  # themselves held; of a dict keys and values in turn
 
 
 def attributes_of(module: nnx.Module) -> dict[str, Any]:
@@ -30,14 +28,9 @@ def attributes_of(module: nnx.Module) -> dict[str, Any]:
     return {name: as_held(value) for name, value in each_attribute(module)}
 
 
-def as_held(value: Any, fields_of: Callable[[Any], dict[str, Any] | None] | None = None) -> Any:
-    """Return a value as it is now, to compare with later: a container by what it holds.
-
-    Args:
-        value: The value.
-        fields_of: Returns the fields of an object that is told by them, None for any other; None for no object.
-    """
-    return _held(value, set(), fields_of)
+def as_held(value: Any) -> Any:
+    """Return a value as it is now, to compare with later: a container by what it holds."""
+    return _held(value, set())
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -84,18 +77,15 @@ def _is_book(path: tuple[Any, ...]) -> bool:
     return any(str(part).startswith("_pytree__") for part in path)
 
 
-def _held(value: Any, seen: set[int], fields_of: Callable[[Any], dict[str, Any] | None] | None, depth: int = 0) -> Any:
-    # Each once, wherever it is met first: objects that refer to each other have paths without number.
+def _held(value: Any, seen: set[int], depth: int = 0) -> Any:
+    # Each once, wherever it is met first: containers that refer to each other have paths without number.
     if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
         return value
-    is_object = False
     if isinstance(value, dict):
         items = [x for pair in value.items() for x in pair]
     elif isinstance(value, CONTAINERS):
         items = list(value)
-    elif fields_of is not None and (fields := fields_of(value)) is not None:
-        items, is_object = [x for pair in fields.items() for x in pair], True
     else:
         return value
     seen.add(id(value))
-    return Held(value, [_held(x, seen, fields_of, depth + 1) for x in items], is_object)
+    return Held(value, [_held(x, seen, depth + 1) for x in items])

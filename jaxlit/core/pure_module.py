@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxlit.core.closures import note_trace_level
 from jaxlit.core.device_sums import Table
+from jaxlit.core.layer_note import note_layer
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps, note_own_optimizer
-from jaxlit.core.plain_attributes import each_attribute
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.reached import Named, reached
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica, is_row, num_rows
@@ -27,7 +27,6 @@ from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.tensors import note_torch
-from jaxlit.core.untraced_calls import telling_of_untraced_calls
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -62,7 +61,8 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    told: set[tuple[str, str]] = field(default_factory=set)  # of what a step does while it is traced only
+    # Called with the rows that a replica's step is traced for, by stage and loader.
+    row_checks: dict[tuple[str, int | None], Callable[[int], None]] = field(default_factory=dict)
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -106,7 +106,7 @@ class PureModule:
 
     def untraced(self) -> "PureModule":
         """Return the same with no step traced: what a trace finds out is true of one program only."""
-        return replace(self, traced={}, _bodies={})
+        return replace(self, traced={}, row_checks={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
@@ -147,18 +147,12 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        # Under disable_jit a step runs each time, and whoever collects values there is looking for something.
-        compiles = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        around = reached(getattr(type(module), STAGES[stage].step), type(module)) if compiles else []
-        before, name = Before(module, around), f"{self.name}.{STAGES[stage].step}"
+        before, name = Before(module), f"{self.name}.{STAGES[stage].step}"
         steps = counts_of_steps(module) if training else []
-        own = [Named({}, path, value, set()) for path, value in each_attribute(module)]
-        told = telling_of_untraced_calls(name, self.told, [*around, *own]) if compiles else contextlib.nullcontext()
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             self._noting(stage, batch),
             reading() as reads,
-            told,
         ):
             output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
         loss, outputs = read_output(output, stage, self.name)
@@ -168,14 +162,13 @@ class PureModule:
         if training:
             new = tuple(_keep_dtypes(*trees, compute) for trees in zip(held, given, new, strict=True))
             self._check_structure(held, new)
-            pairs = zip(jax.tree.leaves(held), jax.tree.leaves(new), strict=True)
-            changed = tuple(a is not b for a, b in pairs)
         else:
-            changed, new = (), _written(given, new)
-        traced = Traced(
-            Table([]), outputs, rows, changed, batch=jax.tree.structure(batch), reads=reads, stepped=stepped
-        )
+            new = _written(given, new)
+        traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, collector, traced)
+        if replica.splits and (check := self.row_checks.pop((stage, loader), None)) is not None:
+            check(rows)  # traces this step as well
+            self.row_checks[stage, loader] = check
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
@@ -192,9 +185,11 @@ class PureModule:
         except Exception as error:
             shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
             error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
+            note_layer(error)
             note_linen(error)
             note_torch(error)
             note_own_optimizer(error)
+            note_trace_level(error)
             if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
                 error.add_note(
                     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.extend.core import Literal
 
-from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.core.parts import Part, parts_along
 from jaxlit.leaf_names import leaf_name
 from jaxlit.programs.inline import inline, run_equations, value_of
@@ -129,13 +129,12 @@ class _Program:
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        tx = optax.with_extra_args_support(tx)
         params = jax.eval_shape(lambda x: x, params)
         state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
         leaves, self.treedef = jax.tree.flatten((state, loss))
 
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list[Any]:
-            return jax.tree.leaves(tx.update(grads, state, params, value=loss, grad=grads)[0])
+            return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
 
         closed = jax.make_jaxpr(updates)(params, params, state, loss)
         ends = {x for x in closed.jaxpr.outvars if not isinstance(x, Literal)}

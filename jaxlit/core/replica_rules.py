@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlit.core.leaves import Leaf
+from jaxlit.core.log import Metric
 from jaxlit.core.reduction import Sharing
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ModuleError, StateError
@@ -22,7 +23,7 @@ _logger = logging.getLogger("jaxlit")
 
 @dataclass(frozen=True)
 class StepTraces:
-    """The program of a step's body on one replica, traced for two numbers of rows.
+    """The program of a step's body on one replica, traced for two numbers of rows: the replica's and the batch's.
 
     Attributes:
         program: The `ClosedJaxpr` of the body.
@@ -30,6 +31,8 @@ class StepTraces:
         arguments: Its arguments, of which the first three are the state and the fourth the batch; abstract.
         results: What it returns, abstract: (loss, (state, values, weights, outputs)).
         step: The name for messages, `Model.training_step`.
+        metrics: What it logs, one for each of the values that it returns.
+        rows: The rows of one replica.
     """
 
     program: Any
@@ -37,6 +40,8 @@ class StepTraces:
     arguments: tuple[Any, ...]
     results: Any
     step: str
+    metrics: Sequence[Metric]
+    rows: int
 
     @property
     def state(self) -> list[Any]:
@@ -81,6 +86,7 @@ def share_evaluation(traces: StepTraces, replica: Replica, rows_of: tuple[bool, 
     found = traces.relate([SAME] * len(traces.state), replica)
     _check_draws(found, traces.step)
     outputs = _outputs(found, traces, rows_of)
+    _warn_of_unclear(traces.relate([SAME] * len(traces.state), replica, alike=True), traces, replica)
     return Sharing(values=tuple(found.values), weights=tuple(found.weights), outputs=outputs)
 
 
@@ -103,7 +109,7 @@ def share_training(
     """
     dtypes = [x.dtype for x in traces.state]
     written = [i for i, was in enumerate(changed) if was and not is_key(jax.ShapeDtypeStruct((), dtypes[i]))]
-    spreads = _spreads(leaves, traces.relate([SAME] * len(leaves), replica).state)
+    spreads = _spreads(leaves, changed, traces.relate([SAME] * len(leaves), replica).state)
     parts: set[int] = set()
     while True:  # each turn adds to the parts
         found = traces.relate(_inputs(len(leaves), parts, spreads), replica)
@@ -114,11 +120,13 @@ def share_training(
             break
         parts |= odd
     _check_draws(found, traces.step)
-    _check_loss(traces.relate([SAME] * len(leaves), replica, alike=True).loss, replica, traces.step)
+    alike = traces.relate([SAME] * len(leaves), replica, alike=True)
+    _check_loss(alike.loss, replica, traces.step)
     unclear = odd | {i for i in parts if not state[i].is_total} | {count for count, *_ in spreads if count not in parts}
     if unclear:
         raise _cannot_be_whole(traces, leaves[min(unclear)].name, replica)
     _check_reads(traces, replica, leaves, parts, spreads, found)
+    _warn_of_unclear(alike, traces, replica)
     keys = {i for i, was in enumerate(changed) if was} - set(written)
     relations = tuple(state[i] if i in written else SAME if i in keys else None for i in range(len(leaves)))
     # Under loss_reduction="sum" the step has multiplied the loss already.
@@ -134,6 +142,23 @@ def share_training(
     )
 
 
+def warn_of_rows(first: StepTraces, other: StepTraces, replica: Replica) -> None:
+    """Warn if a step is another computation for another number of rows, so that what `first` shows does not hold."""
+    one, again = (x.relate([SAME] * len(x.state), replica, alike=True) for x in (first, other))
+    if one != again:
+        _logger.warning(
+            "%s computes something else from %d rows than from %d, and each of %d replicas sees %d of the %d rows of a "
+            "batch: what one device computes is another number. Compute the same for every number of rows, or use "
+            "strategy='ddp', which sees the entire batch.",
+            first.step,
+            other.rows,
+            first.rows,
+            replica.count,
+            other.rows,
+            other.rows * replica.count,
+        )
+
+
 def _inputs(count: int, parts: set[int], spreads: tuple[tuple[int, int, int], ...]) -> list[Relation]:
     inputs = [SAME] * count
     for i in parts:
@@ -143,14 +168,14 @@ def _inputs(count: int, parts: set[int], spreads: tuple[tuple[int, int, int], ..
     return inputs
 
 
-def _spreads(leaves: list[Leaf], state: list[Relation]) -> tuple[tuple[int, int, int], ...]:
+def _spreads(leaves: list[Leaf], changed: tuple[bool, ...], state: list[Relation]) -> tuple[tuple[int, int, int], ...]:
     """Return the places of (count, mean, m2) of each Welford that a step gives rows."""
     groups: dict[int, dict[str, int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.owner == "welford":
             groups.setdefault(leaf.group, {})[leaf.name.rpartition(".")[2]] = i
     found = [(g["count"], g["mean"], g["m2"]) for g in groups.values()]
-    return tuple(places for places in found if any(state[i] not in (SAME, ZERO) for i in places))
+    return tuple(places for places in found if any(changed[i] and state[i] not in (SAME, ZERO) for i in places))
 
 
 def _known(state: list[Relation], leaves: list[Leaf]) -> list[Relation]:
@@ -212,8 +237,31 @@ def _check_loss(loss: Relation, replica: Replica, step: str) -> None:
     )
 
 
+def _warn_of_unclear(found: _Related, traces: StepTraces, replica: Replica) -> None:
+    """Warn of logged values and outputs that may not be those of the whole batch."""
+    # A mean that is weighted by what each replica counts, for example a masked one, is exact.
+    logged = zip(traces.metrics, found.values, found.weights, strict=True)
+    unclear = [
+        f"the logged {metric.name!r}"
+        for metric, value, weight in logged
+        if metric.name != "loss" and metric.reduce_fx in ("mean", "sum") and value == UNKNOWN and weight.kind == "same"
+    ]
+    named = jax.tree_util.tree_leaves_with_path(traces.results[1][3])
+    outputs = [leaf_name(path) for (path, _), relation in zip(named, found.outputs, strict=True) if relation == UNKNOWN]
+    unclear += [f"the output {name!r}" if name else "what it returns" for name in outputs]
+    if unclear:
+        _logger.warning(
+            "%s: the program does not show that %s would be the same if one device saw the entire batch: a mean or a "
+            "sum over rows, or rows that depend on no other row. Each of %d replicas computes it from its own rows; "
+            "strategy='ddp' sees the entire batch.",
+            traces.step,
+            ", ".join(unclear),
+            replica.count,
+        )
+
+
 def _cannot_be_whole(traces: StepTraces, name: str, replica: Replica) -> StateError:
-    why = "" if traces.longer else " (it could not be traced with twice the rows, which would tell)"
+    why = "" if traces.longer else " (it could not be traced with more rows, which would tell)"
     return StateError(
         f"{traces.step} writes to {name} what the rows of a batch make it, and each of {replica.count} replicas sees "
         f"its own rows: what they write cannot be told to be a sum or a mean over all rows{why}. Write a mean or a "

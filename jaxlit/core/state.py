@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.leaf_names import is_key
+from jaxlit.leaf_names import is_key, leaf_name
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +26,18 @@ class Window:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class WindowStart:
+    """What the steps of an accumulation window write to the module, as it was before the window.
+
+    Under `nan_policy="skip"` a window that is not finite puts it back.
+    """
+
+    batches: jax.Array  # () int32, batches since then
+    arrays: dict[str, jax.Array]  # by path: floating arrays of the module; of no meaning after 0 batches
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TrainState:
     """Everything a training step changes."""
 
@@ -38,6 +50,7 @@ class TrainState:
     loss_scale: jax.Array | None  # (2,) float32, see jaxlit.core.precision; None without loss scaling
     sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
     extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
+    window_start: WindowStart | None = None  # None where no window is put back
 
     # The counters share an array: each array more in the state costs a step one or two microseconds.
     @property
@@ -64,6 +77,29 @@ class TrainState:
         """Count one batch and `steps` optimizer steps."""
         bad_step = self.bad_step if bad_step is None else bad_step
         return replace(self, counters=jnp.stack([self.step + steps, self.epoch, self.batch_idx + 1, bad_step]))
+
+    @property
+    def module(self) -> dict[str, jax.Array]:
+        """The module's arrays by their paths, in the order of (params, frozen, model_state)."""
+        leaves = jax.tree_util.tree_leaves_with_path((self.params, self.frozen, self.model_state))
+        return {leaf_name(path[1:]): x for path, x in leaves}
+
+    def next_start(self) -> WindowStart | None:
+        """Return the start of the window that the next batch is in."""
+        if (start := self.window_start) is None:
+            return None
+        begins, module = start.batches == 0, self.module
+        return WindowStart(
+            start.batches + 1, {name: jnp.where(begins, module[name], x) for name, x in start.arrays.items()}
+        )
+
+    def at_start(self, start: WindowStart | None) -> "TrainState":
+        """Return the state with the arrays of a window's start in the module."""
+        if start is None:
+            return self
+        treedef = jax.tree.structure((self.params, self.frozen, self.model_state))
+        params, frozen, model_state = treedef.unflatten((self.module | start.arrays).values())
+        return replace(self, params=params, frozen=frozen, model_state=model_state)
 
 
 class Layout:

@@ -16,13 +16,14 @@ import optax
 from jaxlit.core.device_sums import Table
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
+from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Part
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import ModuleError, note_place, noting_place
+from jaxlit.errors import noting_place
 from jaxlit.leaf_names import is_key
 
 
@@ -216,7 +217,7 @@ class TrainStep:
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        return replace(self.kept_finite(old, new), window=window), loss, outputs
+        return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state behind a batch that completes no step, with what it has written as far as that is finite."""
@@ -270,11 +271,12 @@ class TrainStep:
             scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
 
         def keep() -> tuple[Any, ...]:
+            before = old.at_start(new.window_start)
             frozen, model_state = jax.tree.map(
-                partial(_keep_counters, stopped), (old.frozen, old.model_state), (new.frozen, new.model_state)
+                partial(_keep_counters, stopped), (before.frozen, before.model_state), (new.frozen, new.model_state)
             )
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return old.params, old.opt_state, old.extras, frozen, model_state, nothing
+            return before.params, old.opt_state, old.extras, frozen, model_state, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
@@ -282,6 +284,8 @@ class TrainStep:
         mark = bad & ((old.bad_step < 0) | (not sticky))
         new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
         new = replace(new, sums=jnp.where(ok | overflow & ~stopped, sums, old.sums), loss_scale=scale)
+        if (start := new.window_start) is not None:
+            new = replace(new, window_start=replace(start, batches=jnp.zeros_like(start.batches)))
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
 
     def _apply_masked(
@@ -311,21 +315,12 @@ class TrainStep:
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        tx, old, hold = optax.with_extra_args_support(self.tx), opt_state, Hold(self.parts, epoch)
+        old, hold = opt_state, Hold(self.parts, epoch)
         clipped = grads = hold.without(grads)
         if self.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.clip.update(grads, self.clip.init(params))
-        try:
-            updates, opt_state = tx.update(clipped, opt_state, params, value=loss, grad=clipped)
-        except TypeError as error:
-            if "argument" not in str(error):
-                note_place(error, f"the optimizer of {self.pure.name}.configure_optimizers")
-                raise
-            raise ModuleError(
-                f"{self.pure.name}.configure_optimizers: the optimizer's update refused its arguments, (grads, "
-                f"state, params, value=loss, grad=grads): {error}. One that evaluates the loss itself, optax.lbfgs "
-                "say, needs a loop of your own."
-            ) from error
+        where = f"{self.pure.name}.configure_optimizers"
+        updates, opt_state = updates_of(self.tx, clipped, opt_state, params, loss, where)
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)

@@ -12,6 +12,7 @@ from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 from jaxlit.unknown import takes_only_its_arguments
 
 
@@ -51,7 +52,7 @@ class ArrayLoader:
     ) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(arrays)
         if not leaves:
-            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {arrays!r}.")
+            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {shown(arrays)}.")
         sizes = {}
         for path, x in leaves:
             if not getattr(x, "shape", ()):
@@ -153,7 +154,13 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs between two fingerprints, nothing if they are equal."""
     names = [*now, *(name for name in was if name not in now)]
     pairs = {name: (was.get(name, "nothing"), now.get(name, "nothing")) for name in names}
-    return "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new)
+    hashes = ("arrays", "source")  # of the content, which say nothing to people
+    found = [
+        "the data differ" if name.startswith(hashes) else f"{name} was {old}, is {new}"
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    return "; ".join(dict.fromkeys(found))
 
 
 def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:

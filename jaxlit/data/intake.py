@@ -13,6 +13,7 @@ from jaxlit.core.replica import abstract_batch
 from jaxlit.data.copies import own
 from jaxlit.errors import DataError, did_you_mean
 from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.shown import shown
 
 _logger = logging.getLogger("jaxlit")
 
@@ -37,7 +38,7 @@ class Intake:
         argument: Where the loader was given, for messages.
         prepare: The user's own last word on a host batch, `on_before_batch_transfer`.
         prepared_by: Whose it is, for messages.
-        host_keys: Keys of the batch that stay on the host.
+        host_keys: Keys of the batch, or places in a tuple, that stay on the host.
         max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
             limit.
         debug: Refuse NaN, in every batch.
@@ -54,7 +55,7 @@ class Intake:
         *,
         prepare: Callable[[Any], Any] | None = None,
         prepared_by: str = "on_before_batch_transfer",
-        host_keys: Sequence[str] = (),
+        host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         debug: bool = False,
         may_be_empty: bool = False,
@@ -102,7 +103,7 @@ class Intake:
         arrays = [np.asarray(x) for x in leaves]
         host = to_step = treedef.unflatten(arrays)
         if self._host_keys:
-            host = {k: batch[k] if k in self._host_keys else to_step[k] for k in batch}
+            host = _put_back(to_step, batch, self._host_keys)
         if kind.narrowed:
             for i, name in kind.narrowed:
                 arrays[i] = self._narrow(arrays[i], name)
@@ -158,20 +159,25 @@ class Intake:
                 what,
             )
 
-    def _without_host_keys(self, batch: Any) -> dict[Any, Any]:
-        if not isinstance(batch, dict):
+    def _without_host_keys(self, batch: Any) -> Any:
+        if type(batch) not in (tuple, list) and not isinstance(batch, dict):
             raise DataError(
-                f"{self.argument}: Trainer(host_keys={self._host_keys}) needs batches that are dicts, got "
+                f"{self.argument}: Trainer(host_keys={self._host_keys}) needs batches that are dicts or tuples, got "
                 f"{type(batch).__name__}. Give dicts, or leave host_keys out."
             )
+        known = batch if isinstance(batch, dict) else range(len(batch))
         for key in self._host_keys:
-            if key not in batch:
-                hint = did_you_mean(key, [k for k in batch if isinstance(k, str)])
+            if key not in known:
+                hint = did_you_mean(str(key), [k for k in known if isinstance(k, str)])
                 raise DataError(
-                    f"{self.argument}: the batch has no {key!r}, which Trainer(host_keys=...) names; it has "
-                    f"{', '.join(map(repr, batch))}.{hint} Give it in every batch, or leave it out of host_keys."
+                    f"{self.argument}: the batch has no {key!r}, which Trainer(host_keys=...) names; it is a "
+                    f"{type(batch).__name__} with {', '.join(map(repr, known))}.{hint} Give it in every batch, or "
+                    "leave it out of host_keys."
                 )
-        return {k: v for k, v in batch.items() if k not in self._host_keys}
+        if isinstance(batch, dict):
+            return {k: v for k, v in batch.items() if k not in self._host_keys}
+        # None is no leaf: each part keeps its place, and the step unpacks the batch as hooks do.
+        return type(batch)(None if i in self._host_keys else x for i, x in enumerate(batch))
 
     def _narrow(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return 64-bit numbers as 32-bit ones.
@@ -234,7 +240,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
     except ValueError as error:  # jax sorts the keys of dicts
         raise DataError(f"{where} gave a batch whose keys cannot be sorted. Use strings for keys.") from error
     if not leaves:
-        raise DataError(f"{where} gave {batch!r}, a batch with no array. Give a pytree of numpy arrays.")
+        raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
     for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list):
         if _is_number_list(node):
             raise DataError(
@@ -253,9 +259,12 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
                     "registered dataclass of arrays, dict(batch) say."
                 )
             kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
+            place = next(path[0] for path, x in jax.tree_util.tree_leaves_with_path(batch) if x is leaf)
+            key = getattr(place, "key", getattr(place, "idx", None))
+            way = f"Pass Trainer(host_keys=({key!r},))" if key is not None else "Make the batch a dict with host_keys"
             raise DataError(
-                f"{where}: {name} holds {kind}, which no device takes. Name its key in Trainer(host_keys=...) to keep "
-                "it on the host, leave it out of the batch, or encode it as numbers."
+                f"{where}: {name} holds {kind}, which no device takes. {way} to keep it on the host, leave it out of "
+                "the batch, or encode it as numbers."
             )
         if not x.dtype.isnative or x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8):
             order = "" if x.dtype.isnative else ", not in this computer's byte order"
@@ -266,8 +275,8 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
             sizes[name] = x.shape[0]
     if not sizes:
         raise DataError(
-            f"{where} gave {batch!r}, which has no array with rows. A batch is a pytree of arrays of rows: if this is "
-            "a single row, batch the rows."
+            f"{where} gave {shown(batch)}, which has no array with rows. A batch is a pytree of arrays of rows: if "
+            "this is a single row, batch the rows."
         )
     if len(set(sizes.values())) > 1:
         raise DataError(
@@ -276,6 +285,13 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
         )
     if 0 in sizes.values() and not may_be_empty:
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
+
+
+def _put_back(to_step: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
+    """Return a step's batch with what stays on the host, in the order of the batch."""
+    if isinstance(batch, dict):
+        return {k: batch[k] if k in host_keys else to_step[k] for k in batch}
+    return type(batch)(batch[i] if i in host_keys else x for i, x in enumerate(to_step))
 
 
 def _is_number_list(x: Any) -> bool:

@@ -10,6 +10,7 @@ from jaxlit.data.plain_source import PlainSource
 from jaxlit.data.rows import is_hugging_face
 from jaxlit.data.source import Source
 from jaxlit.errors import ArgumentTypeError
+from jaxlit.shown import shown
 
 
 def source_of(
@@ -101,4 +102,4 @@ def _is_loader(x: Any) -> bool:
 
 
 def _shown(x: Any) -> str:
-    return f"the class {x.__name__}" if isinstance(x, type) else f"{type(x).__name__} {x!r:.60}"
+    return f"the class {x.__name__}" if isinstance(x, type) else f"{type(x).__name__} {shown(x, 60)}"

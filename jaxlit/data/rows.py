@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxlit.errors import DataError
+from jaxlit.shown import shown
 
 _TORCH = ("torch.utils.data.dataset.Dataset", "torch.utils.data.dataset.IterableDataset")
 _HUGGING_FACE = ("datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset")
@@ -40,8 +41,8 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
     else:
         return
     raise DataError(
-        f"{argument} is a {type(loader).__name__} whose first element is {_shown(batch)}. These are rows: batch them, "
-        f"by {how}."
+        f"{argument} is a {type(loader).__name__} whose first element is {shown(batch, 60)}. These are rows: batch "
+        f"them, by {how}."
     )
 
 
@@ -66,7 +67,7 @@ def doubted_rows(loader: Any, batch: Any, argument: str) -> str | None:
     if not any(own) or all(x.ndim == 0 for x in leaves):
         return None
     return (
-        f"{argument} gives a number beside an array, {_shown(batch)} first, which all rows of the batch share. "
+        f"{argument} gives a number beside an array, {shown(batch, 60)} first, which all rows of the batch share. "
         f"If these are rows, batch them, by {_BY_STACKING}."
     )
 
@@ -84,8 +85,3 @@ def _leaves(batch: Any) -> list[Any]:
 
 def _is_sequence(loader: Any) -> bool:
     return hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-
-
-def _shown(batch: Any) -> str:
-    text = " ".join(repr(batch).split())
-    return text if len(text) <= 60 else f"{text[:60]}..."

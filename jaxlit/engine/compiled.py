@@ -24,6 +24,7 @@ from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 
@@ -217,5 +218,7 @@ def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int 
     check.require(check.is_int(seed, low=0), "seed", seed, "takes an int of at least 0", owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
     if not isinstance(module, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {module!r}.")
+        raise ArgumentTypeError(
+            f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {shown(module)}."
+        )
     return None if isinstance(devices, str) else int(devices)

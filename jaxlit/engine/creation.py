@@ -1,6 +1,7 @@
 """How a training begins: from a module to the state of step 0."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -11,13 +12,17 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jaxlit.core.closures import check_closures
 from jaxlit.core.extras import ArrayKeeper
+from jaxlit.core.inspection import written_to
 from jaxlit.core.linen import AS_NNX, linen_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.state import TrainState, Window
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.state import TrainState, Window, WindowStart
 from jaxlit.errors import ModuleError
 from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.strategies.base import Strategy
 
 
 def init_state(
@@ -28,6 +33,7 @@ def init_state(
     frozen: Any,
     model_state: Any,
     extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+    undone: Sequence[str] = (),
 ) -> TrainState:
     """Build the state of step 0; metrics have no columns until the step was traced.
 
@@ -39,6 +45,7 @@ def init_state(
         frozen: Other parameters.
         model_state: Other state.
         extras: The callbacks that keep arrays in it.
+        undone: The paths of the module's arrays that a window which is left out puts back.
     """
     params, frozen = cast(params, precision.held), cast(frozen, precision.held)
     window = None
@@ -62,6 +69,10 @@ def init_state(
         # Each is given a tree of its own, which it may write to.
         extras={key: keeper.init_arrays(jax.tree.map(lambda x: x, params)) for key, keeper in extras.items()},
     )
+    if undone:
+        module = state.module
+        start = WindowStart(jnp.zeros((), jnp.int32), {name: module[name] for name in undone})
+        state = replace(state, window_start=start)
     # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
     # neither two leaves of a donated state nor the state and its caller may share a buffer.
     return jax.tree.map(_copied, state)
@@ -109,11 +120,12 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
 
 
 def check_variables(module: TrainModule) -> None:
-    """Refuse a module whose Variables do not hold one array each.
+    """Refuse a module whose Variables do not hold one array each, or are hidden from nnx.
 
     Raises:
-        ModuleError: One of them holds something else.
+        ModuleError: One of them holds something else, or one is held by a function.
     """
+    check_closures(module)
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
@@ -122,6 +134,23 @@ def check_variables(module: TrainModule) -> None:
                 f"{type(module).__name__}: {where} holds {type(value).__name__}, not an array. "
                 "Make one nnx.Variable for each array."
             )
+
+
+def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:
+    """Return the paths of the module's floating arrays that a training step writes to.
+
+    Args:
+        pure: The module taken apart.
+        strategy: The strategy, set up.
+        state: The state of step 0, abstract.
+        example: The first batch; without one all floating arrays are taken as written.
+    """
+    written = [True] * len(state.module)
+    if example is not None:
+        closed = strategy.step_program(state, pure, example)
+        written = written_to(pure, closed, state.params, state.frozen, state.model_state)
+    pairs = zip(state.module.items(), written, strict=True)
+    return [name for (name, x), was in pairs if was and jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 @lru_cache(maxsize=64)

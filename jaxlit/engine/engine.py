@@ -25,7 +25,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.parts import Part
 from jaxlit.core.passes import Passes
 from jaxlit.core.precision import Precision, cast
-from jaxlit.core.pure_module import PureModule
+from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import Replica, abstract_batch
@@ -33,7 +33,7 @@ from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
-from jaxlit.engine.creation import check_trainable, epoch_starter, init_state
+from jaxlit.engine.creation import check_trainable, epoch_starter, init_state, undone_with_window
 from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.look import Look
@@ -107,6 +107,9 @@ class Engine:
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
         replicas = strategy.window_replicas if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
+        if nan_policy == "skip" and accumulate > 1:
+            undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), example)
+            init = partial(init, undone=undone)
         self.state = FlatState(self.pure, strategy, init, variables, donate=own, example=example)
         self.state.eval_at = self.state.evaluated(eval_places(extras, self.state.at, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
@@ -235,6 +238,8 @@ class Engine:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
             state.put(window.metrics, state.stacked(self.training_table.empty()))
+        if (start := state.at.window_start) is not None:
+            state.put(start.batches, np.zeros((), np.int32))
 
     @property
     def training_table(self) -> Table:
@@ -330,13 +335,13 @@ class Engine:
         """Tell whether the stage's step asks which loader a batch is from, and so is traced once for each."""
         return takes_loader(self.module, stage)
 
-    def eval_table(self, stage: str, loader: int | None = None) -> Table:
-        """Return the metrics of the stage's step; it must have been prepared."""
-        return self._evaluation[stage, loader].pure.table(stage, loader)
+    def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
+        """Return what the trace of the stage's step found out; it must have been prepared."""
+        return self._evaluation[stage, loader].pure.trace_of(stage, loader)
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.stacked(self.eval_table(stage, loader).empty_sums()), 0)
+        return self.place_sums(self.state.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics.

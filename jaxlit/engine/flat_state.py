@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jaxlit import sharding
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import Layout, TrainState
+from jaxlit.core.state import Layout, TrainState, WindowStart
 from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.leaf_names import is_key, leaf_name
@@ -63,7 +63,7 @@ class FlatState:
         abstract = jax.eval_shape(init, *variables)
         self.layout = Layout(abstract)
         self.laid = self._state_sharding(abstract, example)
-        self.laid_grads = strategy.grad_sharding(replace(abstract, extras={}), pure, example)
+        self.laid_grads = strategy.grad_sharding(replace(abstract, extras={}, window_start=None), pure, example)
         self.shardings: list[NamedSharding] = jax.tree.leaves(self.laid)
         try:
             self.leaves: list[jax.Array] = strategy.create_state(
@@ -253,14 +253,18 @@ class FlatState:
 
     def _state_sharding(self, abstract: TrainState, example: Any) -> TrainState:
         """Ask the strategy, except for jaxlit's own bookkeeping, which no rule on shapes should meet."""
-        # Without the callbacks' arrays: a strategy need not know of them, they lie as the parameters do.
-        shardings: Any = self.strategy.state_sharding(replace(abstract, extras={}), self._model, example)
+        # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.
+        asked = replace(abstract, extras={}, window_start=None)
+        shardings: Any = self.strategy.state_sharding(asked, self._model, example)
         extras = like_params(abstract.extras, abstract.params, shardings.params, self.strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)
         home = self.strategy.home
         scale = None if abstract.loss_scale is None else home
-        return replace(shardings, counters=home, sums=home, window=window, loss_scale=scale, extras=extras)
+        if (start := abstract.window_start) is not None:
+            start = WindowStart(home, {name: shardings.module[name] for name in start.arrays})  # type: ignore[arg-type]
+        found = replace(shardings, counters=home, sums=home, window=window, loss_scale=scale, extras=extras)
+        return replace(found, window_start=start)
 
 
 def _kind_of(state: Any) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxlit.core.parts import PartStates
 from jaxlit.errors import ArgumentTypeError, did_you_mean
+from jaxlit.shown import shown
 
 if TYPE_CHECKING:
     from jaxlit.engine.flat_state import FlatState
@@ -31,7 +32,7 @@ class Hyperparams(MutableMapping[str, float]):
 
     def __setitem__(self, name: str, value: float) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {value!r}.")
+            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {shown(value)}.")
         self._state.set(self._index(name), float(value))
 
     def __delitem__(self, name: str) -> None:

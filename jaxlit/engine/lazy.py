@@ -18,6 +18,7 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
 from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 
 
@@ -42,11 +43,11 @@ class lazy:
 
     def __init__(self, cls: type[TrainModule], *args: Any, **kwargs: Any) -> None:
         if not (isinstance(cls, type) and issubclass(cls, TrainModule)):
-            raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {cls!r}.")
+            raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {shown(cls)}.")
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def __repr__(self) -> str:
-        given = [repr(x) for x in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        given = [shown(x) for x in self.args] + [f"{k}={shown(v)}" for k, v in self.kwargs.items()]
         return f"jl.lazy({', '.join([self.cls.__name__, *given])})"
 
     def builder(self, seed: int) -> Callable[[], TrainModule]:

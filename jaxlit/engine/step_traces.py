@@ -8,7 +8,7 @@ import jax
 
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
-from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training
+from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training, warn_of_rows
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy
@@ -36,6 +36,28 @@ def trace_step(
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
     batch = strategy.part_of(batch) if stage == "training" else batch
+    several = strategy.replica.splits and strategy.num_replicas > 1
+    traces = _of_replica(pure, strategy, states, stage, loader, batch) if several else None
+    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
+    if traces is None:
+        return
+    _share(pure, strategy.replica, stage, loader, traces)
+    # A later batch may have another number of rows, on which Python in the step may have branched.
+    known = {traces.rows}
+
+    def check(rows: int) -> None:
+        if rows not in known:
+            known.add(rows)
+            resized = with_rows(batch, rows * strategy.num_replicas)
+            warn_of_rows(traces, _of_replica(pure, strategy, states, stage, loader, resized), strategy.replica)
+
+    pure.row_checks[stage, loader] = check
+
+
+def _of_replica(
+    pure: PureModule, strategy: Strategy, states: Any, stage: str, loader: int | None, batch: Any
+) -> StepTraces:
+    """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
     programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
 
     def keep(replica: Replica, *args: Any) -> None:
@@ -47,19 +69,16 @@ def trace_step(
         pairs = zip(traced.rows_of, jax.tree.leaves(results[1][3]), strict=True)
         traced.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
 
-    if strategy.replica.splits:
-        strategy.trace(keep, states, batch)
-        # With twice the rows: what differs then, in shapes and numbers, comes from them. One row alone could be any
-        # array's only one.
-        rows, least = num_rows(batch), strategy.num_replicas
-        with contextlib.suppress(Exception):  # the step may take this very number only
-            for factor in (2, 4) if rows <= least else (2,):
-                strategy.trace(keep, states, with_rows(batch, factor * max(rows, least)))
-    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
-    if strategy.replica.splits and strategy.num_replicas > 1:
-        (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
-        traces = StepTraces(program, longer[0], shapes, results, f"{pure.name}.{STAGES[stage].step}")
-        _share(pure, strategy.replica, stage, loader, traces)
+    strategy.trace(keep, states, batch)
+    replicas, rows = strategy.num_replicas, num_rows(programs[0][1][3])
+    # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
+    # one: then twice as many of both.
+    with contextlib.suppress(Exception):  # the step may take this very number only
+        for seen in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
+            strategy.trace(keep, states, with_rows(batch, seen * replicas))
+    (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
+    name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    return StepTraces(program, longer[0], shapes, results, name, metrics, rows)
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

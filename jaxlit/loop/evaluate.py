@@ -173,7 +173,8 @@ def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> lis
     """Build the stage's step for the batch that was drawn, and return the metrics that it adds to."""
     engine = run.engine
     engine.prepare_eval(stage, run.feeder.example, loader)
-    table = engine.eval_table(stage, loader)
+    table = (traced := engine.eval_trace(stage, loader)).table
+    run.control.predict_outputs = traced.outputs if stage == "predict" else None
     # Those of a checkpoint, unless the step logs other metrics since.
     known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
     now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)
@@ -185,7 +186,7 @@ def _smaller(limit: int | None, other: int | None) -> int | None:
     return other if limit is None else limit if other is None else min(limit, other)
 
 
-def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str]) -> Any:
+def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
     """Return a step's outputs as numpy; a dict of them takes what the step did not see of the batch."""
     found = jax.tree.map(fetch, outputs)
-    return {**{key: batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found
+    return {**{str(key): batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found

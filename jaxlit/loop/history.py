@@ -1,13 +1,13 @@
 """What was logged, kept to be looked at."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
-from jaxlit.reporting.curves import together
+from jaxlit.reporting.curves import colors, spans_decades, together
 
 MOST = 10_000  # values of a metric
 
@@ -39,14 +39,11 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def __init__(self) -> None:
         self._curves: dict[str, _Curve] = {}
+        self.title: Callable[[], str] = str  # what is written above a picture
 
     def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         if name not in self._curves:
-            none = " Rows come every log_every_n_steps=50 optimizer steps, if the Trainer is told nothing else."
-            raise KeyError(
-                f"No row has {name!r}.{did_you_mean(name, self._curves)} Logged: {sorted(self._curves)}."
-                f"{'' if self._curves else none}"
-            )
+            raise KeyError(f"No row has {name!r}.{did_you_mean(name, self._curves)} Logged: {sorted(self._curves)}.")
         curve = self._curves[name]
         return np.array(curve.steps, np.int64), np.array(curve.values, np.float64)
 
@@ -89,7 +86,10 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         self._curves = {name: curve for name, curve in self._curves.items() if curve.steps}
 
     def plot(self, names: Sequence[str] | None = None) -> Any:
-        """Draw the curves, with those in one picture whose names end alike, `train/loss` and `val/loss` say.
+        """Draw the curves, with those in one picture whose names end alike, such as `train/loss` and `val/loss`.
+
+        Training has the same color in each picture, and so has validation. Values above 0 that span more than a
+        factor of 30 have a logarithmic axis.
 
         Args:
             names: Which metrics; None for all.
@@ -103,6 +103,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise LoggerError(
                 "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
@@ -117,10 +118,21 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         columns = min(len(pictures), 3)
         rows = -(-len(pictures) // columns)
         figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+        figure.suptitle(self.title())
         for k, group in enumerate(pictures.values()):
             axes = figure.add_subplot(rows, columns, k + 1)
-            for name in group:
-                axes.plot(*self[name], label=name, marker="." if len(self[name][0]) < 30 else None)
+            for name, color in colors(group).items():
+                steps, values = self[name]
+                axes.plot(steps, values, f"C{color}", label=name, marker="o" if len(steps) < 30 else "", markersize=4)
+            every = np.concatenate([self[name][1] for name in group])
+            every = every[np.isfinite(every)]
+            if spans_decades(every):
+                axes.set_yscale("log")
+            elif every.size and every.min() == every.max():  # matplotlib would zoom in on the last digit
+                axes.set_ylim(*sorted((0.0, 2 * every[0] or 1.0)))
+            if (first := min(self[name][0][0] for name in group)) == max(self[name][0][-1] for name in group):
+                axes.set_xlim(first - 1, first + 1)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_xlabel("step")
             axes.grid(alpha=0.25)
             axes.legend()

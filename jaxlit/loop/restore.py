@@ -55,7 +55,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
-    report(checkpoint, rows, type(engine.module).__name__, strict)
+    report(checkpoint, rows, type(engine.module).__name__, strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those begin anew too, as a mixture would mean nothing.
     anew = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
     pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in anew}
@@ -132,7 +132,7 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
 
 
 def _is_own(name: str) -> bool:
-    return name in ("sums", "loss_scale") or name.startswith("window.")
+    return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))
 
 
 def _is_skipped(name: str, evaluates: bool, reset_optimizer: bool) -> bool:

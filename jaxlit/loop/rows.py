@@ -22,6 +22,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
+    every = control.log_every if isinstance(every, str) else every
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
@@ -45,6 +46,7 @@ def log_pending(run: Run) -> None:
         log_row(run, window, step)
         return
     values = run.results.steps(logs)
+    run.results.loss = values[0] if run.results.shows_loss else None
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
     row |= window
@@ -75,8 +77,10 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
     engine, row = run.engine, dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
-    metrics = engine.training_table.metrics
-    values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
+    metrics, shows_loss = engine.training_table.metrics, run.results.shows_loss
+    read = shows_loss or any(m.on_epoch for m in metrics)
+    values = engine.epoch_values() if read else [0.0] * len(metrics)
+    run.results.loss = values[0] if shows_loss else None
     for metric, value in zip(metrics, values, strict=True):
         if metric.on_epoch:
             run.results.put_epoch(metric, value)

@@ -151,8 +151,16 @@ class Run:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = count(self.train[1])
+        # An eighth of an epoch, not of training: a resume with a larger max_epochs has the rows of one long training.
+        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50))
         self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)
+
+    @property
+    def epoch_steps(self) -> int | float:
+        """The optimizer steps of an epoch, at most `max_steps`; inf where they are not known."""
+        steps, most = self.control.num_training_batches / self.accumulate_given, self.settings.max_steps
+        return steps if most < 0 else min(steps, most)
 
     @property
     def trains(self) -> bool:
@@ -198,8 +206,9 @@ class Run:
         """Say once that a signal ends training here, if one does."""
         if (number := self.control.signal) is not None and not self._told_signal:
             self._told_signal = True
-            place = f"{signal.Signals(number).name}: training ends behind step {self.position.global_step}"
-            say(f"{place}; Ctrl-C ends it without waiting for anything", aside=True)
+            name, again = ("Ctrl-C", " again") if number == signal.SIGINT else (signal.Signals(number).name, "")
+            place = f"{name}: stopping after step {self.position.global_step}."
+            say(f"{place} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
 
     def found_finite(self, step: int) -> None:
         """Forget where the optimizer steps before `step` began: they were finite."""

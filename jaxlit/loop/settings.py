@@ -55,7 +55,7 @@ class Settings:
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
-    log_every_n_steps: int = 50
+    log_every_n_steps: int | str = "auto"
     reload_dataloaders_every_n_epochs: int = 0
     enable_checkpointing: bool = True
     enable_progress_bar: bool = True
@@ -65,7 +65,7 @@ class Settings:
     seed: int = 0
     nan_policy: str = "raise"
     prefetch: int | str = "auto"
-    host_keys: tuple[str, ...] = ()
+    host_keys: tuple[str | int, ...] = ()
     max_recompiles: int | None = None
     data_timeout: Any = None
     hang_timeout: Any = None
@@ -168,7 +168,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("max_steps", -1),
         ("num_sanity_val_steps", -1),
         ("accumulate_grad_batches", 1),
-        ("log_every_n_steps", 0),
         ("reload_dataloaders_every_n_epochs", 0),
         ("seed", 0),
     ):
@@ -180,6 +179,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("check_val_every_n_epoch", 1, (None,)),
         ("max_recompiles", 0, (None,)),
         ("devices", 1, ("auto",)),
+        ("log_every_n_steps", 0, ("auto",)),
         ("prefetch", 0, ("auto",)),
         ("max_in_flight", 1, ("auto",)),
     ):
@@ -207,7 +207,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         found["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
     found["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
     found["debug"] = check.boolean("debug", given["debug"])
-    found["host_keys"] = check.names("host_keys", given["host_keys"])
+    found["host_keys"] = check.keys("host_keys", given["host_keys"])
     for name, others, rule in (
         ("default_root_dir", (type(None),), "takes a path"),
         ("compile_cache", (bool,), "takes True, False or a path"),

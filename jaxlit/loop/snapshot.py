@@ -37,7 +37,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     engine, strategy = run.engine, run.engine.strategy
     position = {name: getattr(run.position, name) for name in plain_fields(Position)}
     latest, pending, data = run.results.latest, run.pending, run.loaders.datamodule
-    (hparams, added), hide = hparams_of(run.module).split(), Redaction()
+    (hparams, added), hide = hparams_of(run.module).saved(), Redaction()
     table = [asdict(metric) for metric in engine.training_table.metrics]
     state = {
         "format": FORMAT,
@@ -65,7 +65,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "log": run.hooks.log.state_dict(),
         "callbacks": _states(run),
         "datamodule": {} if data is None else run.hooks.failed.ask(data, "state_dict", data.state_dict),
-        "module": {"class": type(run.module).__name__, "hparams": hide(_kept(hparams))},
+        "module": {"class": type(run.module).__name__, "hparams": hide(hparams)},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
@@ -73,7 +73,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "processes": strategy.num_processes,
     }
     if added:  # by the module's own lines: its constructor takes no such argument
-        state["added_hparams"] = hide(_kept(added))
+        state["added_hparams"] = hide(added)
     if {*(numbers := _numbers_set(run))} != {run.accumulate}:
         state["accumulate_set"] = [*numbers]  # by hooks
     if run.not_finite is not None:
@@ -268,17 +268,6 @@ def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
         raise CheckpointError(f"The checkpoint's state.json has {len(data)} bytes for an array of shape {shape}.")
     return np.frombuffer(data, np.float32).reshape(shape)
-
-
-def _kept(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that come back from JSON as they were: keys of dicts would come back as text."""
-    found = {}
-    for name, value in hparams.items():
-        try:
-            found[name] = _plain(value, name)
-        except CheckpointError:  # `load_from_checkpoint` asks for it by name
-            continue
-    return found
 
 
 def _plain(x: Any, where: str) -> Any:

@@ -14,6 +14,7 @@ from jaxlit.errors import LogError, ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.host_sums import TRACED
 from jaxlit.loop.results import Results
+from jaxlit.shown import shown
 
 _ASIDE = object()  # in place of what a logger that stands aside would have returned
 
@@ -64,7 +65,7 @@ class Tracing:
             if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in found.items()
             ):
-                raise ModuleError(f"{owner} must return a dict of names and arrays, got {found!r}.")
+                raise ModuleError(f"{owner} must return a dict of names and arrays, got {shown(found)}.")
             for name, x in found.items():
                 if x.shape:
                     continue

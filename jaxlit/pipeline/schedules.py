@@ -4,15 +4,13 @@ Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.033
 arXiv 2104.04473), zero bubble (Qi et al., arXiv 2401.10241).
 """
 
-import csv
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.tasks import FusedTask, Kind, Task, flat, parse
+from jaxlit.pipeline.tasks import FusedTask, Kind, Task
 
 
 class Schedule(ABC):
@@ -213,74 +211,6 @@ class ZeroBubbleH1(Schedule):
                 found.append(Task(rank, done[kind], kind))
                 done[kind] += 1
         return found
-
-
-class FromCSV(Schedule):
-    """A schedule of a file: a row for each rank, a cell for each task, empty cells for waiting.
-
-    Tasks are written as `str` writes them, `fwd_2__0`, or as torch.distributed.pipelining does, `2F0`. The file is of
-    one number of microbatches.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ArgumentError: It cannot be read, or a cell is no task.
-
-    Example:
-        >>> import jaxlit as jl
-        >>> jl.pipeline.write_csv(jl.strategies.GPipe(2), 4, "gpipe.csv")
-        >>> jl.strategies.FromCSV("gpipe.csv").num_stages
-        2
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            with self.path.open(newline="") as file:
-                rows = [[parse(cell) for cell in row if cell.strip()] for row in csv.reader(file)]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise ArgumentError(f"FromCSV(path={str(path)!r}) cannot be read: {error}") from error
-        self._rows = [row for row in rows if row]
-        self._ranks = {task.stage: rank for rank, row in enumerate(self._rows) for task in flat(row)}
-        if not self._rows or set(self._ranks) != set(range(len(self._ranks))):
-            raise ArgumentError(
-                f"FromCSV(path={str(path)!r}) names the stages {sorted(self._ranks)}. They are counted from 0 without "
-                "a gap."
-            )
-        super().__init__(len(self._ranks), len(self._rows))
-
-    def __repr__(self) -> str:
-        return f"FromCSV({str(self.path)!r})"
-
-    def rank_of(self, stage: int) -> int:
-        """Return the row that names the stage."""
-        return self._ranks[stage]
-
-    def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
-        """Return the rows.
-
-        Raises:
-            ArgumentError: They are of another number of microbatches.
-        """
-        own = 1 + max(task.mb for row in self._rows for task in flat(row))
-        if count_of(num_microbatches, self) != own:
-            raise ArgumentError(
-                f"{self!r} is a schedule of {own} microbatches, got {num_microbatches}. Give microbatches={own}."
-            )
-        return [[*row] for row in self._rows]
-
-
-def write_csv(schedule: Schedule, num_microbatches: int, path: str | Path) -> None:
-    """Write a schedule to a file that `FromCSV` reads.
-
-    Args:
-        schedule: The schedule.
-        num_microbatches: Into how many microbatches a batch is split.
-        path: The file.
-    """
-    with Path(path).open("w", newline="") as file:
-        csv.writer(file).writerows(map(str, tasks) for tasks in schedule.tasks(num_microbatches))
 
 
 def count_of(num_microbatches: int, schedule: Schedule) -> int:

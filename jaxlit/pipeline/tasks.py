@@ -1,11 +1,8 @@
 """What a rank of a pipeline does with one microbatch at a time."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-
-from jaxlit.errors import ArgumentError
 
 
 class Kind(Enum):
@@ -72,28 +69,3 @@ def flat(tasks: list[Task | FusedTask]) -> Iterator[Task]:
     """Yield the tasks of a rank one by one."""
     for task in tasks:
         yield from parts(task)
-
-
-_OURS = re.compile(r"(fwd|bwd|bwdA|bwdW)_(\d+)__(\d+)")
-_LETTERS = {"F": Kind.FWD, "B": Kind.BWD, "I": Kind.BWD_INPUT, "W": Kind.BWD_WEIGHT}
-_TORCH = re.compile(r"(\d+)([FBIW])(\d+)")
-
-
-def parse(text: str) -> Task | FusedTask:
-    """Return the task that `str` has written, or one in the notation of torch.distributed.pipelining: `2F0`.
-
-    Raises:
-        ArgumentError: It is none.
-    """
-    text = text.strip()
-    if text.startswith("FusedTask(") and text.endswith(")"):
-        inner = [parse(part) for part in text[len("FusedTask(") : -1].split(",")]
-        return FusedTask(task for task in inner if isinstance(task, Task))
-    if found := _OURS.fullmatch(text):
-        return Task(int(found[2]), int(found[3]), Kind(found[1]))
-    if found := _TORCH.fullmatch(text):
-        return Task(int(found[1]), int(found[3]), _LETTERS[found[2]])
-    raise ArgumentError(
-        f"A schedule's task is written like 'fwd_2__0' (stage 2, microbatch 0), 'bwd_2__0', 'FusedTask(fwd_3__0, "
-        f"bwd_3__0)', or '2F0', '2B0', '2I0', '2W0', got {text!r}."
-    )

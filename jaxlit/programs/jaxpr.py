@@ -112,14 +112,30 @@ def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> li
         places = [i for i, out in enumerate(eqn.outvars) if id(out) in needed and (not gradient or _is_inexact(out))]
         if not places or (gradient and eqn.primitive.name == "stop_gradient"):
             continue
-        inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
-        inner = inner[:1] if eqn.primitive.name in CALLS else []
-        if inner and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars):
-            reached = reaches(inner[0], places, gradient=gradient)
-        else:  # whatever else takes it may use it
-            reached = [True] * len(eqn.invars)
+        reached = _reaches_through(eqn, places, gradient)
         needed |= {id(x) for x, used in zip(eqn.invars, reached, strict=True) if used}
     return [id(x) in needed for x in jaxpr.invars]
+
+
+def _reaches_through(eqn: Any, outputs: list[int], gradient: bool) -> list[bool]:
+    """Return `reaches` for the outputs of an equation."""
+    name, inner = eqn.primitive.name, [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+    if name == "scan":
+        consts, carries = scan_counts(eqn)
+        while True:  # a carry that is used is an output of the turn before
+            reached = reaches(inner[0], outputs, gradient=gradient)
+            more = {i for i in range(carries) if reached[consts + i]} - set(outputs)
+            if not more:
+                return reached
+            outputs = [*outputs, *more]
+    if name == "cond":
+        branches = zip(*(reaches(x, outputs, gradient=gradient) for x in inner), strict=True)
+        return [not gradient, *map(any, branches)]
+    # The backward pass of a custom rule is a function of its own.
+    follows = name in CALLS and not (gradient and name.startswith("custom_"))
+    if follows and inner and (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars)):
+        return reaches(inner[0], outputs, gradient=gradient)
+    return [True] * len(eqn.invars)  # whatever else takes it may use it
 
 
 def sources(jaxpr: Any) -> list[frozenset[int]]:

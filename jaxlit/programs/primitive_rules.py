@@ -146,6 +146,16 @@ def _broadcast(eqn: Equation) -> Relation:
     return _rows(eqn, relation.power) if relation.kind in ("same", "zero") else UNKNOWN
 
 
+def _tile(eqn: Equation) -> Relation:
+    (relation,), repeats, dim = eqn.ins, eqn.one.params["reps"], eqn.row_dim
+    if relation.kind == "rows":
+        return relation if repeats[relation.dim] == 1 else UNKNOWN
+    if not eqn.makes_rows:
+        return relation
+    alike = relation.kind in ("same", "zero") and dim is not None and eqn.shape(0)[dim] == 1
+    return _rows(eqn, relation.power) if alike else UNKNOWN
+
+
 def _iota(eqn: Equation) -> Relation:
     along_rows = eqn.row_dim == eqn.one.params["dimension"]
     return Relation("index", 0, eqn.one.params["dimension"]) if along_rows else _rows(eqn)
@@ -347,6 +357,7 @@ RULES: dict[str, Callable[[Equation], Relation]] = {
     "sort": _along("dimension"),
     "split": _split,
     "stack": _stack,
+    "tile": _tile,
 }
 
 # What may take a row's place; to all else it is a number that is another on each replica.
@@ -361,31 +372,10 @@ TAKES_PLACES = (
     "select_n",
 )
 
-KEEPS_ZERO = (
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "mul",
-    "neg",
-    "reduce_sum",
-    "reshape",
-    "squeeze",
-    "transpose",
-)
+_KEEP_BOTH = ("convert_element_type", "copy", "mul", "neg", "reduce_sum", "reshape", "squeeze")
+KEEPS_ZERO = (*_KEEP_BOTH, "broadcast_in_dim", "transpose")
+# Through which a sum of several relations stays one.
+SUMS = (*_KEEP_BOTH, "add", "add_any", "div", "sub")
 
 # Whose parameters may tell of the number of rows: their rules look at the shapes that come of it.
-SHAPED = ("broadcast_in_dim", "dynamic_slice", "gather", "iota", "random_bits", "reshape", "slice")
-# Through which a sum of several relations stays one.
-SUMS = (
-    "add",
-    "add_any",
-    "sub",
-    "neg",
-    "mul",
-    "div",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "squeeze",
-    "reduce_sum",
-)
+SHAPED = ("broadcast_in_dim", "dynamic_slice", "gather", "iota", "random_bits", "reshape", "slice", "tile")

@@ -1,6 +1,7 @@
 """Curves of metrics as pictures of lines: SVG, which needs no library and stays sharp."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -12,22 +13,39 @@ WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # around the lines
 _MOST = 400  # points of a line: more cannot be told apart
 _COLORS = 6
+_STAGES = ("train", "val", "test")  # which have the first colors
 
 _Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
 
 def together(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return which metrics belong into one picture, by what their names end in: `train/loss` and `val/loss` say."""
+    """Return which metrics belong in one picture, by the end of their names: `train/loss`, `val_loss`, `loss_step`."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name.removesuffix("_epoch").removesuffix("_step").split("/")[-1], []).append(name)
+        end = name.removesuffix("_epoch").removesuffix("_step").split("/")[-1]
+        found.setdefault(re.sub(f"^({'|'.join(_STAGES)})_", "", end), []).append(name)
     return found
+
+
+def colors(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of each name's color in one picture: a stage has the same in all of them."""
+    found: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: (not name.startswith(_STAGES), name)):
+        own = next((k for k, stage in enumerate(_STAGES) if name.startswith(stage)), 0)
+        others = (*range(len(_STAGES), _COLORS), *range(len(_STAGES)))
+        found[name] = next((k for k in (own, *others) if k not in found.values()), own)
+    return found
+
+
+def spans_decades(values: np.ndarray) -> bool:
+    """Return whether finite values are easier to read on a logarithmic axis."""
+    return bool(values.size and values.min() > 0 and values.max() > 30 * values.min())
 
 
 def curves_svg(title: str, curves: Mapping[str, _Curve]) -> str:
     """Return a picture of curves, an SVG element that takes its colors from the page.
 
-    Values that are not finite are gaps. Values above 0 that span more than three decades have a logarithmic axis.
+    Values that are not finite are gaps. Values above 0 that span more than a factor of 30 have a logarithmic axis.
 
     Args:
         title: What it shows, for who cannot see it.
@@ -37,7 +55,7 @@ def curves_svg(title: str, curves: Mapping[str, _Curve]) -> str:
     steps = np.concatenate([steps for steps, _ in curves.values()] or [np.zeros(0)])
     if not every.size:
         return ""
-    logarithmic = bool(every.min() > 0 and every.max() > 1000 * every.min())
+    logarithmic, number_of = spans_decades(every), colors(curves)
     scale = np.log10 if logarithmic else np.asarray
     low, high = (float(scale(x)) for x in (every.min(), every.max()))
     room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
@@ -59,9 +77,9 @@ def curves_svg(title: str, curves: Mapping[str, _Curve]) -> str:
         label = f'x="{x(tick):.1f}" y="{HEIGHT - _BOTTOM + 18}">{_short(tick)}'
         parts.append(f'<text class="tick" text-anchor="middle" {label}</text>')
     parts.append(f'<text class="tick" text-anchor="end" x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}">step</text>')
-    for number, (name, (at, values)) in enumerate(curves.items()):
+    for name, (at, values) in curves.items():
         at, values = thinned(at, values)
-        color = f"var(--c{number % _COLORS})"
+        color = f"var(--c{number_of[name]})"
         pieces = _pieces(
             [(x(float(s)), float(scale(v)) if np.isfinite(v) else math.nan) for s, v in zip(at, values, strict=True)]
         )

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from jaxlit.reporting.terminal import bar, join, line_width
 
 _SHORTEST, _LONGEST = 6, 18  # cells of a bar: fewer tell nothing
+_NUMBER = 7  # characters of a number, as 0.05882 has
 
 
 def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> str:
     """Return an epoch's line, with as long a bar as fits; where there is no terminal without one.
 
-    Numbers are padded with spaces, so that they stand below those of other epochs; before the bar goes, spaces do.
+    Numbers are padded with spaces, so that they stand below those of other epochs. Before the bar goes, spaces do,
+    those on the right first; its length depends on no number.
 
     Args:
         epoch: The epoch, in words.
@@ -19,13 +21,23 @@ def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> s
         total: How many it has.
         numbers: What stands behind the bar; of the last ones an empty text or spaces keep the room free.
     """
-    numbers, width = [x for x in numbers if x], line_width()
-    # With spaces as they are, with one between two parts, and with one wherever there are several.
-    for gap, parts in (("  ", numbers), (" ", numbers), (" ", [re.sub(" +", " ", x).rstrip() or x for x in numbers])):
-        room = (width or 0) - len(gap.join([epoch, *parts])) - len(gap)
+    numbers, width = [x for x in numbers if x], line_width() or 0
+    for gap in ("  ", " "):
+        room = width - len(gap.join([epoch, *numbers])) - len(gap)
         if room >= _SHORTEST:
-            return gap.join([epoch, bar(done, total, min(room, _LONGEST)), *parts]).rstrip()
+            return gap.join([epoch, bar(done, total, min(room, _LONGEST)), *numbers]).rstrip()
+    parts = [epoch, bar(done, total, _SHORTEST), *numbers]
+    for k in reversed(range(2, len(parts) if width else 0)):
+        parts[k] = re.sub(" +", " ", parts[k]).rstrip() or parts[k]
+        if len(line := " ".join(parts)) <= width:
+            return line.rstrip()
     return join([epoch, *(x for x in numbers if x.strip())], " " * (len(epoch) + 2), between="  ")
+
+
+def number(value: float) -> str:
+    """Return a number of a metric, 7 characters wide whatever it is."""
+    forms = [f"{value:.4g}", f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.3g}", f"{value:.2g}", f"{value:.1g}"]
+    return f"{next((text for text in forms if len(text) <= _NUMBER), forms[-1]):<{_NUMBER}}"
 
 
 def live_line(epoch: str, done: int, total: float, numbers: str) -> str:

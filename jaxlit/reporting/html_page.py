@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from jaxlit.reporting.curves import colors
 from jaxlit.reporting.table import count
 
 # One look for light and dark: the colors are named here, and nowhere else.
@@ -133,12 +134,13 @@ def figures(title: str, pictures: Mapping[str, tuple[str, Sequence[str]]]) -> st
 
     Args:
         title: Their title.
-        pictures: By name the SVG, and the names of its curves in their order.
+        pictures: By name the SVG, and the names of its curves.
     """
     found = []
     for svg, names in pictures.values():
         keys = [
-            f'<span><i style="background:var(--c{i % 6})"></i>{escape(name)}</span>' for i, name in enumerate(names)
+            f'<span><i style="background:var(--c{color})"></i>{escape(name)}</span>'
+            for name, color in colors(names).items()
         ]
         found.append(f"<figure><figcaption>{''.join(keys)}</figcaption>{svg}</figure>" if svg else "")
     inside = "".join(found)

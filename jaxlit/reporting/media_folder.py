@@ -99,15 +99,15 @@ class MediaFolder:
         self._keep(key, [(".json", text.encode())], step)
 
     def log_image(
-        self, key: str, images: Any, *, captions: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt beside."""
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if captions is not None and len(captions) != len(images):
-            raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(captions)} captions.")
+        if caption is not None and len(caption) != len(images):
+            raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(caption)} captions.")
         for i, image in enumerate(images):
             files = [_image_file(f"log_image({key!r}, ...)", image)]
-            files += [] if captions is None else [(".txt", scrub(captions[i]).encode())]
+            files += [] if caption is None else [(".txt", scrub(caption[i]).encode())]
             self._keep(key, files, step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
@@ -131,7 +131,7 @@ class MediaFolder:
         if self._tells and media not in self._told:
             self._told.add(media)
             how = "" if has_pillow() else "; images as .npy, as Pillow is not installed"
-            say(f"media {short_path(media)} (what is no number, and no logger here holds{how})")
+            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them{how})")
 
 
 def _image_file(where: str, x: Any) -> _File:

@@ -9,6 +9,7 @@ from jaxlit.core.reads import READS
 from jaxlit.errors import did_you_mean
 from jaxlit.field_names import ADVICE
 from jaxlit.loop.settings import Settings
+from jaxlit.shown import shown
 
 _ARGUMENTS = {field.name for field in dataclasses.fields(Settings)}
 
@@ -51,12 +52,12 @@ def refuse(name: str, value: Any) -> None:
     """
     if name in _ARGUMENTS:
         raise AttributeError(
-            f"Trainer.{name} is fixed when a Trainer is made, and would be set to {value!r}. Make another one with "
-            f"Trainer({name}=...)."
+            f"Trainer.{name} is fixed when a Trainer is made, and would be set to {shown(value)}. Make another one "
+            f"with Trainer({name}=...)."
         )
     raise AttributeError(
-        f"Trainer.{name} tells of the runs, and would be set to {value!r}. Set an argument of the Trainer instead, or "
-        "call what changes it: fit, validate, test, predict, stop."
+        f"Trainer.{name} tells of the runs, and would be set to {shown(value)}. Set an argument of the Trainer "
+        "instead, or call what changes it: fit, validate, test, predict, stop."
     )
 
 
@@ -71,11 +72,11 @@ def check_known(trainer: type, name: str, value: Any) -> None:
     if name in _ARGUMENTS:
         refuse(name, value)
     if advice := ADVICE["Trainer"].get(name):
-        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {value!r}. {advice}")
+        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {shown(value)}. {advice}")
     if hint := did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")]):
         raise AttributeError(
-            f"Trainer has no attribute {name!r}, which would be set to {value!r}.{hint} Keep what is your own in a "
-            "callback, in the module, or under another name."
+            f"Trainer has no attribute {name!r}, which would be set to {shown(value)}.{hint} Keep what is your own in "
+            "a callback, in the module, or under another name."
         )
 
 

@@ -19,6 +19,7 @@ from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import Given
 
 
@@ -26,8 +27,9 @@ def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
     plain = (bool, int, float, str, type(None))
     found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
-    logs = any(isinstance(c, Logger) for c in callbacks.callbacks) or bool(callbacks.loggers)
-    return found | {"callbacks": [type(c).__name__ for c in callbacks.callbacks], "logger": logs}
+    loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
+    lists = {"callbacks": callbacks.callbacks, "logger": loggers}
+    return found | {name: [type(c).__name__ for c in several] for name, several in lists.items()}
 
 
 def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
@@ -75,26 +77,30 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
         loaders.check_before_building(model.cls, settings.timeouts)  # building it may take minutes
-        return build_lazy(model, strategy, settings.seed)
-    call_step(model, stage.name)
+        model = build_lazy(model, strategy, settings.seed)
+    else:
+        call_step(model, stage.name)
     check_variables(model)
     return model
 
 
-def check_fit(
-    settings: Settings, callbacks: Sequence[Callback], ckpt_path: Any, strict: bool, reset_optimizer: bool
-) -> None:
-    """Refuse a fit that has no end, or says how to take a checkpoint that is not there.
+def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -> None:
+    """Refuse a fit that has no end, says how to take a checkpoint that is not there, or names two.
 
     Raises:
         ArgumentError: Saying which.
     """
-    check.boolean("strict", strict)
-    check.boolean("reset_optimizer", reset_optimizer)
-    if ckpt_path is None and settings.resume is None and (reset_optimizer or not strict):
+    check.boolean("strict", start.strict)
+    check.boolean("reset_optimizer", start.reset_optimizer)
+    if start.init_from is not None and (start.ckpt_path is not None or settings.resume not in (None, "auto")):
+        raise ArgumentError(
+            f"Trainer.fit(init_from={str(start.init_from)!r}) begins a new training with the weights of a checkpoint, "
+            "and ckpt_path= and Trainer(resume=path) go on with an old one. Leave one out; resume='auto' goes with it."
+        )
+    if start.ckpt_path is None and settings.resume is None and (start.reset_optimizer or not start.strict):
         raise ArgumentError(
             "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
-            "Pass ckpt_path=..., or Trainer(resume=...)."
+            "Pass ckpt_path=..., or Trainer(resume=...); init_from=... takes what fits, and a new optimizer."
         )
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
@@ -113,7 +119,7 @@ def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | N
     if found is not None and settings.max_epochs is not None and found.state["epoch"] > settings.max_epochs:
         raise ArgumentError(
             f"Trainer(max_epochs={settings.max_epochs}) is less than the {found.state['epoch']} epochs that "
-            f"{found.path} has seen. Raise max_epochs."
+            f"{found.path} has seen. Raise max_epochs, or begin a new training with its weights: fit(init_from=path)."
         )
     step = STAGES["validation"].step
     if val_dataloaders is not None and not is_overridden(module, step):

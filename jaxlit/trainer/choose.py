@@ -1,8 +1,8 @@
 """Which checkpoint a run begins with."""
 
-import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +10,52 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.checkpoints.files import FOLDER, Checkpoint, locate, newest, read
+from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
+from jaxlit.core.loading import tell_taken
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.trainer.run_folder import RunFolder
 
-_logger = logging.getLogger("jaxlit")
+
+@dataclass(frozen=True)
+class Start:
+    """What a fit begins with, as it was asked for; see `Trainer.fit`."""
+
+    ckpt_path: Any
+    init_from: Any
+    strict: bool
+    reset_optimizer: bool
 
 
-def find(resume: Any, ckpt_path: Any, verb: str, callbacks: Sequence[Callback], folder: RunFolder) -> Checkpoint | None:
+def find(
+    resume: Any,
+    path: Any,
+    verb: str,
+    callbacks: Sequence[Callback],
+    folder: RunFolder,
+    argument: str = "ckpt_path",
+) -> Checkpoint | None:
     """Return the checkpoint that a run begins with, verified; None to begin anew.
 
     Args:
         resume: `Trainer(resume=...)`; only a fit goes on from it.
-        ckpt_path: The argument of the Trainer's method.
+        path: What the Trainer's method was given.
         verb: The method.
         callbacks: The Trainer's callbacks, whose folders are searched.
         folder: That of the run.
+        argument: The method's argument.
 
     Raises:
         ArgumentError: Two are named, or a name means nothing here.
         CheckpointError: There is none, or none that verifies.
     """
     resume = resume if verb == "fit" else None
-    if ckpt_path is not None and resume is not None:
+    if path is not None and resume is not None:
         raise ArgumentError(
-            f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
-            "Leave one out."
+            f"Trainer(resume={str(resume)!r}) and fit({argument}={str(path)!r}) name two checkpoints. Leave one out."
         )
-    wanted, argument = (
-        (ckpt_path, f"Trainer.{verb}(ckpt_path=...)") if resume is None else (resume, "Trainer(resume=...)")
-    )
+    what = "resume" if verb == "fit" and argument == "ckpt_path" else verb if verb != "fit" else argument
+    wanted, argument = (path, f"Trainer.{verb}({argument}=...)") if resume is None else (resume, "Trainer(resume=...)")
     if wanted is None:
         return None
     if not isinstance(wanted, (str, Path)):
@@ -50,21 +65,19 @@ def find(resume: Any, ckpt_path: Any, verb: str, callbacks: Sequence[Callback], 
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
         found, skipped = _newest(folders)
-        if wanted == "best":
-            found = _best(savers, found)
+        if wanted == "best" and savers and savers[0].best_model_path:
+            found = read(Path(savers[0].best_model_path))
+        elif wanted == "best" and found is not None:  # of an earlier process: the newest checkpoint knows
+            found = best_of(found, savers[0].state_key if savers else "")
         if found is None and resume != "auto":
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
-        if found is None:
-            _tell(f"resume: no checkpoint in {short_path(own)}, training begins anew")
+        if found is None and jax.process_index() == 0:
+            say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
     else:
         found, skipped = locate(wanted, argument)
-    for reason in skipped:
-        _logger.warning("A newer checkpoint was passed over. %s", reason)
     if found is not None:
-        state = found.state
-        what = "resume" if verb == "fit" else verb
-        _tell(f"{what}: {short_path(found.path)} (step {state['global_step']}, epoch {state['epoch']})")
+        tell_taken(what, found, skipped)
     return found
 
 
@@ -83,21 +96,3 @@ def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
         raise failed
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
     return max(found, key=place, default=None), skipped
-
-
-def _best(callbacks: list[ModelCheckpoint], last: Checkpoint | None) -> Checkpoint | None:
-    if callbacks and callbacks[0].best_model_path:
-        return read(Path(callbacks[0].best_model_path))
-    # Of an earlier process: the newest checkpoint knows.
-    states = {} if last is None else last.state["callbacks"]
-    mine = callbacks[0].state_key if callbacks else ""
-    for state in (states.get(mine, {}), *states.values()):
-        name = state.get("best_model")
-        if last is not None and isinstance(name, str) and name:
-            return read(last.path.parent / Path(name).name)
-    return None
-
-
-def _tell(line: str) -> None:
-    if jax.process_index() == 0:
-        say(line)

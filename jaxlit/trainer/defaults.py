@@ -19,6 +19,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 from jaxlit.reporting.redaction import redacted
+from jaxlit.shown import shown
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,14 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
         return []
     found = [value] if isinstance(value, Callback) else value
     if not isinstance(found, (list, tuple)):
-        raise ArgumentTypeError(f"Trainer({name}=...) takes callbacks, got {value!r}. Pass a list of jl.callbacks.")
+        raise ArgumentTypeError(
+            f"Trainer({name}=...) takes callbacks, got {shown(value)}. Pass a list of jl.callbacks."
+        )
     for c in found:
         if isinstance(c, type) and issubclass(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
         if not isinstance(c, Callback):
-            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {c!r}.")
+            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.")
     return list(found)
 
 
@@ -167,6 +170,6 @@ def _teller(logger: Logger, name: str) -> Callable[..., None]:
     def tell(trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         # A dict for each, to keep or to change.
-        method(redacted({**({} if data is None else hparams_of(data)), **hparams_of(module)}))
+        method(redacted({**({} if data is None else data.hparams.readable()), **hparams_of(module).readable()}))
 
     return tell

@@ -60,6 +60,12 @@ def hyperparams(session: Session) -> Hyperparams:
     return Hyperparams(session.engine.state)
 
 
+def log_every_n_steps(session: Session) -> int:
+    """Optimizer steps between logged rows, 0 for none."""
+    every = session.settings.log_every_n_steps
+    return session.control.log_every if isinstance(every, str) else every
+
+
 def estimated_stepping_batches(session: Session) -> int | float:
     """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
     settings, batches = session.settings, session.control.num_training_batches
@@ -170,6 +176,12 @@ def described(session: Session) -> str:
     return ", ".join(filter(None, parts))
 
 
+def title(session: Session) -> str:
+    """Return what a picture of the newest run is called: its module and its folder, if anything is in that."""
+    folder = session.folder.known
+    return type(session.module).__name__ + ("" if folder is None else f" · {folder.name}")
+
+
 class Facts:
     """Those attributes of a Trainer that its session is asked for."""
 
@@ -183,6 +195,9 @@ class Facts:
     min_steps: int = argument("Optimizer steps before which `stop` does not end training.", min_steps)
     current_epoch: Any = fact(current_epoch)
     global_step: Any = fact(global_step)
+    max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
+    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
+    log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.", log_every_n_steps)
     state: TrainState = fact(state)
     hyperparams: Hyperparams = fact(hyperparams)
     estimated_stepping_batches: int | float = fact(estimated_stepping_batches)

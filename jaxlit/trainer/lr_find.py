@@ -18,6 +18,7 @@ from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
+from jaxlit.shown import shown
 from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
 
@@ -268,9 +269,9 @@ def _check(
     trainer: Any, model: Any, low: Any, high: Any, steps: Any, mode: Any, threshold: Any, hyperparam: Any
 ) -> None:
     if not isinstance(trainer, Trainer):
-        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.Trainer first, got {trainer!r}.")
+        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.Trainer first, got {shown(trainer)}.")
     if not isinstance(model, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.TrainModule second, got {model!r}.")
+        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.TrainModule second, got {shown(model)}.")
     owner, rule = "jl.lr_find", "takes a number above 0"
     check.positive("min_lr", low, owner=owner, rule=rule)
     check.positive("max_lr", high, owner=owner, rule=rule)

@@ -44,6 +44,13 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
             "Pass a datamodule, or define train_dataloader in the module."
         )
     run.count_batches()
+    if isinstance(rows := settings.log_every_n_steps, int) and 0 < run.epoch_steps < rows:
+        _logger.warning(
+            "Trainer(log_every_n_steps=%d) is more than the %d optimizer steps of an epoch: most epochs have no row of "
+            "a step, and their curves few points. Pass a smaller number, or 'auto' for an eighth of an epoch.",
+            rows,
+            run.epoch_steps,
+        )
     if resume is not None:
         state, count = resume.checkpoint.state, strategy.num_processes
         for stage, pairs in (("training", [run.train]), ("validation", run.val)):

@@ -15,6 +15,7 @@ from jaxlit.loop import snapshot
 from jaxlit.loop.rows import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.shown import shown
 
 
 class Saver:
@@ -212,4 +213,4 @@ def check_path(path: Any, owner: str) -> None:
         ArgumentTypeError: Naming what was called.
     """
     if not isinstance(path, (str, Path)) or not str(path):
-        raise ArgumentTypeError(f"{owner}(path) takes a path, got {path!r}. Pass the checkpoint's folder.")
+        raise ArgumentTypeError(f"{owner}(path) takes a path, got {shown(path)}. Pass the checkpoint's folder.")

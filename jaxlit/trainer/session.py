@@ -13,6 +13,7 @@ from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
+from jaxlit.checkpoints.weights import load_variables
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
@@ -40,7 +41,7 @@ from jaxlit.mesh_context import out_of_meshes
 from jaxlit.reporting.redaction import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
-from jaxlit.trainer.choose import find
+from jaxlit.trainer.choose import Start, find
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.explained import explained
@@ -107,35 +108,27 @@ class Session:
     # The verbs --------------------------------------------------------------------------------------
 
     @out_of_meshes
-    def fit(
-        self,
-        model: TrainModule | lazy,
-        given: Mapping[str, Any],
-        datamodule: Any,
-        ckpt_path: Any,
-        strict: bool,
-        reset_optimizer: bool,
-    ) -> None:
+    def fit(self, model: TrainModule | lazy, given: Mapping[str, Any], datamodule: Any, start: Start) -> None:
         """Train a module; see `Trainer.fit`.
 
         Args:
             model: The module.
             given: By stage, the loaders that were passed and the argument's name.
             datamodule: The DataModule, if one was passed.
-            ckpt_path: What to go on from.
-            strict: See `Trainer.fit`.
-            reset_optimizer: See `Trainer.fit`.
+            start: What to begin with.
         """
         stage = STAGES["training"]
-        check_fit(self.settings, self.callbacks, ckpt_path, strict, reset_optimizer)
+        check_fit(self.settings, self.callbacks, start)
         loaders = make_loaders(self.settings, stage, given, datamodule)
         self._check_idle(stage)
-        found = self._claim(stage, ckpt_path)
+        found, weights = self._claim(stage, start.ckpt_path, start.init_from)
         module, own = self._module_of(model, stage, loaders)
         check_fitting(self.settings, module, found, given["validation"][0])
+        if weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
+            load_variables(module, weights, strict=False, draws=False)
         if found is not None:
             tell_of_bad_step(found, self.settings.nan_policy)
-        resume = None if found is None else Resume(found, strict, reset_optimizer)
+        resume = None if found is None else Resume(found, start.strict, start.reset_optimizer)
         writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
@@ -158,7 +151,7 @@ class Session:
         """Validate, test or predict; returns what the loop returns."""
         loaders = make_loaders(self.settings, stage, {stage.name: (dataloaders, "dataloaders")}, datamodule)
         self._check_idle(stage)
-        checkpoint = self._claim(stage, ckpt_path)
+        checkpoint, _ = self._claim(stage, ckpt_path)
         model = self.module if model is None else model
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
@@ -175,13 +168,18 @@ class Session:
                 f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
             )
 
-    def _claim(self, stage: Stage, ckpt_path: Any) -> Checkpoint | None:
-        """Return the checkpoint to begin with, and make the run's folder this Trainer's."""
-        found = find(self.settings.resume, ckpt_path, stage.verb, self.callbacks, self.folder)
+    def _claim(
+        self, stage: Stage, ckpt_path: Any, init_from: Any = None
+    ) -> tuple[Checkpoint | None, Checkpoint | None]:
+        """Return the checkpoint to go on from, or to take weights of, and make the run's folder this Trainer's."""
+        where = stage.verb, self.callbacks, self.folder
+        found = find(self.settings.resume, ckpt_path, *where)
+        # A job that was started again goes on from its own checkpoint, which is further on.
+        weights = find(None, init_from, *where, argument="init_from") if found is None else None
         files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
         several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, found, several=several, refuse=fitting)
-        return found
+        return found, weights
 
     def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
         check_model(model, stage)
@@ -354,7 +352,7 @@ class Session:
                 "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
                 type(run.module).__name__,
             )
-        run.tracing = Tracing(run.hooks, self.settings.log_every_n_steps)
+        run.tracing = Tracing(run.hooks, self._trainer.log_every_n_steps)
         self.fitted = run
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:

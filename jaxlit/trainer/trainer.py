@@ -21,9 +21,10 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
 from jaxlit.trainer.building import check_predictions, config_of
+from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.facts import Facts
+from jaxlit.trainer.facts import Facts, title
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
 from jaxlit.unknown import no_such_name, takes_only_its_arguments
@@ -65,7 +66,8 @@ class Trainer(Facts):
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
         gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
-        log_every_n_steps: Optimizer steps between logged rows, 0 for none.
+        log_every_n_steps: Optimizer steps between logged rows, 0 for none; "auto" for an eighth of an epoch, at least 1
+            and at most 50, Lightning's default.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
         enable_checkpointing: Add a ModelCheckpoint, which writes one after every epoch, unless the callbacks hold one.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
@@ -79,8 +81,8 @@ class Trainer(Facts):
             or "ignore" (nothing is checked).
         prefetch: Batches that a thread draws ahead of the step; 0 for no thread, "auto" for one (two batches) if the
             first batches are slow to come.
-        host_keys: Keys of dict batches that stay on the host, strings or objects say. Hooks find them in their batch,
-            and predictions that are dicts take them over.
+        host_keys: Keys of dict batches, or places in tuples, that stay on the host, for strings or objects. Hooks find
+            them in their batch, and predictions that are dicts take them over; in a tuple a step finds None there.
         max_recompiles: How many times batches of another shape or dtype may make a loader's step compile again; None
             for no limit, with a warning from the third on.
         data_timeout: Seconds, or a timedelta, that a loader may take for a batch; then the stacks are printed, what can
@@ -128,7 +130,7 @@ class Trainer(Facts):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        log_every_n_steps: int = 50,
+        log_every_n_steps: int | str = "auto",
         reload_dataloaders_every_n_epochs: int = 0,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
@@ -138,7 +140,7 @@ class Trainer(Facts):
         seed: int = 0,
         nan_policy: str = "raise",
         prefetch: int | str = "auto",
-        host_keys: Sequence[str] = (),
+        host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
@@ -152,6 +154,7 @@ class Trainer(Facts):
         strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
+        self._session.results.history.title = partial(title, self._session)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_known(type(self), name, value)
@@ -162,8 +165,6 @@ class Trainer(Facts):
             return found.__get__(self)  # which raises again what it cannot tell yet
         raise no_such_name("Trainer", name, [x for x in dir(type(self)) if not x.startswith("_")])
 
-    # What runs --------------------------------------------------------------------------------------
-
     @takes_only_its_arguments("Trainer.fit")
     def fit(
         self,
@@ -173,6 +174,7 @@ class Trainer(Facts):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         *,
+        init_from: str | Path | None = None,
         strict: bool = True,
         reset_optimizer: bool = False,
     ) -> None:
@@ -191,8 +193,10 @@ class Trainer(Facts):
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Go on from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
-            strict: Refuse a checkpoint that is not exactly of this model and optimizer; otherwise what fits is taken,
-                and the rest named.
+            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
+                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` goes on.
+            strict: Refuse a checkpoint to go on from that is not exactly of this model and optimizer; otherwise what
+                fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
 
         Raises:
@@ -200,7 +204,7 @@ class Trainer(Facts):
         """
         train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
         given = {"training": train, "validation": val}
-        self._session.fit(model, given, datamodule, ckpt_path, strict, reset_optimizer)
+        self._session.fit(model, given, datamodule, Start(ckpt_path, init_from, strict, reset_optimizer))
 
     @takes_only_its_arguments("Trainer.validate")
     def validate(
@@ -244,13 +248,13 @@ class Trainer(Facts):
         *,
         return_predictions: bool = True,
     ) -> list[Any] | None:
-        """Run the predict step over loaders.
+        """Run the predict step over loaders; the first arguments are those of `validate`.
 
         Args:
-            model: The module; None for the one of the last fit.
-            dataloaders: A loader, or a list of several.
-            datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
+            model: The module.
+            dataloaders: The loaders.
+            datamodule: The `jl.DataModule`.
+            ckpt_path: The checkpoint.
             return_predictions: Whether to keep and return what the step returns.
 
         Returns:
@@ -349,8 +353,6 @@ class Trainer(Facts):
         """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
         self._session.stop_after(seconds, reason, at_epoch_end)
 
-    # What was asked for, and what a run is told -------------------------------------------------------
-
     settings: Settings = of_session("Every argument, checked and brought to one form; frozen.")
     strategy: Strategy = of_session("The strategy, set up on its devices.")
     config: dict[str, Any] = of_session("The arguments as they were given, as JSON values, for loggers.")
@@ -374,13 +376,10 @@ class Trainer(Facts):
     data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
     hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
-    max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
-    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
-    log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
-    host_keys: tuple[str, ...] = argument("Keys of dict batches that stay on the host.")
+    host_keys: tuple[str | int, ...] = argument("Keys of a batch that stay on the host.")
     nan_policy: str = argument("What a non-finite loss or gradient does.")
     precision: str = argument("The dtypes of a step.")
     resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
@@ -389,6 +388,7 @@ class Trainer(Facts):
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
+    loss: float | None = of_session("The training loss that the bar shows; None if the step logs for it.", "results")
     history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")
@@ -397,3 +397,4 @@ class Trainer(Facts):
     num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
     num_val_batches: list[int | float] = control("Batches of each validation loader.")
     num_predict_batches: list[int | float] = control("Batches of each loader that is predicted.")
+    predict_outputs: Any = control("What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on.")

@@ -40,7 +40,7 @@ class StandInTrainer:
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
         self.num_training_batches, self.num_val_batches = 4, [2]
         self.sanity_checking = self.should_stop = self.interrupted = False
-        self.stop_reason = None
+        self.stop_reason = self.loss = None
         self.callback_metrics = self.progress_bar_metrics = Metrics()
         mesh = SimpleNamespace(shape={"data": 8}, size=8)
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})

@@ -1,9 +1,11 @@
 """CSVLogger, read back by the csv module."""
 
 import csv
+import math
 import os
 from pathlib import Path
 
+import pytest
 from kit.trainers import make_trainer
 
 from jaxlit.callbacks import CSVLogger
@@ -25,11 +27,12 @@ def test_columns_come_in_order_of_first_appearance_also_those_of_a_later_fit():
     logger = CSVLogger()
     assert log(logger, {"m": 3.5, "z": 4.5, "epoch": 1}, 2) == [
         ["step", "epoch", "z", "a", "m"],
-        ["0", "0", "0.30000000000000004", "", ""],  # each digit counts
+        ["0", "0", "0.3", "", ""],
         ["1", "", "", "2.5", ""],
         ["2", "1", "4.5", "", "3.5"],
     ]
-    assert logger.state_dict() == {"rows": 3, "columns": ["step", "epoch", "z", "a", "m"]}
+    last = {"step": 2, "m": 3.5, "z": 4.5, "epoch": 1}
+    assert logger.state_dict() == {"rows": 3, "columns": ["step", "epoch", "z", "a", "m"], "last": last}
     logger.teardown(None, None, "fit")
 
 
@@ -44,7 +47,7 @@ def test_a_failure_while_widening_leaves_the_old_file_whole(monkeypatch, capsys)
         patch.setattr(os, "replace", fail)
         assert [log(logger, {"b": 1.0}, step) for step in (1, 2)] == [before] * 2
     assert capsys.readouterr().out.count("No space left") == 1
-    assert log(logger, {"b": 3.0}, 3) == [["step", "epoch", "a", "b"], ["0", "", "1.0", ""], ["3", "", "", "3.0"]]
+    assert log(logger, {"b": 3.0}, 3) == [["step", "epoch", "a", "b"], ["0", "", "1", ""], ["3", "", "", "3"]]
     logger.teardown(None, None, "fit")
 
 
@@ -57,5 +60,22 @@ def test_a_disk_that_is_full_from_the_beginning_is_said_once(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert str(path) in line and "No space left on device" in line and "Training goes on" in line
     path.unlink()
-    assert log(logger, {"a": 1.0}, 3) == [["step", "epoch", "a"], ["3", "", "1.0"]]
+    assert log(logger, {"a": 1.0}, 3) == [["step", "epoch", "a"], ["3", "", "1"]]
+    logger.teardown(None, None, "fit")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.1234567891, "0.123457"),
+        (2.5e-8, "2.5e-08"),
+        (3.0, "3"),
+        (12_345_678.0, "12345678"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_numbers_have_six_digits_and_whole_ones_all(value, text):
+    logger = CSVLogger()
+    assert log(logger, {"a": value}, 0)[1] == ["0", "", text]
     logger.teardown(None, None, "fit")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean
+from kit.modules import Mean, module
 from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
@@ -164,9 +164,10 @@ def train_until_killed():
 
 
 def rows_in(folder):
-    """Return the rows of both files, which are the same."""
+    """Return the rows of both files, which are the same but for digits."""
     found = read(Path(folder, "metrics.csv"))
-    assert found == read(Path(folder, "metrics.jsonl"))
+    exact = read(Path(folder, "metrics.jsonl"))
+    assert found == [{name: pytest.approx(x, rel=1e-5) for name, x in row.items()} for row in exact]
     return found
 
 
@@ -174,10 +175,10 @@ def rows_in(folder):
 def test_a_killed_process_leaves_every_row_and_a_resume_makes_the_files_of_one_that_was_not(tmp_path):
     (ended,) = launch(train_until_killed, tmp_path, count=1, devices=1, join=False)
     assert ended.code == -signal.SIGKILL, ended.errors
-    assert [row["step"] for row in rows_in("run")] == [*range(6), 5, 6, 7, 8]  # the second 5 is the validation's
+    assert [row["step"] for row in rows_in("run")] == [*range(9)]
     assert Path("run/checkpoints/step_00000005").exists()
     train("whole")
-    assert len(rows_in("whole")) == 14
+    assert len(rows_in("whole")) == 12
     for cut in (0, 1, 9):  # what a machine that dies may leave of the last row
         shutil.copytree("run", folder := f"cut{cut}")
         for name in ("metrics.csv", "metrics.jsonl"):
@@ -191,7 +192,7 @@ def test_a_killed_process_leaves_every_row_and_a_resume_makes_the_files_of_one_t
 
 def test_a_resume_without_the_loggers_state_drops_rows_by_their_step():
     trainer = train("run", max_epochs=1)
-    assert [row["step"] for row in rows_in("run")] == [0, 1, 2, 3, 4, 5, 5]
+    assert [row["step"] for row in rows_in("run")] == [0, 1, 2, 3, 4, 5]
     for logger in (CSVLogger(), JSONLLogger()):
         logger.on_load_checkpoint(trainer, trainer.module, {"global_step": 3})
     assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
@@ -214,6 +215,45 @@ def test_a_resume_that_cannot_drop_rows_ends_before_the_first_step(kind, monkeyp
     assert path_of(kind()).read_bytes() == before
     assert go_on(2) == 4  # once there is room
     assert [row["step"] for row in read(path_of(kind()))] == [0, 1, 2, 3]
+
+
+@each_kind
+def test_what_is_logged_at_one_step_is_one_row(kind, capsys):
+    logger, path = kind(), path_of(kind())
+    put = lambda step, **values: logger.on_log(make_trainer(default_root_dir="run"), values, step)  # noqa: E731
+    put(1, loss=0.5, epoch=0)
+    put(1, val=0.25, epoch=0)
+    put(1, train=0.125, epoch=0)
+    joined = {"step": 1, "loss": 0.5, "epoch": 0, "val": 0.25, "train": 0.125}
+    assert read(path) == [joined]
+    put(1, test=4.0, epoch=1)
+    put(1, test=8.0, epoch=1)  # a name has one value in a row
+    assert read(path)[1:] == [{"step": 1, "test": x, "epoch": 1} for x in (4.0, 8.0)]
+    with file_size_limit(path.stat().st_size):
+        put(1, loss=2.0, epoch=1)
+    assert read(path)[1:] == [{"step": 1, "test": x, "epoch": 1} for x in (4.0, 8.0)]
+    put(1, loss=2.0, epoch=1)
+    assert read(path)[2:] == [{"step": 1, "test": 8.0, "epoch": 1, "loss": 2.0}]
+    assert logger.state_dict()["rows"] == 3
+    logger.teardown(None, None, "fit")
+
+
+def test_a_checkpoint_within_a_row_goes_on_with_it():
+    def step(self, batch):
+        loss = (self.error(batch) ** 2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def train(folder, *callbacks, **arguments):
+        given = {"log_every_n_steps": 2, "default_root_dir": folder, "logger": [CSVLogger(), JSONLLogger()]}
+        return fit(module(step), numbered(2), numbered(1), *callbacks, **(given | {"max_epochs": 2} | arguments))
+
+    train("whole", num_sanity_val_steps=0)
+    save = hooks(on_validation_end=lambda t, m: t.save_checkpoint(f"run/at{t.current_epoch}"))
+    train("run", save, num_sanity_val_steps=0)  # the row has no value of the epoch yet
+    train("run", ckpt_path="run/at0")
+    assert [sorted(row) for row in rows_in("run")] == [["epoch", "loss_epoch", "loss_step", "lr", "step", "val"]] * 2
+    assert rows_in("run") == rows_in("whole")
 
 
 # Which loggers a Trainer has

@@ -38,7 +38,7 @@ def test_rows_hold_what_was_logged_in_any_language_and_what_is_not_finite_as_tex
     ]
     logger.teardown(trainer, None, "fit")
     (again := JSONLLogger()).on_log(trainer, {"loss": 1.0}, 10)  # reads what is there
-    assert len(read()) == 4 and again.state_dict() == {"rows": 4}
+    assert len(read()) == 4 and again.state_dict()["rows"] == 4
     again.teardown(trainer, None, "fit")
 
 
@@ -51,7 +51,7 @@ def test_a_torn_last_line_is_dropped_before_the_next_row(cut):
             logger.on_log(trainer, {"loss": 0.5}, step)
         logger.teardown(trainer, None, "fit")
         path.write_bytes(path.read_bytes()[:left])
-    assert [row["step"] for row in read()] == [0, 1, 9] and logger.state_dict() == {"rows": 3}
+    assert [row["step"] for row in read()] == [0, 1, 9] and logger.state_dict()["rows"] == 3
 
 
 def test_texts_tables_and_histograms_have_rows_of_their_own():
@@ -70,7 +70,8 @@ def test_texts_tables_and_histograms_have_rows_of_their_own():
             logger.log_histogram(name, given, bins=5)
         logger.log_histogram("finite", [1.0, math.nan, 2.0, math.inf])
 
-    fit(Mean(), numbered(3), None, hooks(on_train_start=begin, on_train_end=end), logger=logger, default_root_dir="run")
+    arguments = {"logger": logger, "default_root_dir": "run", "log_every_n_steps": 0}
+    fit(Mean(), numbered(3), None, hooks(on_train_start=begin, on_train_end=end), **arguments)
     before, note, there, table, *histograms, finite = read()
     assert before == {"step": 0, "epoch": 0, "before": "the first step"}
     assert note == {"step": 2, "epoch": 1, "note": "the newest step"} and there["step"] == 1

@@ -156,7 +156,8 @@ def test_a_row_of_ones_own_goes_the_way_of_every_row():
         trainer.logger.log_metrics({"mine": 0.25})
         trainer.logger.log_metrics({"mine": 0.5}, step=0)
 
-    fit(Mean(), numbered(3), None, hooks(on_train_end=log), logger=logger, default_root_dir="of/run")
+    arguments = {"logger": logger, "default_root_dir": "of/run", "log_every_n_steps": 0}
+    fit(Mean(), numbered(3), None, hooks(on_train_end=log), **arguments)
     assert Path("of/run/metrics.csv").read_text().splitlines() == ["step,epoch,mine", "2,1,0.25", "0,1,0.5"]
     assert [logger.log_dir, logger.name, logger.version] == [Path("of/run").absolute(), "of", "run"]
     fit(Mean(), numbered(1), None, hooks(on_train_end=lambda t, m: t.logger.log_metrics({"a": 1})), logger=False)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, NoLogger, TensorBoardLogger, WandbLogger
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
 
 GIVEN = np.arange(20.0).reshape(4, 5)
 TWO = {"default_root_dir": "run", "max_epochs": 2}
@@ -58,8 +58,8 @@ def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(log
     assert (media() if kinds else []) == sorted(expected)
     own = {CSVLogger: "metrics.csv", bool: "metrics.csv", JSONLLogger: "metrics.jsonl", TensorBoardLogger: "events.*"}
     assert not own.get(type(logger)) or bool([*Path("run").glob(own[type(logger)])]) == (logger is not False)
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("media")]
-    assert told == ["media run/media (what is no number, and no logger here holds)"] * bool(kinds)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("images, ")]
+    assert told == ["images, tables and texts are saved in run/media (no logger here takes them)"] * bool(kinds)
 
 
 def test_files_are_what_was_logged_by_readers_of_their_own():
@@ -79,7 +79,7 @@ def test_files_are_what_was_logged_by_readers_of_their_own():
 def test_what_comes_again_at_a_step_is_numbered_and_a_run_writes_over_one_before_it():
     def log(trainer, *_):
         Path("there.jpg").write_bytes(b"anything")
-        trainer.logger.log_image("a", [PIXELS, Image.fromarray(PIXELS), "there.jpg"], captions=["x", "y", "z"], step=7)
+        trainer.logger.log_image("a", [PIXELS, Image.fromarray(PIXELS), "there.jpg"], caption=["x", "y", "z"], step=7)
         trainer.logger.log_text("a", "again", step=np.int64(7))
         trainer.logger.log_text("../b/./c:d", "a key that is no path", step=0)
 
@@ -108,8 +108,8 @@ class Holds(Logger):
     def log_text(self, key, text, *, step=None):
         self.texts.append((key, text, step))
 
-    def log_image(self, key, images, *, captions=None, step=None):
-        self.images.append((key, captions))
+    def log_image(self, key, images, *, caption=None, step=None):
+        self.images.append((key, caption))
 
     def log_table(self, key, columns, data, *, step=None):
         self.tables += 1
@@ -119,7 +119,7 @@ class Holds(Logger):
 def test_what_a_logger_does_not_hold_goes_to_the_first_other_one_that_does_and_to_the_folder_behind_all():
     def log(trainer, *_):
         trainer.logger.log_text("note", "hello", step=7)
-        trainer.logger.log_image("picture", PIXELS, captions=["a"])
+        trainer.logger.log_image("picture", PIXELS, caption=["a"])
         trainer.logger.log_table("table", ["x"], [[1]])
         trainer.logger.log_histogram("counts", GIVEN)
 
@@ -185,6 +185,43 @@ def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
     assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in WRONG), "Broken.log_histogram"]
     assert "int32[4, 5]" in told[0] and ["It is left out, and training" in line for line in told[:4]] == [1, 1, 1, 0]
     assert "no way out" in told[-1] and "It is kept in the run's media folder" in told[-1]
+
+
+CALLS = [
+    (
+        "log_image",
+        ("a", [PIXELS]),
+        {"captions": ["x"]},
+        r"log_image got .*'captions'. Did you mean 'caption'\? It takes",
+    ),
+    ("log_table", ("a", ["x"]), {}, "log_table missing a required argument: 'data'. It takes key, columns, data, step"),
+    ("log_text", ("a", "b", 3), {}, "log_text too many positional arguments. It takes key, text, step"),
+    ("log_histogram", ("a", GIVEN), {"bin": 3}, r"log_histogram got .*'bin'. Did you mean 'bins'\?"),
+    ("log_figure", ("a", None), {"close": True}, "log_figure got .*'close'. It takes key, figure, step"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "named", "words"), CALLS)
+@pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger, Broken, NoLogger])
+def test_an_argument_that_a_logger_does_not_have_is_raised(logger, name, args, named, words):
+    wrong = hooks(on_train_end=lambda t, m: getattr(t.logger, name)(*args, **named))
+    given = False if logger is NoLogger else logger()
+    refuses(
+        ArgumentTypeError, lambda: fit(Mean(), numbered(1), None, wrong, logger=given), f"{logger.__name__}.{words}"
+    )
+
+
+def test_a_logger_that_is_asked_in_anothers_place_may_lack_an_argument(caplog):
+    class Plain(Logger):
+        def log_image(self, key, images, step=None):
+            raise AssertionError("no picture comes here")
+
+    def log(trainer, *_):
+        trainer.logger.log_image("a", [PIXELS], caption=["x"])
+
+    fit(Mean(), numbered(1), None, hooks(on_train_end=log), logger=[CSVLogger(), Plain()], default_root_dir="run")
+    assert media() == ["a/0.png", "a/0.txt"]
+    assert "Plain.log_image failed" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": CSVLogger(on_error="raise")}])

@@ -130,7 +130,7 @@ def log_media(trainer: Any, *_: Any) -> None:
     trainer.logger.log_text("a/note", f"key {KEY}")
     trainer.logger.log_hyperparams({"hf_token": KEY})
     trainer.logger.log_table("rows", ["x"], [[1]])
-    trainer.logger.log_image("picture", np.zeros((2, 2, 3), np.uint8), captions=["black"])
+    trainer.logger.log_image("picture", np.zeros((2, 2, 3), np.uint8), caption=["black"])
     trainer.logger.log_histogram("spread", np.arange(4.0), bins=2)
 
 

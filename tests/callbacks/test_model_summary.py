@@ -80,9 +80,9 @@ def test_the_table_shows_every_path_whole_and_what_is_not_trained_and_adds_every
     assert {row.path: row.trained for row in rows if row.path.startswith("head")} == {"head.bias": 0, "head.kernel": 0}
     # Parameters: 19,722 x 4 bytes = 77.0 KiB. Adam: two copies of the body's 17,152 and a count = 134 KiB.
     # Per device: the body three times (3 x 11,264), head 10,280, statistics 2,048 and the count 4 = 45.0 KiB.
-    # Unsplit is all but the body's one matrix: three times 3,072, and the rest.
+    # Replicated is all but the body's one matrix: three times 3,072, and the rest.
     assert lines[-2] == "19,722 params (17,152 trained), 77.0 KiB, optimizer 134 KiB, 45.0 KiB per device"
-    assert lines[-1] == "  21.0 KiB of that unsplit, the same on any number of devices"
+    assert lines[-1] == "  21.0 KiB of it is replicated (not sharded)"
     ModelSummary(max_depth=0).on_fit_start(make_trainer(state=state), module)
     assert capsys.readouterr().out == totals(state) + "\n", "the last line only"
     ModelSummary().on_fit_start(make_trainer(state=state, is_global_zero=False), module)
@@ -91,6 +91,19 @@ def test_the_table_shows_every_path_whole_and_what_is_not_trained_and_adds_every
     for x in jax.tree.leaves((state.params, state.model_state, state.opt_state)):
         x.delete()
     ModelSummary().on_fit_start(make_trainer(state=state), module)
+
+
+@pytest.mark.parametrize(("layers", "paths", "left_out"), [(10, 20, False), (11, 1, True)])
+def test_a_large_model_is_shown_by_its_parts(layers, paths, left_out, make_trainer, capsys) -> None:
+    deep = nnx.Sequential(*[nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(layers)])
+    state = make_state(deep)
+    ModelSummary().on_fit_start(make_trainer(state=state), deep)
+    text = capsys.readouterr().out
+    assert text.count("│ layers") == paths
+    assert ("ModelSummary(max_depth=-1) shows all 22 rows" in text) == left_out
+    assert ("shape" in text) != left_out
+    ModelSummary(max_depth=-1).on_fit_start(make_trainer(state=state), deep)
+    assert capsys.readouterr().out.count("│ layers") == 2 * layers
 
 
 def test_what_lies_on_some_devices_only_is_not_replicated_and_counts_where_it_is(module) -> None:

@@ -192,7 +192,12 @@ def test_outputs_of_another_shape_in_a_later_batch_and_texts_in_npy_are_refused(
     refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[3\].*\[2\].*Pad them")
     named = [{**batch, "id": np.array(["a"] * 8)} for batch in random(2)]
     model, arguments = predicts(lambda y: {"y": y}), {"host_keys": ("id",)}
-    refuses(DataError, lambda: predict(model, named, PredictionWriter("made"), **arguments), "'id' holds texts")
+    steps, starts = [], hooks(on_predict_batch_end=lambda *_: steps.append(1))
+    run = lambda: predict(model, named, starts, PredictionWriter("made"), **arguments)  # noqa: E731
+    refuses(DataError, run, "'id' holds texts")
+    assert steps == []
+    predict(predicts(lambda y: y), named, PredictionWriter("lone"), **arguments)  # which host keys do not join
+    assert PredictionWriter.load("lone").shape[0] == 16
 
 
 def test_a_link_stays_and_what_it_points_to_is_replaced() -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pyte
 import pytest
 from kit import trainers
-from kit.modules import Mean
+from kit.batches import numbered
+from kit.modules import Mean, logging
 from kit.refusals import refuses
 
 import jaxlit as jl
@@ -239,7 +240,7 @@ def test_on_a_terminal_each_epoch_leaves_its_line_which_breaks_between_metrics(m
 
 @pytest.mark.parametrize(
     ("width", "cells"),
-    [(160, [18] * 3), (95, [18] * 3), (83, [6] * 3), (82, [11] * 3), (80, [9] * 3), (76, [11, 12, 8]), (50, [0] * 3)],
+    [(160, [18] * 3), (95, [18] * 3), (83, [6] * 3), (82, [11] * 3), (80, [9] * 3), (76, [6] * 3), (50, [0] * 3)],
 )
 def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width, cells):
     """Beside the bar a line has 65 cells, padding among them, and six gaps of two, then of one."""
@@ -260,6 +261,31 @@ def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width
     assert max(map(len, lines)) <= width and [line.count("━") for line in lines if "epoch" in line] == cells
     words = "epoch 1/9 4/4 51.3 it/s train/loss 0.625 val/accuracy 0.5 * best epoch 2/9"
     assert " ".join(" ".join(lines).replace("━", "").split()).startswith(words)
+
+
+def test_no_number_moves_the_columns_at_80(make_trainer, open_terminal, clock):
+    terminal = open_terminal(80)
+    trainer, bar = make_trainer(max_epochs=10), ProgressBar()
+    trainer.start(bar)
+    for loss, seconds in ((0.0893, 0.5), (0.06899, 0.1), (-1.2345e-05, 1e-5), (123456.0, 1e-4), (NAN, 0.01)):
+        trainer.callback_metrics.values_of["train/loss"] = loss
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(4):
+            clock.seconds += seconds
+            batch(trainer, bar, i)
+        trainer.validate(bar, {"val/accuracy/classes": 0.5})
+        bar.on_train_epoch_end(trainer, trainer.module)
+    lines = [line for line in terminal.lines if line.startswith("epoch")]
+    assert len(lines) == 5
+    assert {line.count("━") for line in lines} == {6}
+    assert len({(line.index("it/s"), line.index("train/loss"), line.index("val/accuracy")) for line in lines}) == 1
+    assert [line.split("train/loss ")[1].split()[0] for line in lines] == [
+        "0.0893",
+        "0.06899",
+        "-1e-05",
+        "123456",
+        "nan",
+    ]
 
 
 def test_a_star_says_which_metric_it_means_if_that_is_not_on_the_line(make_trainer, capsys, open_terminal):
@@ -414,6 +440,31 @@ def test_no_metric_is_read_during_an_epoch(make_trainer, open_terminal, clock, o
     reads = trainer.progress_bar_metrics.reads
     bar.on_exception(trainer, trainer.module, ValueError())
     assert reads == 0
+
+
+def test_a_module_that_logs_nothing_shows_its_loss(capsys):
+    losses, seen = [], []
+    look = jl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda t, m, out, *_: seen.append(t.loss) or losses.append(out)
+    )
+    trainer = trainers.fit(logging(), numbered(4), None, look, log_every_n_steps=2)
+    told = [float(outputs["loss"]) for outputs in losses]
+    assert seen == [None, None, None, told[1]]  # of a row, which is read one step late
+    assert trainer.history == {}
+    assert epoch_lines(capsys)[0].endswith(f"loss {np.mean(told):.4g}")
+
+
+def test_a_module_that_logs_for_the_bar_shows_no_other_loss(capsys):
+    trainers.fit(logging(lambda m, *_: m.log("mine", 1.0, prog_bar=True)), numbered(4))
+    assert " loss " not in epoch_lines(capsys)[0]
+
+
+def test_the_live_line_shows_the_loss(begin, open_terminal, clock):
+    terminal = open_terminal()
+    trainer, bar = begin(loss=0.03125)
+    clock.seconds += 1.0
+    batch(trainer, bar)
+    assert "loss 0.03125" in terminal.lines[-1]
 
 
 def test_sanity_validation_and_other_processes_print_nothing(make_trainer, open_terminal, clock):

@@ -15,7 +15,7 @@ from kit.refusals import fit_refuses, refuses, warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import ModelCheckpoint, RunReport
+from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
 from jaxlit.errors import ArgumentError, LoggerError
 
 EVIL = "<script>alert('x')</script>"
@@ -127,6 +127,27 @@ def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
     assert page.rows("Trainer, where it is not the default")["max_epochs"] == ["2"]
     assert page.rows("Trainer, the rest")["seed"] == ["0"]
     assert "train_step" in page.text and str(trainer.explain()).splitlines()[-1] in page.text
+
+
+def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
+    callbacks = [EarlyStopping("loss", min_delta=0), ModelCheckpoint(monitor="val", mode="max"), RunReport()]
+    arguments = {"default_root_dir": "run", "logger": JSONLLogger(), "log_every_n_steps": 1}
+    trainer = fit(Mean(), numbered(2), numbered(1, 9), *callbacks, **arguments)
+    assert trainer.checkpoint_callback.monitor == "val"
+    assert "best val 7.75" in capsys.readouterr().out
+    assert "7.75best val" in read().text
+
+
+def test_the_loggers_that_were_given_are_named() -> None:
+    fit(Mean(), numbered(1), None, RunReport(), default_root_dir="run", logger=[JSONLLogger(), CSVLogger()])
+    assert read().rows("Trainer, where it is not the default")["logger"] == ["JSONLLogger, CSVLogger"]
+
+
+def test_an_evaluation_behind_a_fit_writes_into_its_folder() -> None:
+    trainer = fit(Mean(), numbered(1), None, max_epochs=1)
+    trainer.test(Mean(), numbered(1))
+    assert [path.name for path in Path("runs").iterdir()] == [trainer.run_dir.name]
+    assert "test" in (trainer.run_dir / "metrics.csv").read_text()
 
 
 def fail(trainer: Any, *_: Any) -> None:

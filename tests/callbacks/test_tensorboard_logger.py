@@ -69,7 +69,7 @@ def scalars(folder):
 def draw(trainer, *_):
     log = trainer.logger
     log.log_image("image", PIXELS)
-    log.log_image("two", [PIXELS[..., 0], Image.fromarray(PIXELS)], captions=["first", "second"], step=7)
+    log.log_image("two", [PIXELS[..., 0], Image.fromarray(PIXELS)], caption=["first", "second"], step=7)
     log.log_text("note", "a text")
     log.log_table("table", ["name", "value"], [("one", 1), ["a|b", None]])
     log.log_histogram("histogram", GIVEN, bins=4)

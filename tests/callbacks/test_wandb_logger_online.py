@@ -33,7 +33,7 @@ def log_media(trainer, module):
     picture[:] = 0
     Image.fromarray(PIXELS).save("picture.png")
     logger.log_image("from a file", [Path("picture.png")])
-    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], captions=["first", "second"])
+    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], caption=["first", "second"])
     logger.log_table("table", ["name", "value"], [("one", 1), [2, "two"], [None, 2.5]])
     logger.log_histogram("histogram", np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]]), bins=4)
     logger.log_text("note", "a text")

@@ -1,14 +1,19 @@
 """A module from a checkpoint alone: its constructor's arguments, and every kind of Variable."""
 
 import base64
+import dataclasses
+import enum
 import pickle
 import shutil
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit import by_hand
@@ -20,6 +25,7 @@ from kit.trainers import fit, splitting
 
 import jaxlit as jl
 from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.hparam_values import NotKeptError, decode
 from jaxlit.checkpoints.weights import match, report
 from jaxlit.errors import CheckpointError
 
@@ -139,7 +145,7 @@ class Wrapped(Rich):
     [
         (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is no checkpoint and no folder that holds one"),
         (Misspelt, None, {}, r"hyperparameter 'width', which Misspelt does not have\. Did you mean 'widht'"),
-        (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'.*only arguments that are JSON"),
+        (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'"),
         (Rich, None, {"widht": 3}, r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"),
     ],
 )
@@ -148,12 +154,117 @@ def test_what_cannot_be_built_is_refused(cls, path, given, words, trained):
         cls.load_from_checkpoint(path or trained[1], **given)
 
 
-def test_an_argument_that_is_no_json_value_is_taken_from_the_caller(trained):
-    made, run, _ = trained
-    assert_same(Wrapped.load_from_checkpoint(run, activation=nnx.relu), made)
-    train(Wrapped(nnx.relu, 6, [0.1, 0.2], rngs=nnx.Rngs(3)))
-    with pytest.raises(CheckpointError, match=r"missing 1 required positional argument: 'activation'"):
-        Wrapped.load_from_checkpoint("run")
+def test_an_argument_of_an_old_checkpoint_is_taken_from_the_caller(trained):
+    assert_same(Wrapped.load_from_checkpoint(trained[1], activation=nnx.relu), trained[0])
+
+
+def doubled(x):
+    return 2 * x
+
+
+@dataclasses.dataclass
+class Config:
+    """A config with a function in it."""
+
+    width: int = 1
+    activation: Callable = nnx.relu
+
+
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+class Built(Mean):
+    """A module whose class keeps what the last one was built with."""
+
+    def __init__(self, activation=nnx.relu, schedule=None, *, rngs=None):
+        super().__init__()
+        Built.activation = activation
+
+
+NAMED = [nnx.tanh, jnp.add, np.tanh, doubled, nnx.Linear, Built, jnp.bfloat16, np.float32, np.dtype("int8"), Kind.B]
+NAMED += [float, Config(3, nnx.silu), (1, (2.0, [nnx.gelu])), {0: "a"}, float("-inf"), {"jaxlit": "name", "value": "x"}]
+
+
+@pytest.mark.parametrize("value", NAMED, ids=lambda value: getattr(value, "__name__", type(value).__name__))
+def test_what_can_be_named_comes_back(value):
+    fit(Built(value), random(1), default_root_dir="run")
+    del Built.activation
+    Built.load_from_checkpoint("run")
+    assert Built.activation == value
+    assert type(Built.activation) is type(value)
+
+
+LOCAL = [
+    (lambda: lambda x: x, r"activation=<function [\w.<>]*<lambda>>"),
+    (lambda: optax.cosine_decay_schedule(1.0, 9), "activation=<function cosine_decay_schedule.<locals>.schedule>"),
+    (lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), r"activation=Linear\(\.\.\.\)"),
+    (lambda: np.zeros((2, 3)), r"activation=float64\[2, 3\]"),
+    (lambda: {"f": jnp.zeros(2), "g": doubled}, r"activation=float32\[2\]"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), LOCAL)
+def test_what_has_no_name_is_asked_for(make, words):
+    made = Built(make())
+    fit(made, random(1), default_root_dir="run")
+    with pytest.raises(CheckpointError, match=f"Built was built with {words}: pass activation=... to load_from_check"):
+        Built.load_from_checkpoint("run", schedule=3)
+    Built.load_from_checkpoint("run", activation=nnx.relu)
+    assert Built.activation is nnx.relu
+
+
+def test_a_default_without_a_name_need_not_be_given():
+    class Local(Mean):
+        def __init__(self, activation=lambda x: x, scale=float, table=np.ones(2)):  # noqa: B008
+            super().__init__()
+
+    fit(Local(), random(1), default_root_dir="run")
+    assert Local.load_from_checkpoint("run").hparams == {"scale": float}
+
+
+def test_an_argument_that_was_left_out_is_asked_for():
+    class Left(Mean):
+        def __init__(self, width=1, depth=1, note="n"):
+            super().__init__()
+            self.save_hyperparameters(ignore=["width", "note"])
+
+    class Replaced(Mean):
+        def __init__(self, width=1):
+            super().__init__()
+            self.hparams = {"lr": 0.1}
+
+    fit(Left(2, 3), random(1), default_root_dir="run")
+    with pytest.raises(CheckpointError, match=r"Left was built with width=\.\.\.: pass width=\.\.\. to"):
+        Left.load_from_checkpoint("run")
+    assert Left.load_from_checkpoint("run", width=2).hparams == {"depth": 3}
+    fit(Replaced(2), random(1), default_root_dir="replaced")
+    with pytest.raises(CheckpointError, match=r"Replaced was built with width=\.\.\.: pass"):
+        Replaced.load_from_checkpoint("replaced")
+
+
+def test_a_copy_whose_arguments_nobody_knows_asks_for_them():
+    fit(nnx.clone(Built(nnx.tanh)), random(1), default_root_dir="run")
+    with pytest.raises(CheckpointError, match="pass activation=..., schedule=... to load_from_checkpoint"):
+        Built.load_from_checkpoint("run")
+
+
+def test_a_lazy_module_asks_for_what_has_no_name():
+    fit(jl.lazy(Built, nnx.tanh, lambda count: count), random(1), default_root_dir="run")
+    Built.load_from_checkpoint("run", schedule=None)
+    assert Built.activation is nnx.tanh
+    with pytest.raises(CheckpointError, match="pass schedule=... to"):
+        Built.load_from_checkpoint("run")
+
+
+def test_a_name_of_a_script_is_looked_up_where_its_class_is(monkeypatch):
+    script = types.ModuleType("script")
+    exec("def twice(x): ...\nclass Net: ...", vars(script))
+    monkeypatch.setitem(sys.modules, "script", script)
+    assert decode({"jaxlit": "name", "value": "__main__:twice"}, script.Net) is script.twice
+    with pytest.raises(NotKeptError, match=r"__main__\.thrice"):
+        decode({"jaxlit": "name", "value": "__main__:thrice"}, script.Net)
 
 
 class Keyed(Mean):
@@ -173,6 +284,21 @@ def test_a_secret_is_not_kept_and_asked_for_and_a_tokenizer_is_none():
     assert found["api_key"] == "new" and found["tokenizer"] == "bpe"
     fit(Keyed(), random(1), default_root_dir="without")  # one that was not given is not asked for
     assert Keyed.load_from_checkpoint("without").hparams["api_key"] is None
+
+
+@dataclasses.dataclass
+class Account:
+    """A config with a secret in it."""
+
+    api_key: str = ""
+
+
+def test_a_secret_in_a_dataclass_is_not_kept_and_asked_for():
+    fit(Keyed(tokenizer=Account("hunter2-very-secret")), random(1), default_root_dir="run")
+    for path in Path("run").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+    with pytest.raises(CheckpointError, match="does not keep 'tokenizer'"):
+        Keyed.load_from_checkpoint("run")
 
 
 def test_constructors_with_numbers_as_keys_and_with_any_number_of_arguments_are_called_with_what_they_had():
@@ -210,7 +336,9 @@ def test_what_several_devices_wrote_can_be_loaded_on_one(strategy):
     train(Linear(), strategy=splitting(strategy))
     loaded = Linear.load_from_checkpoint("run")
     by_hand.assert_same(loaded, train(Linear(), "single").module)
-    assert all(len(x.devices()) == 1 for x in jax.tree.leaves(nnx.state(loaded)))
+    arrays = jax.tree.leaves(nnx.state(loaded))
+    assert all(len(x.devices()) == 1 for x in arrays)
+    assert not any(x.committed for x in arrays)  # so that a mesh of several processes takes them
 
 
 @pytest.mark.full
@@ -271,6 +399,23 @@ def test_a_hyperparameter_is_a_value_and_never_code(scaled, tmp_path, monkeypatc
         found = Scaled.load_from_checkpoint(folder)
         assert type(found) is Scaled and found.hparams["scale"] == value
         assert "hostile_code" not in sys.modules and not Path("pwned").exists()
+
+
+HOSTILE_NAMES = ["hostile_code:run", "os:system", "builtins:eval", "shutil:rmtree", "subprocess:Popen", "pickle:loads"]
+HOSTILE_NAMES += ["jaxlit.checkpoints.files:remove", "jaxlit.checkpoints.files:shutil.rmtree", "pytest:main", 3, None]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+@pytest.mark.parametrize("kind", ["name", "dataclass", "no such kind"])
+def test_a_name_is_not_imported_and_leads_to_arrays_code_or_the_users(kind, name, scaled, tmp_path, monkeypatch):
+    (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    node = {"jaxlit": kind, "name": name, "value": name if kind == "name" else {}}
+    edit(folder, put("module", value={"class": "Scaled", "hparams": {"scale": node}}))
+    with pytest.raises(CheckpointError, match="Scaled was built with scale=.*: pass scale=..."):
+        Scaled.load_from_checkpoint(folder)
+    assert "hostile_code" not in sys.modules
 
 
 def test_a_checkpoint_that_lies_about_the_module_is_refused(scaled):

@@ -34,6 +34,37 @@ def test_a_loss_that_depends_on_no_parameter_is_told_once_with_the_parameters(
     assert all(word in message for word in ("Made.training_step", "kernel", "bias")), message
 
 
+class Branches(Linear):
+    """Has parameters that reach the loss in several ways, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.detached = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+        self.stacked, self.written = nnx.Param(jnp.ones((2, 3))), nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        idle = jnp.ones(()) + jax.lax.stop_gradient(self.detached(x))
+        pairs = (self.stacked[...], self.unused.kernel[...].T.repeat(2, 0))
+        x, _ = jax.lax.scan(lambda x, pair: (x * pair[0], x * pair[1]), x, pairs)
+        self.written[...] = x.mean()
+        return super().__call__(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)) + 0 * idle
+
+
+def test_trained_parameters_that_the_loss_ignores_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Branches(), random(2), max_epochs=2)
+    (message,) = warnings_of(caplog)
+    names = "detached.bias, detached.kernel, unused.bias, unused.kernel"
+    assert f"does not depend on 4 of 8 parameters, whose gradient is zero: {names}." in message
+    assert "wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('detached')))" in message
+
+
+def test_frozen_parameters_that_the_loss_ignores_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    held = (nnx.Not(nnx.PathContains(name)) for name in ("unused", "detached"))
+    optimizer = jl.Optimizer(optax.sgd(0.1), wrt=nnx.All(nnx.Param, *held))
+    fit(module(base=Branches, configure_optimizers=lambda self: optimizer), random(1))
+    assert warnings_of(caplog) == []
+
+
 def through_scan(loss: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda carry, _: (carry * 0.5, None), loss, None, length=2)[0]
 
@@ -69,13 +100,6 @@ def test_random_numbers_of_a_generator_of_ones_own_in_a_step_are_told_in_debug_m
     fit(module(step, base=Linear), random(2), debug=True)
     (message,) = warnings_of(caplog)
     assert "Made.training_step" in message and "numpy" in message and "nnx.Rngs" in message
-
-
-def test_what_the_trace_has_told_of_is_not_told_again_in_debug_mode(caplog: pytest.LogCaptureFixture) -> None:
-    step = lambda self, batch: self.loss(batch) + np.random.normal() * self.bias.sum()  # noqa: E731
-    fit(module(step, base=Linear), random(2), debug=True)
-    (message,) = warnings_of(caplog)
-    assert "draws from np.random.normal" in message
 
 
 @pytest.mark.parametrize("debug", [True, False])

@@ -30,18 +30,26 @@ class Configured(Linear):
         super().__init__()
 
 
-def test_hyperparameters_are_the_constructors_json_values_with_defaults() -> None:
+def test_hyperparameters_are_what_can_be_saved_with_defaults() -> None:
     module = Configured(8, names=["c"], rngs=nnx.Rngs(0), table=np.ones(2), extra=None)
-    assert module.hparams == {"width": 8, "rate": 0.5, "names": ["c"], "extra": None}
+    assert module.hparams == {"width": 8, "rate": 0.5, "names": ["c"], "fn": jnp.tanh, "extra": None}
     module.hparams["width"] = 9
     module.hparams.rate = 0.25
     assert (module.hparams.width, module.hparams["rate"]) == (9, 0.25)
 
 
+def test_loggers_see_hyperparameters_by_name() -> None:
+    found = Configured(8, names=("a", np.float32), fn=lambda x: x, table=np.ones(2)).hparams.readable()
+    expected = {"width": 8, "rate": 0.5, "names": ["a", "numpy.float32"], "table": "float64[2]"}
+    assert found == expected | {
+        "fn": f"<function {test_loggers_see_hyperparameters_by_name.__name__}.<locals>.<lambda>>"
+    }
+
+
 def test_hyperparameters_are_taken_from_a_command_line_and_lightnings_other_arguments_refused() -> None:
     module = Configured(8)
-    module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x"), scale=float("nan")))
-    assert module.hparams.depth == 3 and not {"path", "scale"} & module.hparams.keys()
+    module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x")))
+    assert module.hparams.depth == 3 and "path" not in module.hparams
     refuses(ArgumentTypeError, lambda: module.save_hyperparameters(logger=False), "'logger'", "leave it out")
 
 

@@ -246,3 +246,15 @@ def test_a_step_that_updates_parameters_by_an_optimizer_of_nnx_is_refused() -> N
     with pytest.raises(Exception, match="Cannot mutate") as caught:
         fit(model, random(), **BARE)
     assert not any("An optimizer of nnx" in note for note in getattr(caught.value, "__notes__", []))
+
+
+SAM = optax.contrib.sam(SGD, optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
+SAMS = {"alone": SAM, "in a chain": optax.chain(optax.scale(0.5), SAM)}
+
+
+@pytest.mark.parametrize(("strategy", "name"), [("single", "alone"), ("fsdp", "in a chain"), ("shard_map", "alone")])
+def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name: str) -> None:
+    made, batches = net(SAMS[name]), random(4)
+    expected = HandLoop(net(SAMS[name]))(*batches).module
+    fit(made, batches, strategy=splitting(strategy))
+    assert_same(made, expected)

@@ -363,3 +363,33 @@ def test_an_attribute_that_no_tensor_has_is_told_as_it_is() -> None:
         with pytest.raises(AttributeError) as caught:
             fit(module(lambda self, batch, call=call: call(batch["x"]).sum()), random(1))
         assert not any("In its place" in text for text in caught.value.__notes__)
+
+
+class Block(nnx.Module):
+    """Two layers, the second of which fits nothing."""
+
+    def __init__(self) -> None:
+        made = [nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(5, 1, rngs=nnx.Rngs(0))]
+        self.layers = nnx.List(made)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers[1](self.layers[0](x))
+
+
+CALLS = {
+    "the layer": (lambda net, x: net(x), r"It was raised in self\.net\.layers\[1\] \(nnx\.Linear\)\."),
+    "a transform of it": (
+        lambda net, x: nnx.remat(lambda net, x: net(x))(net, x),
+        r"in Block\(\.\.\.\)\.layers\[1\] \(nnx\.Linear\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_of_a_layer_names_its_path(call: str) -> None:
+    fn, words = CALLS[call]
+    made = module(lambda self, batch: fn(self.net, batch["x"]).mean(), init=lambda self: setattr(self, "net", Block()))
+    with pytest.raises(TypeError, match="dot_general") as raised:
+        fit(made, random(1))
+    (note,) = [note for note in raised.value.__notes__ if re.match("It was raised in", note)]
+    assert re.search(words, note)

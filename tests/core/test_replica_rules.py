@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.journal import Losses, hooks
+from kit.refusals import warnings_of
 from kit.trainers import make_trainer, thinned
 
 import jaxlit as jl
@@ -45,7 +46,7 @@ def make_batches(*sizes: int) -> list[dict[str, np.ndarray]]:
 
 
 def fit(module: jl.TrainModule, strategy: Any, *callbacks: jl.Callback, sizes: tuple[int, ...] = SIZES) -> jl.Trainer:
-    devices = "auto" if str(strategy).startswith("simulate") else 4
+    devices = "auto" if str(strategy).startswith("simulate") else 1 if strategy == "single" else 4
     trainer = make_trainer(*callbacks, strategy=strategy, devices=devices)
     trainer.fit(module, make_batches(*sizes))
     return trainer
@@ -190,7 +191,7 @@ def test_a_step_that_takes_one_number_of_rows_only_writes_nothing_that_cannot_be
         module.held[...] += len(batch["x"])
         return module.errors(batch).mean()
 
-    with pytest.raises(StateError, match="could not be traced with twice the rows"):
+    with pytest.raises(StateError, match="could not be traced with more rows"):
         fit(Line(step, 0), "shard_map", sizes=(8,))
 
 
@@ -276,6 +277,121 @@ def test_a_mean_is_refused_where_a_sum_is_meant() -> None:
 def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) must be 'mean' or 'sum', got 'max'"):
         jl.strategies.PMap(loss_reduction="max")
+
+
+# A number that depends on how many rows there are ----------------------------------------------------
+
+BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "a floor": lambda x, n: x.sum() / max(n, 4),
+    "a branch": lambda x, n: x.mean() if n >= 8 else 2 * x.mean(),
+    "a slice": lambda x, n: x[: min(n, 4)].mean(),
+}
+
+
+@pytest.mark.parametrize("case", BY_ROWS)
+@pytest.mark.parametrize("rows", [4, 8, 16])
+def test_no_loss_that_branches_on_its_rows_is_silently_wrong(
+    case: str, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = lambda m, b: BY_ROWS[case](m.errors(b), len(b["x"]))  # noqa: E731
+    modules = [Line(step), Line(step)]
+    fit(modules[0], "single", sizes=(rows,))
+    try:
+        fit(modules[1], "shard_map", sizes=(rows,))
+    except ModuleError as error:
+        assert "returns a sum over the rows" in str(error)
+    else:
+        equal = np.allclose(modules[0].w[...], modules[1].w[...], rtol=1e-5)
+        assert equal or "does not tell that the loss is a mean" in caplog.text
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", "pmap"))
+def test_a_tail_for_which_a_step_branches_is_warned_of(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    step = lambda m, b: BY_ROWS["a branch"](m.errors(b), len(b["x"]))  # noqa: E731
+    fit(Line(step), strategy, sizes=(64, 64, 40, 7))
+    assert warnings_of(caplog) == []
+    fit(Line(step), strategy, sizes=(64, 64, 8, 7, 8))
+    (message,) = warnings_of(caplog)
+    assert "computes something else from 2 rows than from 16, and each of 4 replicas sees 2 of the 8 rows" in message
+
+
+@pytest.mark.parametrize("case", BY_ROWS)
+def test_a_write_that_branches_on_its_rows_is_refused(case: str) -> None:
+    with pytest.raises(StateError, match=r"writes to held what the rows of a batch make it"):
+        fit(Line(writing(lambda old, b: BY_ROWS[case](b["y"], len(b["y"])))), "shard_map", sizes=(8,))
+
+
+def logging_step(m: Any, b: Any) -> jax.Array:
+    errors, n = m.errors(b), len(b["y"])
+    m.log("floor", errors.sum() / max(n, 4))
+    m.log("root", jnp.sqrt(errors.mean()))
+    m.log("mean", errors.mean())
+    m.log("sum", errors.sum(), reduce_fx="sum")
+    m.log("max", errors.max(), reduce_fx="max")
+    m.log("masked", (errors * b["label"]).sum() / b["label"].sum(), batch_size=b["label"].sum())
+    return errors.mean()
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "simulate:4"))
+def test_logged_values_that_replicas_may_change_are_named(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Line(logging_step), strategy, sizes=(8,))
+    (message,) = [m for m in warnings_of(caplog) if "does not show" in m]
+    assert "that the logged 'floor', the logged 'root' would be the same" in message
+
+
+COUPLED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax over the batch": lambda x: jax.nn.softmax(x, 0),
+    "ranks": lambda x: x.argsort(0).argsort(0),
+    "centred": lambda x: x - x.mean(0),
+    "cumulative": lambda x: jnp.cumsum(x, 0),
+    "reversed": lambda x: x[::-1],
+}
+
+
+@pytest.mark.parametrize("case", COUPLED)
+@pytest.mark.parametrize("stage", ["predict", "training"])
+def test_outputs_whose_rows_depend_on_others_are_named(case: str, stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    def step(module: Any, batch: Any) -> Any:
+        x = batch["x"] @ module.w[...]
+        outputs = {"own": jax.nn.softmax(batch["x"]) * x[:, None], "coupled": COUPLED[case](x)}
+        return outputs if stage == "predict" else {"loss": module.errors(batch).mean(), **outputs}
+
+    class Predicts(Line):
+        predict_step = Line.training_step
+
+    trainer = make_trainer(strategy="shard_map", devices=4)
+    run = trainer.predict if stage == "predict" else trainer.fit
+    run(Predicts(step), make_batches(8))
+    (message,) = warnings_of(caplog)
+    assert f"Predicts.{stage}_step: the program does not show that the output 'coupled' would be the same" in message
+
+
+def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Layers(jl.TrainModule):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.attend = nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=rngs)
+            self.conv, self.norm = nnx.Conv(4, 4, (3,), rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+            self.rnn, self.first = nnx.RNN(nnx.LSTMCell(4, 4, rngs=rngs)), nnx.Param(jnp.zeros((1, 1, 4)))
+
+        def predict_step(self, batch: Any) -> Any:
+            x = jnp.repeat(batch["x"][..., None], 4, -1)
+            x = jnp.concatenate([jnp.tile(self.first[...], (len(x), 1, 1)), x], 1)
+            x = self.rnn(self.norm(self.conv(x + self.attend(x))))[:, -1]
+            return {"x": jax.nn.log_softmax(x), "class": x.argmax(-1)}
+
+        def training_step(self, batch: Any) -> Any:
+            x = self.predict_step(batch)["x"]
+            self.log("accuracy", (x.argmax(-1) == batch["label"]).mean())
+            return -jnp.take_along_axis(x, batch["label"][:, None], 1).mean()
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.1)
+
+    trainer = make_trainer(strategy="shard_map", devices=4)
+    module = Layers(nnx.Rngs(0))
+    trainer.fit(module, make_batches(8))
+    trainer.predict(module, make_batches(8))
+    assert warnings_of(caplog) == []
 
 
 # What is logged and returned -------------------------------------------------------------------------

@@ -153,6 +153,8 @@ def test_it_refuses_the_state_of_another():
     others += [jl.ArrayLoader({"x": np.arange(10, dtype=np.int32)}, 4)]
     for other in others:
         refuses(DataError, lambda other=other: other.load_state_dict(array_loader().state_dict()), "other data")
+    changed = jl.ArrayLoader({"x": 1 + np.arange(10, dtype=np.float32)}, 4)
+    refuses(DataError, lambda: changed.load_state_dict(array_loader().state_dict()), "other data: the data differ[.]")
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,34 @@ def test_a_step_does_not_see_the_host_keys_which_may_hold_any_object_and_compile
     assert [str(b["any"]) for b in record.batches["on_train_batch_end"]] == [str(value) for value in values]
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
+def test_a_place_in_a_tuple_stays_on_the_host_and_is_none_in_the_step(kind, strategy):
+    def step(self, batch):
+        x, names, y = batch
+        seen.append((type(batch), names))
+        return ((x - y - self.w[...]) ** 2).mean()
+
+    seen, record = [], Record()
+    batches = [kind((b["x"], b["name"], b["x"] * 0)) for b in labelled(8, 5)]
+    made = module(training=step, predict=lambda self, batch: {"x": batch[0] + 0})
+    trainer = trainer_of(record, strategy=strategy, host_keys=(1,))
+    trainer.fit(made, batches)
+    assert set(seen) == {(kind, None)}
+    for found in (record.batches["on_train_batch_start"], record.batches["on_train_batch_end"]):
+        assert [b[1].tolist() for b in found] == [b[1].tolist() for b in batches]
+    assert [p["1"].tolist() for p in trainer.predict(made, batches)] == [b[1].tolist() for b in batches]
+
+
+def test_a_text_in_a_tuple_is_refused_with_its_place():
+    batch = (good(0)["x"], (good(0)["x"], np.array(list("abcd"))))
+    refused(("batch[1][1] holds str", "Pass Trainer(host_keys=(1,))"), "batch 0", lambda: fit_on(batch))
+
+
+def fit_on(batch):
+    trainer_of().fit(follow(), Stream([batch]))
+
+
 def test_host_keys_that_a_batch_does_not_have_or_cannot_have_are_refused():
     for verb, k in (("fit", 0), ("fit", 2), ("validate", 2), ("predict", 0)):
         argument, call = VERBS[verb]
@@ -267,9 +295,9 @@ def test_host_keys_that_a_batch_does_not_have_or_cannot_have_are_refused():
         words = (argument, "'names'", "host_keys", "Did you mean 'nmaes'?")
         refused(words, f"batch {k}", lambda: call(trainer_of(host_keys=("names",)), follow(), batches))  # noqa: B023
     for batch in ((np.ones(4, np.float32),), np.ones(4, np.float32)):
-        words = ("train_dataloaders", "host_keys", "dict", type(batch).__name__)
+        words = ("train_dataloaders", "host_keys", type(batch).__name__)
         refused(words, "batch 0", lambda: trainer_of(host_keys=("name",)).fit(follow(), Stream([batch])))  # noqa: B023
-    for value in ("name", b"name", 3, None, ("name", 3), [None], {"name": 1}, True):
+    for value in ("name", b"name", 3, None, [True], [None], {"name": 1}, True):
         error = refuses(ArgumentTypeError, lambda: trainer_of(host_keys=value), r"Trainer\(host_keys=...\)")  # noqa: B023
         assert repr(value) in str(error)
 

@@ -20,7 +20,7 @@ BARE: dict[str, Any] = {
     "enable_model_summary": False,
     "enable_checkpointing": False,
 }
-OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "strict")
+OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "init_from", "strict")
 
 
 def splitting(name: str) -> Any:

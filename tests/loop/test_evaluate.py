@@ -36,7 +36,7 @@ def test_each_loader_has_its_metrics_under_its_own_name(strategy: str) -> None:
     ]
     assert trainer.validate(model, loaders) == trainer.test(model, loaders) == expected
     assert trainer.validate(model, loaders[0]) == [{"val": 2.0, "own_0": 2.0, "index": 2.0}]
-    trainer.callbacks = [rows]
+    trainer.callbacks, trainer.log_every_n_steps = [rows], 0
     trainer.fit(model, numbered(2), loaders)
     assert {k: v for k, v in trainer.callback_metrics.items() if k != "loss"} == expected[0] | expected[1]
     assert rows.rows == [(1, expected[0] | expected[1] | {"epoch": 0})]
@@ -93,7 +93,8 @@ def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
     seen: list[dict[str, float]] = []
     look = hooks(on_train_start=lambda trainer, module: seen.append(dict(trainer.callback_metrics)))
     model, rows = Mean(), Rows()
-    trainer = fit(model, numbered(3), numbered(2), rows, look, num_sanity_val_steps=-1, check_val_every_n_epoch=2)
+    arguments = {"num_sanity_val_steps": -1, "check_val_every_n_epoch": 2, "log_every_n_steps": 0}
+    trainer = fit(model, numbered(3), numbered(2), rows, look, **arguments)
     assert seen == [{}] and rows.rows == []
     assert (float(model.w[...][0]), trainer.global_step) == (mean([[1], [2], [3]]), 3)
 

@@ -135,7 +135,9 @@ def test_a_logger_that_raises_is_told_of_once_and_changes_nothing_else(hook: str
         (line,) = found
         assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "goes on" in line
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
-    assert len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8 + 2  # of steps and of validations
+    assert (
+        len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8
+    )  # of steps, with validations in the last of each epoch
     assert torn == ([] if hook == "teardown" else ["down"])
 
 
@@ -191,7 +193,8 @@ def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_t
     trainer.fit(Mean(), numbered(1))
     assert calls[5:] == ["batch", "end", "teardown"]
     trainer.validate(Mean(), numbered(1))
-    assert calls[8:] == ["on_log", "teardown"] and len(warnings_of(caplog)) == 2
+    assert calls[8:] == ["on_log", "teardown"]
+    assert sum("stands aside" in text for text in warnings_of(caplog)) == 2
 
 
 def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(caplog: Any) -> None:

@@ -3,11 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from kit.batches import numbered
+from kit.batches import Stream, numbered
 from kit.by_hand import mean
+from kit.journal import hooks
 from kit.modules import Mean
-from kit.refusals import refuses
+from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, make_trainer
+from matplotlib.colors import to_rgba
 
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
@@ -92,9 +94,88 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
 
 
+@pytest.mark.parametrize(
+    "names", [("train/loss", "val/loss", "lr"), ("val/loss", "lr", "train/loss"), ("val_loss", "lr", "train_loss")]
+)
+def test_a_stage_has_its_color_whatever_is_logged_first(names):
+    history = History()
+    for name in names:
+        history.add({name: 1.0}, 0)
+    lines = [line for axes in history.plot().axes for line in axes.lines]
+    colors = {line.get_label().replace("_", "/"): line.get_color() for line in lines}
+    blue, orange = to_rgba("C0"), to_rgba("C1")
+    assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "limits"),
+    [
+        ([4.0, 0.1], "log", None),
+        ([4.0, 0.2], "linear", None),
+        ([0.039], "linear", (0, 0.078)),
+        ([0.0], "linear", (0, 1)),
+    ],
+)
+def test_the_axis_suits_the_values(values, scale, limits):
+    history = History()
+    for step, value in enumerate(values):
+        history.add({"x": value}, 7 + step)
+    (axes,) = history.plot().axes
+    assert axes.get_yscale() == scale
+    assert limits is None or axes.get_ylim() == limits
+    assert len(values) > 1 or axes.get_xlim() == (6, 8)
+
+
+@pytest.mark.parametrize(("points", "marker"), [(29, "o"), (30, "")])
+def test_few_points_have_markers(points, marker):
+    history = History()
+    for step in range(points):
+        history.add({"x": 1.0}, step)
+    (line,) = history.plot().axes[0].lines
+    assert line.get_marker() == marker
+
+
+def test_the_title_names_the_module_and_the_run():
+    trainer = fit(Mean(), numbered(2))
+    assert trainer.history.plot().get_suptitle() == f"Mean · {trainer.run_dir.name}"
+    assert fit(Mean(), numbered(2), **BARE).history.plot().get_suptitle() == "Mean"
+
+
 def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
     for every, told in ((50, True), (1, False), (0, False)):
-        trainer = fit(Mean(), numbered(3), log_every_n_steps=every)
+        fit(Mean(), numbered(3), log_every_n_steps=every)
         assert ("none: fewer steps than log_every_n_steps=50" in capsys.readouterr().out) == told
-    with pytest.raises(KeyError, match="Rows come every log_every_n_steps"):
-        _ = trainer.history["loss"]
+
+
+@pytest.mark.parametrize(("every", "warned"), [(4, True), (3, False), (0, False), ("auto", False)])
+def test_an_interval_above_an_epoch_is_told_before_training(every, warned, caplog):
+    seen = []
+    fit(
+        Mean(),
+        numbered(3),
+        None,
+        hooks(on_train_start=lambda *_: seen.append(warnings_of(caplog))),
+        log_every_n_steps=every,
+    )
+    words = "log_every_n_steps=4) is more than the 3 optimizer steps of an epoch"
+    assert any(words in text for text in seen[0]) == warned
+
+
+@pytest.mark.parametrize(
+    ("batches", "arguments", "steps"),
+    [
+        (16, {}, [1, 3, 5, 7, 9, 11, 13, 15]),
+        (16, {"accumulate_grad_batches": 2}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (3, {}, [0, 1, 2]),
+        (450, {"max_steps": 120}, [14, 29, 44, 59, 74, 89, 104, 119]),
+        (450, {}, [49, 99, 149, 199, 249, 299, 349, 399, 449]),
+    ],
+)
+def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
+    trainer = fit(Mean(), numbered(batches), **BARE, **arguments)
+    assert trainer.history["loss"][0].tolist() == steps
+
+
+def test_rows_of_a_loader_without_a_length_are_fifty_steps_apart():
+    trainer = fit(Mean(), Stream(numbered(101)), **BARE)
+    assert trainer.history["loss"][0].tolist() == [49, 99]

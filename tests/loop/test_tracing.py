@@ -67,7 +67,7 @@ def fit(callbacks: Any, values: Sequence[float] = range(1, 6), *, val: Any = Non
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     batches = [{"x": np.full((8, 1), value, np.float32)} for value in values]
     validation = lambda self, batch: self.log("val", batch["x"].mean())  # noqa: E731
-    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0} | arguments
+    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 50} | arguments
     return trainers.fit(module(step, validation=validation), batches, val, *callbacks, **arguments)
 
 

@@ -63,24 +63,6 @@ def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_file_of_a_schedule_holds_all_of_it(name: str, tmp_path) -> None:
-    schedule = named_schedule(name, 4, owner="Pipeline")
-    jl.pipeline.write_csv(schedule, 8, tmp_path / "tasks.csv")
-    read = S.FromCSV(tmp_path / "tasks.csv")
-    assert read.tasks(8) == schedule.tasks(8)
-    assert (read.num_stages, read.num_ranks) == (schedule.num_stages, schedule.num_ranks)
-    assert jl.pipeline.simulate(read, 8) == jl.pipeline.simulate(schedule, 8)
-
-
-def test_a_file_may_be_in_torchs_notation_with_gaps(tmp_path) -> None:
-    (tmp_path / "by_hand.csv").write_text("0F0,0F1,,0I0,0W0,0B1\n,1F0,1B0,1F1,1B1\n")
-    schedule = S.FromCSV(tmp_path / "by_hand.csv")
-    assert names(schedule, 2, 0) == ["fwd_0__0", "fwd_0__1", "bwdA_0__0", "bwdW_0__0", "bwd_0__1"]
-    assert names(schedule, 2, 1) == ["fwd_1__0", "bwd_1__0", "fwd_1__1", "bwd_1__1"]
-    refuses(ArgumentError, lambda: schedule.tasks(4), r"is a schedule of 2 microbatches, got 4")
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -93,21 +75,7 @@ def test_a_file_may_be_in_torchs_notation_with_gaps(tmp_path) -> None:
             lambda: named_schedule("1f1", 4, owner="Pipeline"),
             r"Pipeline\(schedule=\.\.\.\) takes one of 'gpipe', .*1f1b",
         ),
-        (lambda: S.FromCSV("gone.csv"), r"FromCSV\(path='gone\.csv'\) cannot be read"),
     ],
 )
 def test_what_makes_no_schedule_is_refused(make, words) -> None:
     refuses(ArgumentError, make, words)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("0F0,forward\n", "written like 'fwd_2__0' .* got 'forward'"),
-        ("0F0,0B0\n2F0,2B0\n", r"names the stages \[0, 2\]"),
-        ("\n", r"names the stages \[\]"),
-    ],
-)
-def test_a_file_that_holds_no_schedule_is_refused(text: str, words: str, tmp_path) -> None:
-    (tmp_path / "tasks.csv").write_text(text)
-    refuses(ArgumentError, lambda: S.FromCSV(tmp_path / "tasks.csv"), words)

@@ -62,6 +62,14 @@ def test_values_that_are_not_finite_are_gaps_and_a_curve_of_them_alone_is_no_pic
     assert curves_svg("x", {"x": (np.arange(2), np.array([np.nan, np.nan]))}) == "" == curves_svg("x", {})
 
 
+def test_a_stage_has_its_color_whatever_is_logged_first() -> None:
+    curve = np.array([0, 1]), np.array([1.0, 2.0])
+    for names in (("val/loss", "train/loss"), ("train/loss", "val/loss")):
+        lines = [*ET.fromstring(curves_svg("loss", dict.fromkeys(names, curve))).iter("polyline")]
+        found = {"".join(line.itertext()): line.attrib["stroke"] for line in lines}
+        assert found == {"train/loss": "var(--c0)", "val/loss": "var(--c1)"}
+
+
 def test_one_value_is_a_point() -> None:
     svg = curves_svg("x", {"x": (np.array([7]), np.array([0.5]))})
     assert len(lines_of(svg)) == 1 and svg.count("<circle") == 1

@@ -1,23 +1,25 @@
-"""Which checkpoint a run begins with: `resume` and `ckpt_path`, by a word or a path."""
+"""Which checkpoint a run begins with: `resume`, `ckpt_path` and `init_from`, by a word or a path."""
 
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kit.batches import numbered
-from kit.by_hand import mean
+from kit.batches import numbered, random
+from kit.by_hand import assert_same, mean
 from kit.checkpoints import keep_all, names
 from kit.journal import Journal, hooks
-from kit.modules import Mean, module
+from kit.modules import Linear, Mean, module
 from kit.refusals import refuses
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.callbacks import EMA, ModelCheckpoint
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 
 
@@ -102,7 +104,7 @@ def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     if made:
         at(1).parent.mkdir(parents=True)
     assert begins("run", 1, resume="auto") == 0
-    assert "resume: no checkpoint in run/checkpoints, training begins anew" in capsys.readouterr().out
+    assert "resume: no checkpoint in run/checkpoints, starting from scratch" in capsys.readouterr().out
     assert begins("run", 2, resume="auto") == 1
     assert "resume: run/checkpoints/step_00000001 (step 1, epoch 1)" in capsys.readouterr().out
 
@@ -177,6 +179,16 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ckpt_path": 3}, ArgumentTypeError, r"Trainer\.fit\(ckpt_path=\.\.\.\) takes 'last', 'best' or a path, got 3"),
     (RUN | {"resume": "auto", "fast_dev_run": True}, ArgumentError, "resume='auto'.*fast_dev_run"),
     ({"strict": False}, ArgumentError, "strict=False.*ckpt_path"),
+    ({"strict": False, "init_from": "run"}, ArgumentError, "strict=False.*init_from=... takes what fits"),
+    (
+        {"ckpt_path": "run", "init_from": "run"},
+        ArgumentError,
+        r"fit\(init_from='run'\) begins a new training.*Leave one",
+    ),
+    ({"resume": "run", "init_from": "run"}, ArgumentError, r"fit\(init_from='run'\) begins a new training.*Leave one"),
+    ({"init_from": "best"}, CheckpointError, r"fit\(init_from=\.\.\.\): 'best' was asked for.*other"),
+    ({"init_from": 3}, ArgumentTypeError, r"Trainer\.fit\(init_from=\.\.\.\) takes 'last', 'best' or a path, got 3"),
+    (RUN | {"init_from": "run"}, ArgumentError, "default_root_dir='run'.*of another run.*resume='auto'"),
     ({"reset_optimizer": True}, ArgumentError, "reset_optimizer=True"),
     ({"ckpt_path": "run", "strict": 0}, ArgumentTypeError, "strict.*got 0"),
 ]
@@ -213,3 +225,103 @@ def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes
     os.chdir(home)
     assert list(Path("sub").iterdir()) == []
     assert names() == ["step_00000003"] and len(Path("run/metrics.csv").read_text().splitlines()) == 4
+
+
+class Rich(Linear):
+    """A linear model with a second, adaptable output, statistics and a generator."""
+
+    def __init__(self, width: int = 1, *, rngs: nnx.Rngs) -> None:
+        super().__init__()
+        self.kernel[...] = jax.random.normal(rngs.params(), (3, 1))
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (width,)))
+        self.count = nnx.BatchStat(jnp.zeros(()))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(self, batch: Any) -> jax.Array:
+        return super().loss(batch) + jnp.sum(self.head[...] ** 2) + 0 * self.drop(batch["x"]).sum()
+
+    def training_step(self, batch: Any) -> jax.Array:
+        self.count[...] = self.count[...] + 1
+        return super().training_step(batch)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pretrained") / "old"
+    fit(Rich(rngs=nnx.Rngs(1)), random(3), None, default_root_dir=root, max_epochs=2, strategy=splitting("fsdp"))
+    return root
+
+
+STRATEGIES = [("fsdp", True), ("single", False), ("shard_map", True), ("ddp", False), ("pmap", False), ("zero1", True)]
+
+
+@pytest.mark.parametrize(("strategy", "is_lazy"), thinned(STRATEGIES, *STRATEGIES[:3]))
+def test_a_new_training_begins_with_the_weights_of_a_checkpoint(strategy, is_lazy, pretrained) -> None:
+    model = jl.lazy(Rich) if is_lazy else Rich(rngs=nnx.Rngs(2))
+    given = {"max_epochs": 1, "strategy": splitting(strategy), "log_every_n_steps": 1}
+    trainer = fit(model, random(3), None, EMA(0.5), default_root_dir="new", init_from=pretrained, **given)
+    assert trainer.global_step == 3
+    assert [int(step) for step in trainer.history["loss"][0]] == [0, 1, 2]
+    expected = Rich.load_from_checkpoint(pretrained, rngs=nnx.Rngs(2))
+    fit(expected, random(3), None, EMA(0.5), default_root_dir="expected", **given)
+    assert_same(trainer.module, expected)
+    assert float(trainer.module.count[...]) == 9
+
+
+def test_what_a_new_training_does_not_take_is_named(pretrained, caplog) -> None:
+    model = Rich(2, rngs=nnx.Rngs(2))
+    head, keys = model.head[...].tolist(), jax.random.key_data(model.drop.rngs.key[...])
+    kernel = []
+    look = hooks(on_fit_start=lambda t, m: kernel.append((m.head[...].tolist(), np.asarray(m.kernel[...]).tolist())))
+    fit(model, random(1), None, look, default_root_dir="new", init_from=pretrained)
+    old = Rich.load_from_checkpoint(pretrained)
+    assert kernel == [(head, old.kernel[...].tolist())]
+    assert (jax.random.key_data(model.drop.rngs.key[...]) == keys).all()
+    assert "was loaded in part. Not taken from it:" in caplog.text
+    (row,) = [line.split() for line in caplog.text.splitlines() if line.startswith("  module")]
+    assert row == ["module.head", "float32[1]", "float32[2]"]
+
+
+def test_a_checkpoint_of_which_nothing_fits_is_refused(pretrained) -> None:
+    words = r"Nothing in .* fits Line by name and shape:(?s:.*)module\.w +nothing +float32\[1\](?s:.*)nnx\.update"
+    with pytest.raises(CheckpointError, match=words):
+        train("new", init_from=pretrained)
+
+
+def test_a_job_that_starts_again_goes_on_from_its_own_checkpoint(run, capsys) -> None:
+    weights = []
+    look = hooks(on_fit_start=lambda t, m: weights.append((t.global_step, float(m.w[...][0]))))
+    for epochs in (1, 2):
+        train("new", epochs, look, init_from=at(2), resume="auto")
+    after = weight(3)
+    assert weights == [(0, weight(2)), (1, after)]
+    out = capsys.readouterr().out
+    assert out.count("init_from: run/checkpoints/step_00000002 (step 2, epoch 2)") == 1
+
+
+def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None:
+    scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0][t.global_step - 1]))
+    train("run", 3, scores, ModelCheckpoint(monitor="score"))
+    capsys.readouterr()
+    for path, step in (("run", 3), ("run/last", 3), ("run/best", 2), ("run/checkpoints/best", 2)):
+        assert float(Line.load_from_checkpoint(path).w[...][0]) == weight(step)
+        said = f"load_from_checkpoint: run/checkpoints/step_0000000{step} (step {step}, epoch {step})\n"
+        assert capsys.readouterr().out == said
+    Line.load_from_checkpoint(at(2))
+    assert capsys.readouterr().out == ""
+    assert begins_with("run/best") == weight(2)
+    with pytest.raises(CheckpointError, match="'none/best' is no checkpoint"):
+        Line.load_from_checkpoint("none/best")
+
+
+def begins_with(path: str) -> float:
+    """Return the weight with which a new training begins."""
+    found: list[float] = []
+    train("new", 1, hooks(on_fit_start=lambda t, m: found.append(float(m.w[...][0]))), init_from=path)
+    return found[0]
+
+
+def test_a_checkpoint_that_does_not_fit_a_resume_names_the_way_to_a_new_training(run) -> None:
+    wide = module(base=Line, name="Wide", init=lambda self: setattr(self, "w", nnx.Param(np.zeros(2))))
+    with pytest.raises(CheckpointError, match=r"For a new training .* pass fit\(init_from=path\)\. To go on with this"):
+        fit(wide, numbered(1), None, default_root_dir="new", max_epochs=4, ckpt_path="run")

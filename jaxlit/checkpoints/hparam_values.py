@@ -1,0 +1,171 @@
+"""Constructor arguments as JSON values, and back: what can be named is kept by its name.
+
+What JSON does not have is a dict `{"jaxlit": kind, "value": ...}`. To find what a name means nothing is imported: it is
+looked up in the modules that are loaded, and only in those of the class that is built, of jax, flax, optax and numpy.
+"""
+
+import dataclasses
+import math
+import sys
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from jaxlit.shown import shown
+
+_KIND, _VALUE = "jaxlit", "value"
+_LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
+
+
+class NotKeptError(Exception):
+    """A value cannot be kept, or what was kept cannot be found; its text says what it is."""
+
+
+def encode(x: Any) -> Any:
+    """Return a value as JSON.
+
+    Raises:
+        NotKeptError: It would come back as another.
+    """
+    if (name := _name_of(x)) is not None:
+        return _node("name", name)
+    if isinstance(x, (np.generic, np.dtype)):
+        return _node("dtype", x.name) if isinstance(x, np.dtype) else encode(x.item())
+    if isinstance(x, float) and not math.isfinite(x):
+        return _node("float", str(x))
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, (list, tuple)):
+        values = [encode(value) for value in x]
+        return values if isinstance(x, list) else _node("tuple", values)
+    if isinstance(x, dict):
+        if _KIND not in x and all(isinstance(key, str) for key in x):
+            return {key: encode(value) for key, value in x.items()}
+        return _node("dict", [[encode(key), encode(value)] for key, value in x.items()])
+    is_plain = dataclasses.is_dataclass(x) and not isinstance(x, nnx.Module)
+    if is_plain and (name := _name_of(type(x))) is not None:
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+        values = {key: encode(value) for key, value in fields.items()}
+        if _is_made_of(x, fields):
+            return _node("dataclass", values, name=name)
+    raise NotKeptError(shown(x))
+
+
+def not_kept(text: str) -> dict[str, Any]:
+    """Return what is kept of a value that cannot be: that it was given, and how it is shown."""
+    return _node("not kept", text)
+
+
+def decode(x: Any, cls: type) -> Any:
+    """Return the value of what `encode` or `not_kept` returned.
+
+    Args:
+        x: It, or what stands in a checkpoint in its place.
+        cls: The class that is built.
+
+    Raises:
+        NotKeptError: It was not kept, or its name now means nothing, or something else.
+    """
+    if isinstance(x, list):
+        return [decode(value, cls) for value in x]
+    if not isinstance(x, dict) or _KIND not in x:
+        return {key: decode(value, cls) for key, value in x.items()} if isinstance(x, dict) else x
+    kind: Any = x[_KIND]
+    value: Any = x.get(_VALUE)
+    try:
+        if kind == "name":
+            return _found(value, cls)  # "package.module:Class.method"
+        if kind == "dtype":
+            return np.dtype(value)
+        if kind == "float":
+            return float(value)
+        if kind == "tuple":
+            return tuple(decode(value, cls))
+        if kind == "dict":
+            return {decode(key, cls): decode(item, cls) for key, item in value}
+        if kind == "dataclass":
+            made = _found(x["name"], cls)
+            if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
+                return made(**{key: decode(item, cls) for key, item in value.items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotKeptError(str(value).replace(":", ".") if kind == "name" else shown(x)) from error
+    raise NotKeptError(value if kind == "not kept" else shown(x))
+
+
+def readable(x: Any) -> Any:
+    """Return a value as JSON for people to read: "jax.nn.relu" for a function."""
+    try:
+        return _plain(encode(x))
+    except NotKeptError as error:
+        return str(error)
+
+
+def _plain(x: Any) -> Any:
+    """Return what `encode` made without the marks that say what it was."""
+    if isinstance(x, list):
+        return [_plain(value) for value in x]
+    if not isinstance(x, dict):
+        return x
+    kind: Any = x.get(_KIND)
+    value: Any = x.get(_VALUE)
+    if kind == "dict":
+        return {str(_plain(key)): _plain(item) for key, item in value}
+    if kind is None or kind == "dataclass":
+        return {key: _plain(item) for key, item in (x if kind is None else value).items()}
+    return value.replace(":", ".") if kind == "name" else _plain(value)
+
+
+def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {_KIND: kind, **more, _VALUE: value}
+
+
+def _name_of(x: Any) -> str | None:
+    """Return "module:name" of a function, a class or a member of an Enum; None if that leads to nothing or another."""
+    of = type(x) if isinstance(x, Enum) else x
+    if not isinstance(of, type) and not callable(of):
+        return None
+    module, name = getattr(of, "__module__", None), getattr(of, "__qualname__", None) or getattr(of, "__name__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    name = f"{name}.{x.name}" if isinstance(x, Enum) else name
+    return next((f"{at}:{name}" for at in (*_LIBRARIES, module) if _look_up(at, name) is x), None)
+
+
+def _look_up(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _found(path: str, cls: type) -> Any:
+    """Return what a name means, where the class is built."""
+    module, _, name = path.partition(":")
+    # A script that was run is imported by the program that loads what it has trained.
+    for place in (module, cls.__module__) if module == "__main__" else (module,):
+        found = _look_up(place, name)
+        # By its own name: a module may hold functions of any other.
+        if found is not None and (own := _name_of(found)) is not None and _may_be_given(own.partition(":")[0], cls):
+            return found
+        if isinstance(found, type) and place == "builtins":  # float as a dtype
+            return found
+    raise KeyError(path)
+
+
+def _may_be_given(module: str, cls: type) -> bool:
+    """Return whether a checkpoint may name what is in a module: the user's, the class's own, or one of arrays."""
+    root, file = module.partition(".")[0], getattr(sys.modules[module], "__file__", None)
+    if root in sys.stdlib_module_names or root == "jaxlit":
+        return False
+    known = {"__main__", *(name.partition(".")[0] for name in (*_LIBRARIES, *(x.__module__ for x in cls.__mro__)))}
+    return root in known or (file is not None and "-packages" not in file)
+
+
+def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
+    """Return whether a dataclass's constructor makes the same of its fields."""
+    try:
+        return bool(type(x)(**fields) == x)
+    except Exception:  # of the user's own code
+        return False

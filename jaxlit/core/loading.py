@@ -1,0 +1,110 @@
+"""A module that is built from a checkpoint: with the hyperparameters that it was built with, and its weights."""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxlit.checkpoints.files import Checkpoint, locate
+from jaxlit.checkpoints.hparam_values import NotKeptError, decode, encode
+from jaxlit.checkpoints.weights import load_variables
+from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.field_arguments import ARGUMENTS
+from jaxlit.reporting.terminal import say, short_path
+
+_logger = logging.getLogger("jaxlit")
+
+
+def tell_taken(what: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
+    """Say which checkpoint is taken, and why newer ones are not."""
+    for reason in skipped:
+        _logger.warning("A newer checkpoint was passed over. %s", reason)
+    if jax.process_index() == 0:
+        state = checkpoint.state
+        say(f"{what}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")
+
+
+def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
+    """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
+    parameters = inspect.signature(cls.__init__).parameters
+    advice = {k: v for k, v in ARGUMENTS["load_from_checkpoint"].items() if k not in parameters}
+    if foreign := next((name for name in overrides if name in advice), None):
+        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {advice[foreign]}")
+    checkpoint, skipped = locate(path, f"{cls.__name__}.load_from_checkpoint")
+    if Path(path).absolute() != checkpoint.path:
+        tell_taken("load_from_checkpoint", checkpoint, skipped)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    hparams = checkpoint.state["module"]["hparams"]
+    for name in hparams:
+        if name not in parameters and not takes_any:
+            raise CheckpointError(
+                f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
+                f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
+            )
+    hparams = {name: value for name, value in hparams.items() if name not in overrides}
+    for name, value in hparams.items():
+        if _is_redacted(value):
+            raise CheckpointError(
+                f"{checkpoint.path} does not keep {name!r}, which is or holds a secret. Pass it: "
+                f"{cls.__name__}.load_from_checkpoint(path, {name}=...)."
+            )
+    arguments = _rebuilt(cls, checkpoint, hparams) | overrides
+    if "rngs" in parameters and "rngs" not in arguments:
+        arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
+    args: list[Any] = []
+    several = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
+    if several in arguments:  # what stands before it can only be given by position
+        before = [name for name in list(parameters)[1 : list(parameters).index(several)] if name in arguments]
+        args = [arguments.pop(name) for name in before] + list(arguments.pop(several))
+    try:
+        module = cls(*args, **arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Pass what is missing to "
+            "load_from_checkpoint."
+        ) from error
+    for name, value in (checkpoint.state.get("added_hparams") or {}).items():
+        with contextlib.suppress(NotKeptError):
+            module.hparams[name] = decode(value, cls)
+    load_variables(module, checkpoint, strict=strict)
+    return module
+
+
+def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's hyperparameters as they were given to the constructor.
+
+    Raises:
+        CheckpointError: Some must be given again.
+    """
+    parameters, found, missing = inspect.signature(cls.__init__).parameters, {}, {}
+    for name, value in hparams.items():
+        try:
+            found[name] = decode(value, cls)
+        except NotKeptError as error:
+            if name not in parameters or not _is_same(value, parameters[name].default):
+                missing[name] = str(error)
+    if not missing:
+        return found
+    given = ", ".join(f"{name}={text}" for name, text in missing.items())
+    raise CheckpointError(
+        f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "
+        f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by name."
+    )
+
+
+def _is_same(saved: Any, default: Any) -> bool:
+    try:
+        return encode(default) == saved
+    except NotKeptError:
+        return False
+
+
+def _is_redacted(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return any(map(_is_redacted, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "<redacted>" in value

@@ -1,0 +1,113 @@
+"""A module that only a function holds is refused before the first step: its weights would not be trained."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import HandLoop, assert_same
+from kit.modules import Linear
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.errors import ModuleError
+
+
+class Held(Linear):
+    """A `Linear` with a layer, and an attribute that is a function."""
+
+    def __init__(self, attribute: Callable[..., Any]) -> None:
+        super().__init__()
+        rngs = nnx.Rngs(0)
+        self.layer, self.drop, self.scale = nnx.Linear(3, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), 2.0
+        self.f = attribute(self)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.f(self.layer(x)))
+
+    def use_layer(self, x: jax.Array) -> jax.Array:
+        return self.layer(x)
+
+    def double(self, x: jax.Array) -> jax.Array:
+        return x * self.scale
+
+    @property
+    def same_layer(self) -> Any:
+        return self.layer
+
+
+class Callable_:
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x)
+
+
+def of_layer(layer: Any) -> Callable[..., Any]:
+    return lambda x: jax.nn.relu(layer(x))
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "closure": (lambda m: of_layer(m.layer), "Linear"),
+    "closure of a closure": (lambda m: (lambda f: lambda x: f(x))(of_layer(m.layer)), "Linear"),
+    "hidden layer": (lambda m: of_layer(nnx.Linear(3, 3, rngs=nnx.Rngs(1))), "Linear"),
+    "dropout": (lambda m: of_layer(m.drop), "Dropout"),
+    "self": (lambda m: lambda x: m.layer(x), "Held"),
+    "property of self": (lambda m: lambda x: m.same_layer(x), "Held"),
+    "bound method": (lambda m: m.use_layer, "Held"),
+    "bound method of a layer": (lambda m: m.layer.__call__, "Linear"),
+    "partial": (lambda m: functools.partial(nnx.Linear.__call__, m.layer), "Linear"),
+    "default": (lambda m: lambda x, layer=m.layer: layer(x), "Linear"),
+    "list": (lambda m: [of_layer(m.layer)], "Linear"),
+    "jit": (lambda m: nnx.jit(of_layer(m.layer)), "Linear"),
+    "object": (lambda m: Callable_(m.layer), "Linear"),
+    "variable": (lambda m: (lambda v: lambda x: x * v[...])(nnx.Param(jnp.ones(3))), "nnx.Param"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_function_that_holds_weights_is_refused(case: str) -> None:
+    attribute, held = REFUSED[case]
+    with pytest.raises(ModuleError, match=rf"Held\.f is a function that holds .*{held}, .* Write a method"):
+        fit(Held(attribute), random(1))
+
+
+def test_so_is_one_of_a_lazy_module_and_in_a_sequential() -> None:
+    with pytest.raises(ModuleError, match=r"Held\.f is a function"):
+        fit(jl.lazy(Held, lambda m: of_layer(m.layer)), random(1))
+    with pytest.raises(ModuleError, match=r"Held\.f\.layers"):
+        fit(Held(lambda m: nnx.Sequential(jnp.tanh, of_layer(m.layer))), random(1))
+
+
+TRAINED: dict[str, Callable[..., Any]] = {
+    "a function": lambda m: jnp.tanh,
+    "plain attribute of self": lambda m: lambda x: x * m.scale,
+    "hyperparameters": lambda m: lambda x: x * len(m.hparams),
+    "bound method without weights": lambda m: m.double,
+    "partial of plain values": lambda m: functools.partial(jnp.clip, min=-1.0),
+    "sequential": lambda m: nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(2)), jnp.tanh),
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_function_without_weights_trains_as_by_hand(case: str) -> None:
+    models = [Held(TRAINED[case]), Held(TRAINED[case])]
+    fit(models[0], random(3))
+    assert_same(models[0], HandLoop(models[1])(*random(3)).module)
+
+
+def test_a_layer_that_a_global_holds_comes_with_a_note() -> None:
+    drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    class Outside(Linear):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(drop(x))
+
+    with pytest.raises(Exception, match="trace level") as raised:
+        fit(Outside(), random(1))
+    assert "make the layer an attribute of the module" in "".join(raised.value.__notes__)
