@@ -195,6 +195,8 @@ class Facts:
     min_steps: int = argument("Optimizer steps before which `stop` does not end training.", min_steps)
     current_epoch: Any = fact(current_epoch)
     global_step: Any = fact(global_step)
+    max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
+    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
     log_every_n_steps: int = argument("Optimizer steps between logged rows, 0 for none.", log_every_n_steps)
     state: TrainState = fact(state)
     hyperparams: Hyperparams = fact(hyperparams)

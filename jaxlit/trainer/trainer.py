@@ -373,8 +373,6 @@ class Trainer(Facts):
     data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
     hang_timeout: float | None = argument("Seconds for which nothing may move.")
     max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
-    max_in_flight: int | str = argument("The most steps dispatched and not finished, or 'auto'.")
-    compile_cache: bool | str | Path = argument("Where compiled programs are stored: True, a folder, or False.")
     reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
     overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
     fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
