@@ -170,8 +170,9 @@ def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -
     one, other = (jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2))
     if not jaxpr.same_program(one, other):
         _logger.warning(
-            "%s.training_step came out another when it was traced again: it draws from numpy or random, or reads a "
-            "clock. What it reads is frozen into the compiled step: draw from nnx.Rngs, or pass it in the batch.",
+            "%s.training_step gave a different program when it was traced again: it draws from numpy or random, or "
+            "reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it in the "
+            "batch.",
             pure.name,
         )
 

@@ -11,7 +11,8 @@ from jaxlit.leaf_names import leaf_name
 def note_layer(error: Exception) -> None:
     """Note on an error the path of the innermost layer whose method it was raised in, and the layer's class."""
     frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    layers = [x for x in frames if isinstance(x, nnx.Module)]
+    # Not isinstance, which reads an attribute: the Trainer's module would fetch its newest arrays, in a trace.
+    layers = [x for x in frames if issubclass(type(x), nnx.Module)]
     owner, paths = "self", dict[int, tuple[Any, ...]]()
     for layer in layers:
         if id(layer) not in paths:

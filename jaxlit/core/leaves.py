@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.leaf_names import leaf_name
@@ -27,6 +28,11 @@ class Leaf:
     kind: type | None
     owner: str = ""
     group: int = 0
+
+    def goes_on(self, dtype: Any) -> bool:
+        """Return whether a step that is left out keeps what it wrote here: counts and random keys, but no statistic."""
+        is_metric = self.kind is not None and issubclass(self.kind, nnx.metrics.MetricState)
+        return not (is_metric or jnp.issubdtype(dtype, jnp.floating))
 
 
 def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:

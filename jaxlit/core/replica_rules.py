@@ -15,6 +15,7 @@ from jaxlit.core.replica import Replica
 from jaxlit.errors import ModuleError, StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
+from jaxlit.programs.by_rows import same_computation
 from jaxlit.programs.relate import relate
 from jaxlit.programs.relation import MEAN, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Relation, row_dims
 
@@ -32,7 +33,7 @@ class StepTraces:
         results: What it returns, abstract: (loss, (state, values, weights, outputs)).
         step: The name for messages, `Model.training_step`.
         metrics: What it logs, one for each of the values that it returns.
-        rows: The rows of one replica.
+        programs: Every program that was traced, with its number of rows.
     """
 
     program: Any
@@ -41,7 +42,7 @@ class StepTraces:
     results: Any
     step: str
     metrics: Sequence[Metric]
-    rows: int
+    programs: list[tuple[int, Any]]
 
     @property
     def state(self) -> list[Any]:
@@ -142,20 +143,17 @@ def share_training(
     )
 
 
-def warn_of_rows(first: StepTraces, other: StepTraces, replica: Replica) -> None:
-    """Warn if a step is another computation for another number of rows, so that what `first` shows does not hold."""
-    one, again = (x.relate([SAME] * len(x.state), replica, alike=True) for x in (first, other))
-    if one != again:
+def warn_of_rows(traces: StepTraces, replica: Replica) -> None:
+    """Warn if a step is another computation for another number of rows, which two programs need not show."""
+    if not same_computation(traces.programs):
+        counts = ", ".join(map(str, sorted({rows for rows, _ in traces.programs})))
         _logger.warning(
-            "%s computes something else from %d rows than from %d, and each of %d replicas sees %d of the %d rows of a "
-            "batch: what one device computes is another number. Compute the same for every number of rows, or use "
-            "strategy='ddp', which sees the entire batch.",
-            first.step,
-            other.rows,
-            first.rows,
+            "%s depends on the number of rows: its programs for %s rows differ in more than their shapes. Each of %d "
+            "replicas sees only its own rows of a batch, so the result differs from one device. Compute the same for "
+            "every number of rows, or use strategy='ddp', which sees the entire batch.",
+            traces.step,
+            counts,
             replica.count,
-            other.rows,
-            other.rows * replica.count,
         )
 
 
@@ -211,8 +209,8 @@ def _check_loss(loss: Relation, replica: Replica, step: str) -> None:
     wanted = TOTAL if replica.loss_reduction == "sum" else MEAN
     if loss.kind in ("unknown", "rows"):
         _logger.warning(
-            "%s: the program does not tell that the loss is a %s over the rows of a batch. What each of %d replicas "
-            "returns for its own rows is taken for one; strategy='ddp' sees the whole batch.",
+            "%s: the loss may not be a %s over the rows of a batch. jaxlit treats what each of %d replicas returns for "
+            "its own rows as one. Use strategy='ddp' to compute the loss from the entire batch.",
             step,
             replica.loss_reduction,
             replica.count,
@@ -251,9 +249,8 @@ def _warn_of_unclear(found: _Related, traces: StepTraces, replica: Replica) -> N
     unclear += [f"the output {name!r}" if name else "what it returns" for name in outputs]
     if unclear:
         _logger.warning(
-            "%s: the program does not show that %s would be the same if one device saw the entire batch: a mean or a "
-            "sum over rows, or rows that depend on no other row. Each of %d replicas computes it from its own rows; "
-            "strategy='ddp' sees the entire batch.",
+            "%s: %s may differ from one device. The program does not show a mean or a sum over rows, or rows that "
+            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees the entire batch.",
             traces.step,
             ", ".join(unclear),
             replica.count,
@@ -263,8 +260,8 @@ def _warn_of_unclear(found: _Related, traces: StepTraces, replica: Replica) -> N
 def _cannot_be_whole(traces: StepTraces, name: str, replica: Replica) -> StateError:
     why = "" if traces.longer else " (it could not be traced with more rows, which would tell)"
     return StateError(
-        f"{traces.step} writes to {name} what the rows of a batch make it, and each of {replica.count} replicas sees "
-        f"its own rows: what they write cannot be told to be a sum or a mean over all rows{why}. Write a mean or a "
+        f"{traces.step} writes a value to {name} that depends on the rows of a batch, and each of {replica.count} "
+        f"replicas sees its own rows: the program does not show a sum or a mean over all rows{why}. Write a mean or a "
         "running sum over rows, log the value instead, or use strategy='ddp', whose steps see the whole batch."
     )
 

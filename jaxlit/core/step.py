@@ -272,11 +272,16 @@ class TrainStep:
 
         def keep() -> tuple[Any, ...]:
             before = old.at_start(new.window_start)
-            frozen, model_state = jax.tree.map(
-                partial(_keep_counters, stopped), (before.frozen, before.model_state), (new.frozen, new.model_state)
-            )
+            held, treedef = jax.tree.flatten((before.params, before.frozen, before.model_state))
+            written = jax.tree.leaves((new.params, new.frozen, new.model_state))
+            leaves = self.pure.leaves(before.params, before.frozen, before.model_state)
+            kept = [
+                jnp.where(stopped, a, b) if leaf.goes_on(a.dtype) else a
+                for leaf, a, b in zip(leaves, held, written, strict=True)
+            ]
+            params, frozen, model_state = treedef.unflatten(kept)
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return before.params, old.opt_state, old.extras, frozen, model_state, nothing
+            return params, old.opt_state, old.extras, frozen, model_state, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
@@ -346,10 +351,6 @@ class TrainStep:
             bad = (state.bad_step >= 0).astype(jnp.float32)
             columns.append(jnp.stack([bad, bad])[:, None])
         return jnp.concatenate(columns, axis=1)
-
-
-def _keep_counters(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    return old if jnp.issubdtype(new.dtype, jnp.floating) else jnp.where(stopped, old, new)
 
 
 def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

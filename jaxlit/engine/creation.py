@@ -137,20 +137,19 @@ def check_variables(module: TrainModule) -> None:
 
 
 def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:
-    """Return the paths of the module's floating arrays that a training step writes to.
+    """Return the paths of what a training step writes to the module, but for counts and random keys.
 
     Args:
         pure: The module taken apart.
         strategy: The strategy, set up.
         state: The state of step 0, abstract.
-        example: The first batch; without one all floating arrays are taken as written.
+        example: The first batch; without one all arrays are taken as written.
     """
-    written = [True] * len(state.module)
+    held, written = (state.params, state.frozen, state.model_state), [True] * len(state.module)
     if example is not None:
-        closed = strategy.step_program(state, pure, example)
-        written = written_to(pure, closed, state.params, state.frozen, state.model_state)
-    pairs = zip(state.module.items(), written, strict=True)
-    return [name for (name, x), was in pairs if was and jnp.issubdtype(x.dtype, jnp.floating)]
+        written = written_to(pure, strategy.step_program(state, pure, example), *held)
+    found = zip(pure.leaves(*held), state.module.items(), written, strict=True)
+    return [name for leaf, (name, x), was in found if was and not leaf.goes_on(x.dtype)]
 
 
 @lru_cache(maxsize=64)

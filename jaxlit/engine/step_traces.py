@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -42,14 +43,18 @@ def trace_step(
     if traces is None:
         return
     _share(pure, strategy.replica, stage, loader, traces)
-    # A later batch may have another number of rows, on which Python in the step may have branched.
-    known = {traces.rows}
+    # What a step makes of one row is not what was followed above, and a later batch may have another number of rows.
+    known = {traces.programs[0][0]}
+    if known == {1}:
+        warn_of_rows(traces, strategy.replica)
 
     def check(rows: int) -> None:
         if rows not in known:
             known.add(rows)
             resized = with_rows(batch, rows * strategy.num_replicas)
-            warn_of_rows(traces, _of_replica(pure, strategy, states, stage, loader, resized), strategy.replica)
+            other = _of_replica(pure, strategy, states, stage, loader, resized)
+            both = replace(traces, programs=[*traces.programs, *other.programs])
+            warn_of_rows(both, strategy.replica)
 
     pure.row_checks[stage, loader] = check
 
@@ -78,7 +83,8 @@ def _of_replica(
             strategy.trace(keep, states, with_rows(batch, seen * replicas))
     (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
     name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
-    return StepTraces(program, longer[0], shapes, results, name, metrics, rows)
+    every = [(num_rows(arguments[3]), closed) for closed, arguments, _ in programs]
+    return StepTraces(program, longer[0], shapes, results, name, metrics, every)
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from jaxlit.programs.relation import (
     BY_ROW,
     MIXED,
     PLACES,
+    ROWS,
     SAME,
     UNKNOWN,
     ZERO,
@@ -183,8 +184,10 @@ class _Follower:
         params = eqn.one.params
         consts, carries = scan_counts(eqn.one)
         head, xs = eqn.ins[: consts + carries], eqn.ins[consts + carries :]
-        if params["length"] != eqn.longer.params["length"]:
-            return [UNKNOWN] * len(eqn.one.outvars)
+        if params["length"] != (more := eqn.longer.params["length"]):
+            # One turn a row, which sees no other, as in jax.lax.map.
+            apart = carries == 0 and all(r in (SAME, ZERO) for r in head) and all(x == ROWS for x in xs)
+            return [ROWS if apart and (params["length"], more) == eqn.rows else UNKNOWN] * len(eqn.one.outvars)
         # A scanned array comes without its leading dim.
         xs = [replace(x, dim=x.dim - 1) if x.kind == "rows" else UNKNOWN if x.kind in PLACES else x for x in xs]
         body = params["jaxpr"], eqn.longer.params["jaxpr"]

@@ -93,9 +93,14 @@ def test_a_skipped_window_puts_back_what_it_wrote(strategy: str, bad: int) -> No
         def __init__(self) -> None:
             super().__init__()
             self.norm = nnx.SpectralNorm(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))  # writes a parameter
+            self.mean = nnx.metrics.Average()  # of floats, and a count of rows
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return super().__call__(x) + self.norm(x)
+
+        def training_step(self, batch: Any) -> jax.Array:
+            self.mean.update(values=jnp.ones(8))
+            return super().training_step(batch)
 
     batches = random(9)
     spoilt = [batch | {"x": batch["x"] * (np.nan if i == 3 + bad else 1)} for i, batch in enumerate(batches)]
