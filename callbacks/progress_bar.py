@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
 
-    Metrics logged with `prog_bar=True` are shown, and the loss if `training_step` logs none so: that of the last logged
-    row, and at the end of an epoch its mean. No value is read for it during an epoch: the line shows those of the last
-    logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
-    that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
-    batch of another size. A notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
+    It shows the metrics logged with `prog_bar=True`, and the training loss unless `training_step` logs a metric with
+    "loss" in its name so: during an epoch those of the newest row, which are read anyway, at its end the means. An
+    epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like that monitors one) is the
+    best so far is marked. What is compiled is named with its seconds, at the start and for a batch of another size. A
+    notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -279,7 +279,9 @@ class ProgressBar(Callback):
         ]
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        shown = self._shown if trainer.loss is None else {"loss": trainer.loss, **self._shown}
+        shown = self._shown
+        if (loss := trainer.loss) is not None:  # validation_step may log a loss of its own
+            shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
         metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
         return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 

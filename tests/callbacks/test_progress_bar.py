@@ -18,6 +18,7 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.epoch_line import epoch_line, number
 
@@ -461,9 +462,27 @@ def test_a_module_that_logs_nothing_shows_its_loss(capsys):
     assert epoch_lines(capsys)[0].endswith(f"loss {np.mean(told):.4g}")
 
 
-def test_a_module_that_logs_for_the_bar_shows_no_other_loss(capsys):
-    trainers.fit(logging(lambda m, *_: m.log("mine", 1.0, prog_bar=True)), numbered(4))
-    assert " loss " not in epoch_lines(capsys)[0]
+@pytest.mark.parametrize(
+    ("name", "bar", "shown"), [("acc", True, True), ("g_Loss", True, False), ("x_loss", False, True)]
+)
+def test_the_loss_is_shown_unless_the_step_logs_one_for_the_bar(name, bar, shown, capsys):
+    trainers.fit(logging(lambda m, *_: m.log(name, 1.0, prog_bar=bar)), numbered(4))
+    line = epoch_lines(capsys)[0]
+    assert (" loss " in line) == shown
+    assert (f" {name} 1" in line) == bar
+
+
+def test_a_loss_of_the_validation_does_not_replace_that_of_training(capsys):
+    losses = []
+    collect = jl.callbacks.LambdaCallback(on_train_batch_end=lambda t, m, out, *_: losses.append(float(out["loss"])))
+    module = logging(None, lambda m, *_: m.log("loss", 1000.0, prog_bar=True))
+    trainers.fit(module, numbered(4), numbered(2), collect, max_epochs=1)
+    assert re.search(rf" train_loss {np.mean(losses):.4g} +loss 1000$", epoch_lines(capsys)[0])
+
+
+def test_without_a_bar_no_value_of_an_epoch_is_read(monkeypatch):
+    monkeypatch.setattr(Engine, "epoch_values", lambda engine: pytest.fail("read"))
+    trainers.fit(logging(), numbered(4), enable_progress_bar=False)
 
 
 def test_the_live_line_shows_the_loss(begin, open_terminal, clock):
