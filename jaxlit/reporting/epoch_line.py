@@ -27,7 +27,7 @@ def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> s
         if (room := width - len(fixed) - len(gap)) >= _SHORTEST:
             parts.insert(1, bar(done, total, min(room, _LONGEST)))
             break
-    parts[-1] += gap * bool(mark) + mark
+    parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
     return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
 
 

@@ -287,12 +287,12 @@ def test_a_number_has_four_significant_digits(value, shown):
 
 
 def test_an_epoch_without_validation_has_the_columns_of_the_others(make_trainer, open_terminal):
-    terminal = open_terminal(100)
+    terminal = open_terminal(66)
     trainer = make_trainer(num_training_batches=1)
     monitoring(trainer)
     fit(trainer, {"val/loss": 0.5}, None, {"val/loss": 0.25})
     lines = [line for line in terminal.lines if line.startswith("epoch")]
-    assert [line.count("━") for line in lines] == [18] * 3
+    assert [line.count("━") for line in lines] == [8] * 3
     assert ["val/loss" in line for line in lines] == [True, False, True]
 
 
