@@ -385,9 +385,7 @@ class Trainer(Facts):
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
-    loss: float | None = of_session(
-        "The training loss that the bar shows; None if the step logs one for it.", "results"
-    )
+    loss: float | None = of_session("The training loss of the bar; None if the step logs one for it.", "results")
     history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")
