@@ -40,7 +40,8 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         and trainer.logged_metrics
         and not trainer.history
     ):
-        lines.append(f"  {'rows':<10}  none: fewer steps than log_every_n_steps={every}")
+        rule = f"the run has {_count(trainer.global_step, 'step')}, log_every_n_steps is {every}"
+        lines.append(f"  no rows: {rule}. Pass log_every_n_steps={max(trainer.global_step // 8, 1)}.")
     checkpoints = _checkpoints(trainer)
     for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer)), ("trace", _traces(trainer))):
         parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []

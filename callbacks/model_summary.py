@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,8 @@ class ModelSummary(Callback):
 
     Args:
         max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for
-            the last line only, -1 for a line for each parameter. "auto" is -1 for at most 20 parameter arrays, else 1.
+            the last line only, -1 for a line for each parameter. "auto" is -1 for at most 20 parameter
+            arrays, else the least depth with more than one line.
 
     Example:
         >>> import jaxlit as jl
@@ -67,11 +69,13 @@ class ModelSummary(Callback):
         if not trainer.is_global_zero:
             return
         state, lines = trainer.state, list[str]()
-        if self.max_depth:
-            rows = summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)
-            lines.append(_table(rows))
-            if self.max_depth == "auto" and len(rows) < (count := len(jax.tree.leaves((state.params, state.frozen)))):
-                lines.append(f"ModelSummary(max_depth=-1) shows all {count} rows")
+        paths = [keys for tree in (state.params, state.frozen) for keys, _ in _leaves(tree)]
+        depth = _auto_depth(paths) if isinstance(self.max_depth, str) else self.max_depth
+        if depth:
+            lines.append(_table(summarize(state, module, max_depth=depth, notes=trainer.strategy.notes)))
+            if depth != self.max_depth and depth > 0:
+                rule = f"ModelSummary(max_depth=-1) shows all {len(paths)} parameter arrays."
+                lines.append(f"Depth {depth} of {max(map(len, paths))}. {rule}")
         text = "\n".join([*lines, totals(state), *trainer.strategy.describe().split("\n")[1:]])
         if text != self._said:
             say(text)
@@ -91,7 +95,7 @@ def summarize(
         state: The state on its devices; its leaves may be shapes, dtypes and shardings.
         module: The module that it belongs to, for the names of its classes.
         max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
-            into one row; -1 for none, "auto" for -1 or 1 by their number.
+            into one row; -1 for none, "auto" by their number.
         notes: What is said of a parameter before how it is split, by its path.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
@@ -103,7 +107,7 @@ def summarize(
         # Indices and names never meet at one place of a path, but may at one place of two.
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
     )
-    depth = max_depth if isinstance(max_depth, int) else 1 if len(found) > MOST_ROWS else -1
+    depth = _auto_depth([keys for keys, *_ in found]) if isinstance(max_depth, str) else max_depth
     for keys, array, trained in found:
         groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))
     rows = []
@@ -155,6 +159,11 @@ def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
     return [(tuple(keys), x) for keys, x in nnx.to_flat_state(tree)]
 
 
+def _auto_depth(paths: list[tuple[Any, ...]]) -> int:
+    """Return -1 for few arrays, else the least depth with more than one row."""
+    return -1 if len(paths) <= MOST_ROWS else next(d for d in count(1) if len({path[:d] for path in paths}) > 1)
+
+
 def _table(rows: list[Row]) -> str:
     from rich.console import Console
     from rich.table import Table
@@ -166,12 +175,10 @@ def _table(rows: list[Row]) -> str:
         cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, size(row.bytes_per_device))
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
-    if not any(columns["shape"][1:]):
-        del columns["shape"]
     width = line_width() or 200  # a file has no width
     for name in ("type", "per device", "shape"):  # what tells the least first: a path in two lines is hard to read
-        if sum(max(map(len, column)) + 3 for column in columns.values()) + 1 > width:
-            columns.pop(name, None)
+        if not any(columns[name][1:]) or sum(max(map(len, x)) + 3 for x in columns.values()) + 1 > width:
+            del columns[name]
     table = Table()
     for name in columns:
         table.add_column(name, justify="right" if name in ("params", "per device") else "left", overflow="fold")

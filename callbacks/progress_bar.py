@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
 
-    Metrics logged with `prog_bar=True` are shown, and the loss if `training_step` logs none so: that of the last logged
-    row, and at the end of an epoch its mean. No value is read for it during an epoch: the line shows those of the last
-    logged row. An epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like
-    that monitors one) is the best so far is marked. What is compiled is named with its seconds, at the start and for a
-    batch of another size. A notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
+    It shows the metrics logged with `prog_bar=True`, and the training loss unless `training_step` logs a metric with
+    "loss" in its name so: during an epoch those of the newest row, which are read anyway, at its end the means. An
+    epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like that monitors one) is the
+    best so far is marked. What is compiled is named with its seconds, at the start and for a batch of another size. A
+    notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -158,13 +158,12 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Leave the epoch's line behind."""
         self._shown = dict(trainer.progress_bar_metrics)
-        if not self._validated:  # those of an earlier epoch
-            self._shown = {k: v for k, v in self._shown.items() if k not in self._from_validation}
         if not (self._paused or trainer.interrupted):
             self._last = time.monotonic()  # the device has done by now what was sent to it
         # At the end, where they do not move the columns of the lines before and after.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
-        numbers = [*self._numbers(trainer), *marks]
+        stale = set() if self._validated else self._from_validation  # values of an earlier epoch
+        numbers = [*self._numbers(trainer, stale), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -248,7 +247,7 @@ class ProgressBar(Callback):
         """Draw the live line; a terminal that is gone ends the showing, never the training."""
         text, total = doing, trainer.num_training_batches
         if self._fitting:
-            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, live=True), self._waiting(trainer)]))
+            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, (), live=True), self._waiting(trainer)]))
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
@@ -269,16 +268,22 @@ class ProgressBar(Callback):
             self._line = None
         self._safely(lambda: line.close(text))
 
-    def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
-        """Return count, rate and metrics, as wide as those of most other epochs."""
+    def _numbers(self, trainer: "Trainer", stale: Collection[str], *, live: bool = False) -> list[str]:
+        """Return count, rate and metrics, as wide as in other epochs; blank where there is none or it is stale."""
         total, rate = trainer.num_training_batches, self._rate(trainer)
         thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
         speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
-        parts = [f"{self._batches}" + (f"/{total}" if total != math.inf else ""), f"{speed:>4} it/s" if rate else ""]
+        parts = [
+            f"{self._batches}" + (f"/{total}" if total != math.inf else ""),
+            f"{speed:>4} it/s" if rate else " " * 9,
+        ]
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        shown = self._shown if trainer.loss is None else {"loss": trainer.loss, **self._shown}
-        return parts + [f"{name} {number(value)}" for name, value in shown.items()]
+        shown = self._shown
+        if (loss := trainer.loss) is not None:  # validation_step may log a loss of its own
+            shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
+        metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
+        return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 
     def _rate(self, trainer: "Trainer") -> float:
         """Return batches a second, without validations and compiling; 0 if there is no telling."""

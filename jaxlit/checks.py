@@ -37,14 +37,13 @@ def is_int(value: Any, *, low: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
 
-def integer(name: str, value: Any, *, low: int, owner: str = "Trainer") -> int:
-    """Return an int of at least `low`."""
+def integer(name: str, value: Any, *, low: int, owner: str = "Trainer", other: str = "") -> int:
+    """Return an int of at least `low`; `other` is what the message says the argument takes besides."""
+    rule = f"{owner}({name}=...) takes an int of at least {low}{other}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(
-            f"{owner}({name}=...) takes an int of at least {low}, got {shown(value)}.{_as_text(name, value)}"
-        )
+        raise ArgumentTypeError(f"{rule}, got {shown(value)}.{_as_text(name, value)}")
     if value < low:
-        raise ArgumentError(f"{owner}({name}=...) takes an int of at least {low}, got {value}.")
+        raise ArgumentError(f"{rule}, got {value}.")
     return int(value)
 
 

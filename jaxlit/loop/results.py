@@ -65,15 +65,14 @@ class Slot:
 class Results:
     """The metrics of a run as callbacks see them.
 
-    `latest` is the newest training step's table, still on device: storing it is all that a step pays. `loss` is that of
-    the newest row, or the mean of the epoch that has ended, for the progress bar; None unless `shows_loss`, which is
-    False where `training_step` logs a metric for the bar.
+    `latest` is the newest training step's table, still on device: storing it is all that a step pays. `newest_loss` is
+    the loss of the epoch's newest row, or a function that returns the mean of the epoch that has ended.
     """
 
     def __init__(self) -> None:
         self.latest: jax.Array | None = None
-        self.loss: float | None = None
-        self.shows_loss = False
+        self.newest_loss: float | Callable[[], float] | None = None
+        self._shows_loss = False
         self.history = History()
         self._table, self._rates = Table([]), tuple[str | None, ...]()
         self._read_of: tuple[Any, list[float], Any] = (None, [], None)
@@ -88,7 +87,7 @@ class Results:
         # A name that the module logs has one meaning in all rows: its own.
         taken = {name for metric in table.metrics[1:] if metric.logger for name in metric.names}
         self._table, self._rates = table, tuple(None if name in taken else name for name in rates)
-        self.loss, self.shows_loss = None, not any(metric.prog_bar for metric in table.metrics)
+        self._shows_loss = not any(metric.prog_bar and "loss" in metric.name.lower() for metric in table.metrics[1:])
         for column, metric in enumerate(table.metrics):
             if column and metric.on_step:  # column 0 is the loss, which is no logged metric
                 self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
@@ -117,8 +116,15 @@ class Results:
     def clear(self) -> None:
         """Forget everything."""
         self.latest, self._read_of = None, (None, [], None)
-        self.loss, self.shows_loss = None, False
+        self.newest_loss = None
         self._slots.clear()
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss for the progress bar; None where `training_step` logs a metric named so for it."""
+        if callable(self.newest_loss):  # it is read from the device for those who ask
+            self.newest_loss = self.newest_loss()
+        return self.newest_loss if self._shows_loss else None
 
     @property
     def row_names(self) -> list[str | None]:

@@ -46,7 +46,7 @@ def log_pending(run: Run) -> None:
         log_row(run, window, step)
         return
     values = run.results.steps(logs)
-    run.results.loss = values[0] if run.results.shows_loss else None
+    run.results.newest_loss = values[0]
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
     row |= window
@@ -77,10 +77,9 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
     engine, row = run.engine, dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
-    metrics, shows_loss = engine.training_table.metrics, run.results.shows_loss
-    read = shows_loss or any(m.on_epoch for m in metrics)
-    values = engine.epoch_values() if read else [0.0] * len(metrics)
-    run.results.loss = values[0] if shows_loss else None
+    metrics = engine.training_table.metrics
+    values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
+    run.results.newest_loss = lambda: engine.epoch_values()[0]
     for metric, value in zip(metrics, values, strict=True):
         if metric.on_epoch:
             run.results.put_epoch(metric, value)

@@ -151,16 +151,24 @@ class Run:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = count(self.train[1])
-        # An eighth of an epoch, not of training: a resume with a larger max_epochs has the rows of one long training.
-        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50))
+        # An eighth of an epoch, not of training: a resume with larger limits has the rows of one long training.
+        known = self.epoch_steps < math.inf
+        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
+        self.tracing = Tracing(self.hooks, self.log_every)
         self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)
 
     @property
     def epoch_steps(self) -> int | float:
-        """The optimizer steps of an epoch, at most `max_steps`; inf where they are not known."""
-        steps, most = self.control.num_training_batches / self.accumulate_given, self.settings.max_steps
-        return steps if most < 0 else min(steps, most)
+        """The optimizer steps of an epoch; inf where they are not known."""
+        steps = self.control.num_training_batches / self.accumulate_given
+        return math.ceil(steps) if steps < math.inf else steps
+
+    @property
+    def log_every(self) -> int:
+        """The optimizer steps between rows, 0 for none."""
+        every = self.settings.log_every_n_steps
+        return self.control.log_every if isinstance(every, str) else every
 
     @property
     def trains(self) -> bool:

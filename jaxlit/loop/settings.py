@@ -185,7 +185,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     ):
         value = given[name]
         is_special = any(type(value) is type(x) and value == x for x in special)
-        found[name] = special[0] if is_special else check.integer(name, value, low=low)
+        other = " or 'auto'" if "auto" in special else ""
+        found[name] = special[0] if is_special else check.integer(name, value, low=low, other=other)
     names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
     found |= {name: check.limit(name, given[name]) for name in names}
     for name, checked in (

@@ -59,6 +59,7 @@ def train_epoch(run: Run) -> None:
 
     if position.reaches(Phase.EPOCH_START):
         run.engine.begin_epoch(position.epoch)
+        run.results.newest_loss = None
         hooks("on_train_epoch_start")
         run.accumulate = run.settings.accumulate_grad_batches  # one window is as long as another until the next epoch
     if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first

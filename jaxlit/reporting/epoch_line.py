@@ -1,43 +1,39 @@
 """The line that an epoch leaves behind."""
 
-import re
 from collections.abc import Sequence
 
 from jaxlit.reporting.terminal import bar, join, line_width
 
 _SHORTEST, _LONGEST = 6, 18  # cells of a bar: fewer tell nothing
-_NUMBER = 7  # characters of a number, as 0.05882 has
+_NUMBER = 10  # characters of a number with four significant digits, as -1.234e-05 has
 
 
 def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> str:
-    """Return an epoch's line, with as long a bar as fits; where there is no terminal without one.
+    """Return an epoch's line, with as long a bar as fits; without a terminal there is no bar.
 
-    Numbers are padded with spaces, so that they stand below those of other epochs. Before the bar goes, spaces do,
-    those on the right first; its length depends on no number.
+    The widths of the numbers alone decide the layout, so that all epochs have the same one. Spaces go before the bar.
 
     Args:
         epoch: The epoch, in words.
         done: Its batches so far.
         total: How many it has.
-        numbers: What stands behind the bar; of the last ones an empty text or spaces keep the room free.
+        numbers: The parts after the bar, padded with spaces to the same width in all epochs; then a mark, which stays
+            next to the part before it, and a remark, which the layout leaves no room for.
     """
-    numbers, width = [x for x in numbers if x], line_width() or 0
-    for gap in ("  ", " "):
-        room = width - len(gap.join([epoch, *numbers])) - len(gap)
-        if room >= _SHORTEST:
-            return gap.join([epoch, bar(done, total, min(room, _LONGEST)), *numbers]).rstrip()
-    parts = [epoch, bar(done, total, _SHORTEST), *numbers]
-    for k in reversed(range(2, len(parts) if width else 0)):
-        parts[k] = re.sub(" +", " ", parts[k]).rstrip() or parts[k]
-        if len(line := " ".join(parts)) <= width:
-            return line.rstrip()
-    return join([epoch, *(x for x in numbers if x.strip())], " " * (len(epoch) + 2), between="  ")
+    *parts, mark, remark = [epoch, *numbers]
+    parts, width = list(filter(None, parts)), line_width() or 0
+    for gap in ("  ", " ") if width else ("  ",):
+        fixed = gap.join(filter(None, [*parts, mark]))
+        if (room := width - len(fixed) - len(gap)) >= _SHORTEST:
+            parts.insert(1, bar(done, total, min(room, _LONGEST)))
+            break
+    parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
+    return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
 
 
 def number(value: float) -> str:
-    """Return a number of a metric, 7 characters wide whatever it is."""
-    forms = [f"{value:.4g}", f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.3g}", f"{value:.2g}", f"{value:.1g}"]
-    return f"{next((text for text in forms if len(text) <= _NUMBER), forms[-1]):<{_NUMBER}}"
+    """Return a metric's number with four significant digits, 10 characters wide."""
+    return f"{value:<{_NUMBER}.4g}"
 
 
 def live_line(epoch: str, done: int, total: float, numbers: str) -> str:

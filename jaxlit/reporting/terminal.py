@@ -42,8 +42,8 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_
     width, lines = line_width() or in_file, [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
-        if width is not None and len(longer.rstrip()) > width and lines[-1]:
-            fits = len(indent) + len(part.rstrip()) <= width
+        if width is not None and len(longer) > width and lines[-1]:
+            fits = len(indent) + len(part) <= width
             lines.append((indent if fits else "  ") + part)
         else:
             lines[-1] = longer

@@ -44,19 +44,33 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
             "Pass a datamodule, or define train_dataloader in the module."
         )
     run.count_batches()
-    if isinstance(rows := settings.log_every_n_steps, int) and 0 < run.epoch_steps < rows:
-        _logger.warning(
-            "Trainer(log_every_n_steps=%d) is more than the %d optimizer steps of an epoch: most epochs have no row of "
-            "a step, and their curves few points. Pass a smaller number, or 'auto' for an eighth of an epoch.",
-            rows,
-            run.epoch_steps,
-        )
     if resume is not None:
         state, count = resume.checkpoint.state, strategy.num_processes
         for stage, pairs in (("training", [run.train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
                 snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
         run.position.data = run.train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
+
+
+def warn_of_few_rows(run: Run) -> None:
+    """Warn where an epoch, or all of training, has no step whose row is logged."""
+    every, steps, most = run.log_every, run.epoch_steps, run.settings.max_steps
+    if 0 < most < every:
+        _logger.warning(
+            "Trainer(max_steps=%d) ends before the first row of a step, as log_every_n_steps is %d. Pass "
+            "log_every_n_steps=%d.",
+            most,
+            every,
+            max(most // 8, 1),
+        )
+    elif 0 < steps < every:
+        _logger.warning(
+            "Trainer(log_every_n_steps=%d) is longer than an epoch (%d %s), so the curves have few points. Pass a "
+            "smaller number or 'auto'.",
+            every,
+            steps,
+            "step" if steps == 1 else "steps",
+        )
 
 
 def check_loaders(run: Run, watchdog: Watchdog) -> None:

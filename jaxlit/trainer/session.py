@@ -35,7 +35,6 @@ from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
-from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.reporting.secrets import tell_anew
@@ -46,7 +45,7 @@ from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, ch
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.explained import explained
 from jaxlit.trainer.media import media_of
-from jaxlit.trainer.opening import check_loaders, open_fit
+from jaxlit.trainer.opening import check_loaders, open_fit, warn_of_few_rows
 from jaxlit.trainer.rescue import rescue
 from jaxlit.trainer.resuming import restore_callbacks, tell_of_bad_step
 from jaxlit.trainer.run_folder import RunFolder
@@ -352,7 +351,8 @@ class Session:
                 "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
                 type(run.module).__name__,
             )
-        run.tracing = Tracing(run.hooks, self._trainer.log_every_n_steps)
+        if self._trainer.loggers:
+            warn_of_few_rows(run)
         self.fitted = run
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:

@@ -66,8 +66,8 @@ class Trainer(Facts):
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
         gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
-        log_every_n_steps: Optimizer steps between logged rows, 0 for none; "auto" for an eighth of an epoch, at least 1
-            and at most 50, Lightning's default.
+        log_every_n_steps: Optimizer steps between logged rows, 0 for none. "auto" (default): an eighth of an epoch,
+            between 1 and 50 steps; 10 steps for a loader without a length.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
         enable_checkpointing: Add a ModelCheckpoint, which writes one after every epoch, unless the callbacks hold one.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
@@ -385,7 +385,7 @@ class Trainer(Facts):
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
     logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
     progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
-    loss: float | None = of_session("The training loss that the bar shows; None if the step logs for it.", "results")
+    loss: float | None = of_session("The training loss of the bar; None if the step logs one for it.", "results")
     history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
     should_stop: bool = control("Whether a stop was asked for.")
     stop_reason: str | None = control("Why, as whoever asked first said it.")

@@ -18,7 +18,9 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
+from jaxlit.reporting.epoch_line import epoch_line, number
 
 NAN, SEVENTEEN = float("nan"), 1 / 17
 
@@ -240,10 +242,10 @@ def test_on_a_terminal_each_epoch_leaves_its_line_which_breaks_between_metrics(m
 
 @pytest.mark.parametrize(
     ("width", "cells"),
-    [(160, [18] * 3), (95, [18] * 3), (83, [6] * 3), (82, [11] * 3), (80, [9] * 3), (76, [6] * 3), (50, [0] * 3)],
+    [(160, 18), (101, 18), (89, 6), (88, 11), (86, 9), (83, 6), (82, 0), (76, 0), (75, 0), (50, 0)],
 )
 def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width, cells):
-    """Beside the bar a line has 65 cells, padding among them, and six gaps of two, then of one."""
+    """The parts next to the bar have 71 cells, padding among them; six gaps of two are first to go."""
     terminal = open_terminal(width)
     trainer, bar = make_trainer(max_epochs=9), ProgressBar()
     monitoring(trainer, "val/accuracy", "max")
@@ -258,34 +260,40 @@ def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width
         bar.on_train_epoch_end(trainer, trainer.module)
         trainer.current_epoch += 1
     lines = [line for line in terminal.lines if re.match("epoch| +val/accuracy", line)]
-    assert max(map(len, lines)) <= width and [line.count("━") for line in lines if "epoch" in line] == cells
+    assert max(map(len, lines)) <= width and [line.count("━") for line in lines if "epoch" in line] == [cells] * 3
     words = "epoch 1/9 4/4 51.3 it/s train/loss 0.625 val/accuracy 0.5 * best epoch 2/9"
     assert " ".join(" ".join(lines).replace("━", "").split()).startswith(words)
 
 
-def test_no_number_moves_the_columns_at_80(make_trainer, open_terminal, clock):
-    terminal = open_terminal(80)
-    trainer, bar = make_trainer(max_epochs=10), ProgressBar()
-    trainer.start(bar)
-    for loss, seconds in ((0.0893, 0.5), (0.06899, 0.1), (-1.2345e-05, 1e-5), (123456.0, 1e-4), (NAN, 0.01)):
-        trainer.callback_metrics.values_of["train/loss"] = loss
-        bar.on_train_epoch_start(trainer, trainer.module)
-        for i in range(4):
-            clock.seconds += seconds
-            batch(trainer, bar, i)
-        trainer.validate(bar, {"val/accuracy/classes": 0.5})
-        bar.on_train_epoch_end(trainer, trainer.module)
+def test_no_number_and_no_mark_moves_the_columns(open_terminal):
+    numbers, names = [0.5, 0.1234567, -1.2345e-05, -0.0001234, -1234567.0, 3, NAN], ("━ ", "20/20", "train/", "val/")
+    for width in range(50, 121):
+        open_terminal(width)
+        layouts = set()
+        for value, other, mark in itertools.product(numbers, numbers, ("* best", " " * 6)):
+            parts = ["20/20", " 998 it/s", f"train/loss {number(value)}", f"val/loss {number(other)}", mark, ""]
+            lines = epoch_line("epoch 1/9", 20, 20, parts).splitlines()
+            assert max(map(len, lines)) <= width
+            layouts.add(tuple(line.find(name) for line in lines for name in names))
+        assert len(layouts) == 1, width
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0001234, "0.0001234"), (-0.0001234, "-0.0001234"), (1.25e-05, "1.25e-05"), (-1234567.0, "-1.235e+06")],
+)
+def test_a_number_has_four_significant_digits(value, shown):
+    assert number(value).rstrip() == shown
+
+
+def test_an_epoch_without_validation_has_the_columns_of_the_others(make_trainer, open_terminal):
+    terminal = open_terminal(66)
+    trainer = make_trainer(num_training_batches=1)
+    monitoring(trainer)
+    fit(trainer, {"val/loss": 0.5}, None, {"val/loss": 0.25})
     lines = [line for line in terminal.lines if line.startswith("epoch")]
-    assert len(lines) == 5
-    assert {line.count("━") for line in lines} == {6}
-    assert len({(line.index("it/s"), line.index("train/loss"), line.index("val/accuracy")) for line in lines}) == 1
-    assert [line.split("train/loss ")[1].split()[0] for line in lines] == [
-        "0.0893",
-        "0.06899",
-        "-1e-05",
-        "123456",
-        "nan",
-    ]
+    assert [line.count("━") for line in lines] == [8] * 3
+    assert ["val/loss" in line for line in lines] == [True, False, True]
 
 
 def test_a_star_says_which_metric_it_means_if_that_is_not_on_the_line(make_trainer, capsys, open_terminal):
@@ -454,9 +462,27 @@ def test_a_module_that_logs_nothing_shows_its_loss(capsys):
     assert epoch_lines(capsys)[0].endswith(f"loss {np.mean(told):.4g}")
 
 
-def test_a_module_that_logs_for_the_bar_shows_no_other_loss(capsys):
-    trainers.fit(logging(lambda m, *_: m.log("mine", 1.0, prog_bar=True)), numbered(4))
-    assert " loss " not in epoch_lines(capsys)[0]
+@pytest.mark.parametrize(
+    ("name", "bar", "shown"), [("acc", True, True), ("g_Loss", True, False), ("x_loss", False, True)]
+)
+def test_the_loss_is_shown_unless_the_step_logs_one_for_the_bar(name, bar, shown, capsys):
+    trainers.fit(logging(lambda m, *_: m.log(name, 1.0, prog_bar=bar)), numbered(4))
+    line = epoch_lines(capsys)[0]
+    assert (" loss " in line) == shown
+    assert (f" {name} 1" in line) == bar
+
+
+def test_a_loss_of_the_validation_does_not_replace_that_of_training(capsys):
+    losses = []
+    collect = jl.callbacks.LambdaCallback(on_train_batch_end=lambda t, m, out, *_: losses.append(float(out["loss"])))
+    module = logging(None, lambda m, *_: m.log("loss", 1000.0, prog_bar=True))
+    trainers.fit(module, numbered(4), numbered(2), collect, max_epochs=1)
+    assert re.search(rf" train_loss {np.mean(losses):.4g} +loss 1000$", epoch_lines(capsys)[0])
+
+
+def test_without_a_bar_no_value_of_an_epoch_is_read(monkeypatch):
+    monkeypatch.setattr(Engine, "epoch_values", lambda engine: pytest.fail("read"))
+    trainers.fit(logging(), numbered(4), enable_progress_bar=False)
 
 
 def test_the_live_line_shows_the_loss(begin, open_terminal, clock):

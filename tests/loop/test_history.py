@@ -1,5 +1,7 @@
 """What a Trainer keeps of its rows, against a loop by hand; bounded, without a host read, and drawn."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, make_trainer
 from matplotlib.colors import to_rgba
 
+import jaxlit as jl
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
 
@@ -144,21 +147,28 @@ def test_the_title_names_the_module_and_the_run():
 def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
     for every, told in ((50, True), (1, False), (0, False)):
         fit(Mean(), numbered(3), log_every_n_steps=every)
-        assert ("none: fewer steps than log_every_n_steps=50" in capsys.readouterr().out) == told
+        words = "no rows: the run has 3 steps, log_every_n_steps is 50. Pass log_every_n_steps=1."
+        assert (words in capsys.readouterr().out) == told
 
 
-@pytest.mark.parametrize(("every", "warned"), [(4, True), (3, False), (0, False), ("auto", False)])
-def test_an_interval_above_an_epoch_is_told_before_training(every, warned, caplog):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"log_every_n_steps": 4}, r"\(log_every_n_steps=4\) is longer than an epoch \(3 steps\)"),
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, r"longer than an epoch \(1 step\)"),
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, None),
+        ({"log_every_n_steps": 4, "max_steps": 2}, r"\(max_steps=2\) ends before.* is 4\. Pass log_every_n_steps=1\."),
+        ({"log_every_n_steps": 4, "logger": False}, None),
+        ({"log_every_n_steps": 4, "fast_dev_run": True}, None),
+        ({"log_every_n_steps": 3}, None),
+        ({"log_every_n_steps": 0}, None),
+        ({}, None),
+    ],
+)
+def test_an_interval_above_an_epoch_or_training_is_told_before(arguments, words, caplog):
     seen = []
-    fit(
-        Mean(),
-        numbered(3),
-        None,
-        hooks(on_train_start=lambda *_: seen.append(warnings_of(caplog))),
-        log_every_n_steps=every,
-    )
-    words = "log_every_n_steps=4) is more than the 3 optimizer steps of an epoch"
-    assert any(words in text for text in seen[0]) == warned
+    fit(Mean(), numbered(3), None, hooks(on_train_start=lambda *_: seen.extend(warnings_of(caplog))), **arguments)
+    assert [re.search(words or "log_every", text) is not None for text in seen] == [True] * (words is not None)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +177,7 @@ def test_an_interval_above_an_epoch_is_told_before_training(every, warned, caplo
         (16, {}, [1, 3, 5, 7, 9, 11, 13, 15]),
         (16, {"accumulate_grad_batches": 2}, [0, 1, 2, 3, 4, 5, 6, 7]),
         (3, {}, [0, 1, 2]),
-        (450, {"max_steps": 120}, [14, 29, 44, 59, 74, 89, 104, 119]),
+        (450, {"max_steps": 120}, [49, 99]),
         (450, {}, [49, 99, 149, 199, 249, 299, 349, 399, 449]),
     ],
 )
@@ -176,6 +186,17 @@ def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
     assert trainer.history["loss"][0].tolist() == steps
 
 
-def test_rows_of_a_loader_without_a_length_are_fifty_steps_apart():
-    trainer = fit(Mean(), Stream(numbered(101)), **BARE)
-    assert trainer.history["loss"][0].tolist() == [49, 99]
+def test_rows_of_a_loader_without_a_length_are_ten_steps_apart():
+    trainer = fit(Mean(), Stream(numbered(17)), **BARE, max_epochs=2)
+    assert trainer.history["loss"][0].tolist() == [9, 19, 29]
+
+
+def test_a_loader_of_another_length_has_traced_values_in_each_row():
+    class Growing(jl.DataModule):
+        def train_dataloader(self):
+            return numbered((16, 40)[self.trainer.current_epoch])
+
+    arguments = BARE | {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "datamodule": Growing()}
+    history = fit(Mean(), None, None, jl.callbacks.GradientNorm(), **arguments).history
+    assert history["loss"][0].tolist() == [1, 3, 5, 7, 9, 11, 13, 15, *range(19, 56, 5)]
+    assert history["grad_norm"][0].tolist() == history["loss"][0].tolist()

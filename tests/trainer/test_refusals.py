@@ -83,6 +83,7 @@ TYPES: list[tuple[Any, ...]] = [
     ("limit_val_batches", rf"{INT}.*float", "x", True),
     ("overfit_batches", rf"{INT}.*float", True),
     ("fast_dev_run", "True|int", "yes"),
+    ("log_every_n_steps", "takes an int of at least 0 or 'auto', got 'Auto'", "Auto"),
     ("accumulate_grad_batches", INT, 0.5, {4: 2}),
     ("val_check_interval", INT, True),
     ("check_val_every_n_epoch", INT, 0.5, "1", True),
