@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,21 +48,25 @@ class CSVLogger(FileLogger):
                     f"CSVLogger appends to files whose first columns are step,epoch, and {path} has "
                     f"{','.join(columns)}. Pass another CSVLogger(filename=...), or move that file away."
                 )
-            self._columns, self._rows = columns, sum(1 for _ in reader)
+            self._columns = columns
+        rows = self._read(path)
+        if not path.read_bytes().endswith(b"\n"):  # the machine died while it wrote the last row
+            self._rewrite(path, rows := rows[:-1])
+        self._rows = len(rows)
 
-    def _append(self, path: Path, row: dict[str, Any], *, joins: bool) -> None:
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._close()
-            rows, before = self._read(path), self._columns
-            self._columns = before + new
-            try:
-                self._rewrite(path, rows[:-1] if joins else rows)
-            except OSError:
-                self._columns = before
-                raise
-            joins = False
-        super()._append(path, row, joins=joins)
+    def _append(self, path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+        names = [name for name in dict.fromkeys(chain(*new)) if name not in self._columns]
+        if not names:
+            super()._append(path, old, new)
+            return
+        self._close()
+        rows, before = self._read(path), self._columns
+        self._columns = before + names
+        try:
+            self._rewrite(path, [*rows[: len(rows) - len(old)], *new])
+        except OSError:
+            self._columns = before
+            raise
 
     def _text(self, row: dict[str, Any]) -> str:
         line = io.StringIO()
@@ -88,7 +93,7 @@ class CSVLogger(FileLogger):
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row without the digits that float32 does not have."""
+    """Return a row with floats at six significant digits."""
     return {
         name: (int(x) if x.is_integer() and abs(x) < 2**53 else f"{x:.6g}") if isinstance(x, float) else x
         for name, x in row.items()

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
+_TAIL = 4  # rows that values of their step may join: callbacks log at a step of their own in between
+
 
 class FileLogger(Logger, ABC):
     """Writes rows to a file in the run's folder, each flushed at once, and drops those that a resume makes again.
 
-    What is logged at the same step and epoch under other names joins the last row: the values of a step, of a
-    validation after it and of the epoch that it ends are one row.
+    What is logged at the same step and epoch under other names joins the row of that step, one of the last four: the
+    values of a step, of a validation after it and of the epoch that it ends are one row. A text, table or histogram
+    has a row of its own, which those before it no longer join.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
@@ -46,10 +49,10 @@ class FileLogger(Logger, ABC):
         self.filename, self.on_error = filename, on_error
         self.path: Path | None = None
         self._trainer: Trainer | None = None
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
         self._size = 0  # bytes of whole rows
         self._rows = 0
-        self._last: dict[str, Any] | None = None  # the last row, which others of its step may join
+        self._tail: list[dict[str, Any]] = []  # the last rows, which others of their step may join
         self._keep: dict[str, Any] | None = None  # what a checkpoint knows of the file
         self._told = False  # of a failure
 
@@ -122,26 +125,21 @@ class FileLogger(Logger, ABC):
         """
         if not trainer.is_global_zero:
             return
-        path, row, joins = trainer.run_dir / self.filename, {"step": step, **values}, False
+        path, row = trainer.run_dir / self.filename, {"step": step, **values}
         try:
             if path != self.path:
                 self._close()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._open(path)
-                self.path, self._last = path, None
-            # Texts, tables and histograms have rows of their own.
-            plain, last = all(isinstance(x, (int, float)) for x in values.values()), self._last or {}
-            place = {name: row[name] for name in ("step", "epoch") if name in row}
-            joins = plain and bool(last) and {k: x for k, x in last.items() if k in row} == place
-            self._append(path, {**last, **row} if joins else row, joins=joins)
-            self._last = {**last, **row} if joins else row if plain else None
-            self._rows += not joins
+                self.path, self._tail = path, []
+            plain = all(isinstance(x, (int, float)) for x in values.values())
+            old, new = self._joined(row) if plain else ([], [row])
+            self._append(path, old, new)
+            self._tail = [*self._tail[: len(self._tail) - len(old)], *new][-_TAIL:] if plain else []
+            self._rows += len(new) - len(old)
         except OSError as error:
-            lost = self._last if joins and self._file is not None else None
-            self._drop_torn_row()
-            if lost is not None:  # the row that was to be joined
-                with contextlib.suppress(OSError):
-                    FileLogger._append(self, path, lost, joins=False)
+            with contextlib.suppress(OSError):
+                self._close()
             problem = f"{type(self).__name__} cannot write {path}: {error}."
             if self.on_error == "raise":
                 raise LoggerError(
@@ -152,8 +150,8 @@ class FileLogger(Logger, ABC):
                 say(f"{problem} Training goes on; rows are missing until it can.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows the file has, and the last one, which others may join after the checkpoint."""
-        return {"rows": self._rows, "last": self._last}
+        """Return how many rows the file has, and the last ones, which others may join after the checkpoint."""
+        return {"rows": self._rows, "tail": self._tail}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what the file had; `on_load_checkpoint` drops what has come since."""
@@ -176,9 +174,9 @@ class FileLogger(Logger, ABC):
             self._drop(trainer, 0)
 
     def finalize(self, status: str) -> None:
-        """Close the file; a later run of the same Trainer goes on with it, in rows of its own."""
+        """Close the file. A later run of the same Trainer appends new rows."""
         self._close()
-        self._last = None
+        self._tail = []
 
     def _check_folder(self, folder: Path) -> None:
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -197,9 +195,9 @@ class FileLogger(Logger, ABC):
         self._close()
         try:
             self._open(path)
-            rows, last = self._read(path), (kept or {}).get("last")
+            rows, tail = self._read(path), (kept or {}).get("tail", [])
             if kept is not None:
-                rows = rows[: kept["rows"]] if last is None else [*rows[: kept["rows"] - 1], last]
+                rows = [*rows[: kept["rows"] - len(tail)], *tail]
             if kept is None or undone:  # then all that tells is the step
                 rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
             self._restore(kept or {})
@@ -209,35 +207,53 @@ class FileLogger(Logger, ABC):
                 f"{type(self).__name__} cannot drop from {path} the rows that training makes again: {error}. Free the "
                 "disk, or pass Trainer(logger=False)."
             ) from error
-        self.path, self._rows, self._last = path, len(rows), last if last in rows[-1:] else None
+        self.path, self._rows, self._tail = path, len(rows), tail if rows[len(rows) - len(tail) :] == tail else []
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take what else a checkpoint knows of the file."""
 
-    def _append(self, path: Path, row: dict[str, Any], *, joins: bool) -> None:
-        """Write one row, in place of the last one if that has joined it, and flush it."""
+    def _joined(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the rows at the end of the file that a new row replaces, if it joins one, and what replaces them."""
+        place = {name: row[name] for name in ("step", "epoch") if name in row}
+        for k in reversed(range(len(self._tail))):
+            if {name: x for name, x in self._tail[k].items() if name in row} == place:
+                return self._tail[k:], [{**self._tail[k], **row}, *self._tail[k + 1 :]]
+        return [], [row]
+
+    def _append(self, path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+        """Write rows over the old ones at the end of the file, in one call: a process killed at any moment loses none.
+
+        Raises:
+            OSError: They cannot be written; the file has the old ones, or else is read again with the next row.
+        """
         if self._file is None:
-            self._file = path.open("a", newline="")
-            self._size = path.stat().st_size
-        if joins and self._last is not None:
-            self._size -= len(self._text(self._last).encode())
-            self._file.seek(self._size)
-            self._file.truncate()
-        self._file.write(self._text(row))
-        self._file.flush()
-        self._size = self._file.tell()
+            self._file = path.open("r+b", buffering=0)
+            self._size = self._file.seek(0, os.SEEK_END)
+        before, after = ("".join(map(self._text, rows)).encode() for rows in (old, new))
+        start = self._size - len(before) if old else self._file.seek(0, os.SEEK_END)
+        try:
+            self._put(start, after)
+        except OSError:
+            self.path = None
+            with contextlib.suppress(OSError):  # a full disk has the place of the old ones still
+                self._put(start, before)
+            with contextlib.suppress(OSError):
+                self._file.seek(start)
+                if self._file.read() == before:
+                    self.path = path
+                else:
+                    self._file.truncate(start)
+            raise
+        self._size = start + len(after)
+
+    def _put(self, start: int, data: bytes) -> None:
+        assert self._file is not None
+        self._file.seek(start)
+        while data:
+            data = data[self._file.write(data) :]
+        self._file.truncate()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _drop_torn_row(self) -> None:
-        """Close after a failure, and leave whole rows only, so that later ones can follow."""
-        if self._file is not None:
-            # Closing tries to write what is left once more; the first error is what counts.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            with contextlib.suppress(OSError):
-                os.truncate(self._file.name, self._size)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -53,7 +53,6 @@ class JSONLLogger(FileLogger):
     def _log(self, key: str, value: Any, step: int | None) -> None:
         if (trainer := self._trainer) is None:
             raise LoggerError("JSONLLogger has no file yet. Log from a hook, or after the first run of its Trainer.")
-        self._check_key(key)
         at = max(trainer.global_step - 1, 0) if step is None else step
         self.on_log(trainer, {"epoch": trainer.current_epoch, key: value}, at)
 

@@ -4,11 +4,13 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
 from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.shown import shown
 from jaxlit.unknown import no_such_name
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
     """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on.
 
     A user may give the same to each of `trainer.loggers`. What others have passed on to this one is not taken again.
-    An argument that the method does not have is a mistake of the program, and raises.
+    A wrong argument, here or to a logger that takes it in this one's place, is a mistake of the program, and raises.
     """
     signature = inspect.signature(method)
     known = [*signature.parameters][1:]
@@ -30,16 +32,20 @@ def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
     def log(self: "Logger", *args: Any, **named: Any) -> None:
         try:
-            signature.bind(self, *args, **named)
+            given = signature.bind(self, *args, **named).arguments
         except TypeError as error:
+            given = {}
             if self._passed_on_by is None:  # otherwise the call was right for the logger that was asked
                 hint = "".join(did_you_mean(name, known) for name in named if name not in known)
                 called = f"{type(self).__name__}.{method.__name__}"
                 raise ArgumentTypeError(f"{called} {error}.{hint} It takes {', '.join(known)}.") from None
+        self._check(method.__name__, given)
         if self._has_taken(method.__name__, args, named):
             return
         try:
             method(self, *args, **named)
+        except (ArgumentError, ArgumentTypeError):
+            raise
         except Exception as error:
             media = self._media
             if self.on_error == "raise" or media is None or not media.goes_on():
@@ -290,7 +296,6 @@ class Logger(Callback):
 
     def _pass_on(self, name: str, key: str, *args: Any, **named: Any) -> None:
         """Give what this logger does not hold to the first other one that does, or else to the run's folder."""
-        self._check_key(key)
         if (media := self._media) is None:
             raise LoggerError(
                 f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
@@ -323,7 +328,20 @@ class Logger(Callback):
         counts[asked] += 1
         return counts[asked] <= taken
 
-    def _check_key(self, key: object) -> None:
+    def _check(self, method: str, given: Mapping[str, Any]) -> None:
+        """Raise for a wrong name, caption or step, whichever logger takes it."""
+        key, caption, step = given.get("key", "-"), given.get("caption"), given.get("step")
+        is_list = isinstance(caption, Sequence) and not isinstance(caption, str)
+        if caption is not None and not (is_list and all(isinstance(text, str) for text in caption)):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.{method}(caption=...) takes a list with a text for each image, got "
+                f"{shown(caption)}. Pass caption=['...']."
+            )
+        if step is not None and not isinstance(step, Integral):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}.{method}(step=...) takes the index of an optimizer step, an int, got "
+                f"{shown(step)}. Leave it out for the newest."
+            )
         if not isinstance(key, str) or not key or key in ("step", "epoch"):
             raise ArgumentError(
                 f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "

@@ -208,7 +208,6 @@ class MLFlowLogger(Logger):
         self._log_media(key, step, lambda files: files.log_figure(key, figure))
 
     def _log_media(self, key: str, step: int | None, write: Callable[[MediaFolder], None]) -> None:
-        self._check_key(key)
         folder, at = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-")), self._at(step)
         try:
             write(MediaFolder(lambda: folder, lambda: at, tells=False))

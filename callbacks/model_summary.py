@@ -139,10 +139,10 @@ def totals(state: "TrainState") -> str:
     whole, optimizer = (bytes_of(jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.opt_state))
     held = jax.tree.leaves(_held(state))
     parts = [f"{params:,} params ({trained:,} trained)", size(whole), f"optimizer {size(optimizer)}"]
-    return join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ") + _not_split(held)
+    return join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ") + _replicated(held)
 
 
-def _not_split(held: list[Any]) -> str:
+def _replicated(held: list[Any]) -> str:
     """Return a line on what each device holds in full, if the rest is sharded: it does not shrink on more devices."""
     whole = [x for x in held if x.sharding.is_fully_replicated]
     if not whole or len(whole) == len(held):

@@ -130,7 +130,6 @@ class TensorBoardLogger(Logger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
-        self._check_key(key)
         if (writer := self._opened()) is not None:
             writer.add_text(key, str(text), self._at(step))
 
@@ -144,7 +143,6 @@ class TensorBoardLogger(Logger):
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Write a histogram."""
-        self._check_key(key)
         if (writer := self._opened()) is None:
             return
         counts, edges = count(values, bins)
@@ -159,7 +157,6 @@ class TensorBoardLogger(Logger):
     ) -> None:
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
         need_pillow("TensorBoardLogger.log_image")
-        self._check_key(key)
         images = list(images) if isinstance(images, (list, tuple)) else [images]
         if caption is not None and len(caption) != len(images):
             raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(caption)} captions.")

@@ -294,7 +294,6 @@ class WandbLogger(Logger):
         return trainer
 
     def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
-        self._check_key(key)
         trainer = self._opened_by()
         if self._run is not None:
             at = max(trainer.global_step - 1, 0) if step is None else step

@@ -88,8 +88,9 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
     def plot(self, names: Sequence[str] | None = None) -> Any:
         """Draw the curves, with those in one picture whose names end alike, such as `train/loss` and `val/loss`.
 
-        Training has the same color in each picture, and so has validation. Values above 0 that span more than a
-        factor of 30 have a logarithmic axis.
+        The first curve of training has the same color in each picture, and so has that of validation; `loss_epoch`
+        comes before `loss_step`, which has another color. Values above 0 that span more than a factor of 30 have a
+        logarithmic axis.
 
         Args:
             names: Which metrics; None for all.
@@ -108,11 +109,13 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             raise LoggerError(
                 "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
             ) from error
+        if not self:
+            raise ArgumentError("History.plot draws logged metrics. Nothing was logged: call self.log in a step.")
         chosen = list(self) if names is None else list(names)
         if not chosen or any(name not in self for name in chosen):
             raise ArgumentError(
                 f"History.plot takes names of metrics that were logged, {sorted(self)}, got {chosen}. Call it after a "
-                "fit, or from a hook behind the first row."
+                "fit, or from a hook after the first row."
             )
         pictures = together(chosen)
         columns = min(len(pictures), 3)
@@ -123,7 +126,11 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             axes = figure.add_subplot(rows, columns, k + 1)
             for name, color in colors(group).items():
                 steps, values = self[name]
-                axes.plot(steps, values, f"C{color}", label=name, marker="o" if len(steps) < 30 else "", markersize=4)
+                finite = np.isfinite(np.pad(values, 1, constant_values=np.nan))
+                alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # no line goes through these
+                points = np.flatnonzero(alone | (len(steps) < 30)).tolist()
+                marked = {"marker": "o" if points else "", "markevery": points, "markersize": 4}
+                axes.plot(steps, values, f"C{color}", label=name, **marked)
             every = np.concatenate([self[name][1] for name in group])
             every = every[np.isfinite(every)]
             if spans_decades(every):

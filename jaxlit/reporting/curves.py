@@ -22,13 +22,13 @@ def together(names: Iterable[str]) -> dict[str, list[str]]:
     """Return which metrics belong in one picture, by the end of their names: `train/loss`, `val_loss`, `loss_step`."""
     found: dict[str, list[str]] = {}
     for name in names:
-        end = name.removesuffix("_epoch").removesuffix("_step").split("/")[-1]
+        end = re.sub(r"/dataloader_idx_\d+$", "", name).removesuffix("_epoch").removesuffix("_step").split("/")[-1]
         found.setdefault(re.sub(f"^({'|'.join(_STAGES)})_", "", end), []).append(name)
     return found
 
 
 def colors(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of each name's color in one picture: a stage has the same in all of them."""
+    """Return the number of each name's color in one picture: the first curve of a stage has the same in all of them."""
     found: dict[str, int] = {}
     for name in sorted(names, key=lambda name: (not name.startswith(_STAGES), name)):
         own = next((k for k, stage in enumerate(_STAGES) if name.startswith(stage)), 0)
@@ -88,7 +88,7 @@ def curves_svg(title: str, curves: Mapping[str, _Curve]) -> str:
             parts.append(
                 f'<polyline class="curve" stroke="{color}" points="{points}"><title>{escape(name)}</title></polyline>'
             )
-            if len(at) < 30:
+            if len(at) < 30 or len(piece) == 1:
                 parts += [f'<circle fill="{color}" r="2.6" cx="{px:.1f}" cy="{y(v):.1f}"/>' for px, v in piece]
     inside = "".join(parts)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{inside}</svg>'

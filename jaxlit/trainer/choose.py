@@ -65,10 +65,11 @@ def find(
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
         found, skipped = _newest(folders)
-        if wanted == "best" and savers and savers[0].best_model_path:
-            found = read(Path(savers[0].best_model_path))
+        asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
+        if wanted == "best" and asked is not None and asked.best_model_path:
+            found = read(Path(asked.best_model_path))
         elif wanted == "best" and found is not None:  # of an earlier process: the newest checkpoint knows
-            found = best_of(found, savers[0].state_key if savers else "")
+            found = best_of(found, "" if asked is None else asked.state_key)
         if found is None and resume != "auto":
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")

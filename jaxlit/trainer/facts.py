@@ -123,8 +123,8 @@ def logger(session: Session) -> Any:
 
 
 def checkpoint_callback(session: Session) -> ModelCheckpoint | None:
-    """The first ModelCheckpoint."""
-    return next((c for c in session.callbacks if isinstance(c, ModelCheckpoint)), None)
+    """The first ModelCheckpoint with a monitor, or else the first."""
+    return min(checkpoint_callbacks(session), key=lambda c: c.monitor is None, default=None)
 
 
 def checkpoint_callbacks(session: Session) -> list[ModelCheckpoint]:

@@ -26,6 +26,7 @@ class RunFolder:
         self._given = root
         self.root = None if root is None else Path(os.path.abspath(root))  # whatever folder a program goes to later
         self._path, self._is_ours = self.root, False
+        self._is_lent = False  # by the run whose checkpoint is evaluated
 
     @property
     def known(self) -> Path | None:
@@ -40,22 +41,27 @@ class RunFolder:
         return self._path
 
     def claim(
-        self, files: Sequence[str], resume: Any, found: Checkpoint | None, *, several: bool, refuse: bool = True
+        self, files: Sequence[str], resume: Any, found: Checkpoint | None, *, several: bool, fitting: bool = True
     ) -> None:
         """Make the folder this Trainer's.
 
         Args:
             files: What a Trainer's loggers would leave in it.
             resume: `Trainer(resume=...)`.
-            found: The checkpoint that the fit begins with.
+            found: The checkpoint that the run begins with.
             several: Whether several processes write to it.
-            refuse: Whether a folder of another run is refused; otherwise it stays another's.
+            fitting: Whether a folder of another run is refused. An evaluation writes to that of its checkpoint's run.
 
         Raises:
             ArgumentError: It holds another run, which the fit does not continue.
         """
         if self.root is None:
-            if self._path is None and found is not None and resume is not None and found.path.parent.name == FOLDER:
+            if self._is_lent:
+                self._path, self._is_lent = None, False
+            if self._path is None and not fitting:
+                self._path = _run_of(resume if found is None else found.path, files)
+                self._is_lent = self._path is not None
+            elif self._path is None and found is not None and resume is not None and found.path.parent.name == FOLDER:
                 self._path = found.path.parent.parent  # a run goes on in its own folder
             if several:  # its name holds a time and a number of chance
                 self._path = Path(agree("the run's folder", str(self.path))[0])
@@ -65,7 +71,7 @@ class RunFolder:
         )
         for name in () if self._is_ours or continues else ("metrics.csv", FOLDER, *files):
             if _is_used(self.root / name):
-                if not refuse:
+                if not fitting:
                     return
                 raise ArgumentError(
                     f"Trainer(default_root_dir={str(self._given)!r}) holds {name} of another run. Pass "
@@ -88,6 +94,21 @@ class RunFolder:
             problem = error
         raise_together("the run's folder", problem)
         return lock
+
+
+def _run_of(path: Any, files: Sequence[str]) -> Path | None:
+    """Return the folder of the run that a checkpoint is in; None if it has no rows, or a training holds it."""
+    places = [Path(path), *Path(path).parents][:3] if isinstance(path, (str, Path)) and path != "auto" else []
+    for folder in places:  # a folder of checkpoints alone may be in any folder
+        if (folder / FOLDER).is_dir() and any((folder / name).is_file() for name in files):
+            try:
+                if jax.process_index() == 0:  # whose folder is that of all
+                    FolderLock(folder, of_run=True).close()
+                    FolderLock(folder / FOLDER).close()
+            except CheckpointError:
+                return None
+            return folder
+    return None
 
 
 def _is_used(path: Path) -> bool:

@@ -177,7 +177,7 @@ class Session:
         weights = find(None, init_from, *where, argument="init_from") if found is None else None
         files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
         several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
-        self.folder.claim(files, self.settings.resume, found, several=several, refuse=fitting)
+        self.folder.claim(files, self.settings.resume, found, several=several, fitting=fitting)
         return found, weights
 
     def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
@@ -229,13 +229,14 @@ class Session:
         self.results.clear()
         self.media.begin()
         tell_anew()
+        position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
         if stage.verb == "fit":
             self.results.history.clear()
             self.fitted = None  # together with the position: what asks where training stands gets one answer
-            self.position = snapshot.load_position(resume.checkpoint.state) if resume else Position()
+            self.position = position = position if resume else Position()
             self.control.should_stop, self.control.stop_reason = False, None
         try:
-            self.current = run = self._make_run(module, loaders)
+            self.current = run = self._make_run(module, loaders, position)
             with run.compiles, self._watchdog(run) as watchdog:
                 loops = partial(self._run_loops, run, stage, work, own, resume, watchdog)
                 self._guarded(run, stage.verb, resume, loops)
@@ -266,16 +267,16 @@ class Session:
             raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
-    def _make_run(self, module: TrainModule, loaders: Loaders) -> Run:
+    def _make_run(self, module: TrainModule, loaders: Loaders, position: Position) -> Run:
         own = without(self.callbacks, self.added)
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
         self.callbacks = check_callbacks(self._with_default(own) + self.added)
         for logger in (c for c in self.callbacks if isinstance(c, Logger)):
             logger.attach(self._trainer, self.media)
-        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, self.position)
+        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         clock = Clock(self.strategy.num_processes > 1)
-        given = self.settings, self.control, module, hooks, self.results, self.position, loaders, in_flight, clock
+        given = self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock
         return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
 
     def _with_default(self, mine: list[Callback]) -> list[Callback]:
@@ -326,8 +327,7 @@ class Session:
         if fitting:
             self._begin_fit(run)
         else:
-            position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
-            run.engine.state.count_from(position.global_step, position.epoch)
+            run.engine.state.count_from(run.position.global_step, run.position.epoch)
         run.feeder = self._make_feeder(run, watchdog)
         # From here on the arrays are the engine's: hooks see them through the module, and leave it whole at the end.
         hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))

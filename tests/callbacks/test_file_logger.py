@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -100,6 +101,109 @@ def test_a_row_that_fits_only_in_part_is_dropped_and_later_ones_follow(kind, cap
     assert read(path) == [{"step": s, "loss": x} for s, x in ((0, 0.5), (1, 0.5), (4, 0.25))]
     assert logger.state_dict()["rows"] == 3
     logger.teardown(None, None, "fit")
+
+
+class Disk:
+    """A file opened for rows; a full disk takes all but the last byte of a write."""
+
+    full = 0  # for so many writes
+    seen: ClassVar[list[str]] = []  # after each change
+
+    def __init__(self, file, path):
+        self.file, self.path = file, path
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data):
+        if Disk.full:
+            Disk.full -= 1
+            self.file.write(data[:-1])
+            self.file.flush()
+            raise OSError(28, "No space left on device")
+        return self.note(self.file.write(data))
+
+    def truncate(self, *size):
+        return self.note(self.file.truncate(*size))
+
+    def note(self, result):
+        self.file.flush()
+        Disk.seen.append(self.path.read_text())
+        return result
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    opened, replace = Path.open, os.replace
+
+    def open_on(path, mode="r", *args, **named):
+        file = opened(path, mode, *args, **named)
+        return Disk(file, path) if mode in ("a", "r+b") else file
+
+    def replace_on(old, new):
+        replace(old, new)
+        Disk.seen.append(Path(new).read_text())
+
+    monkeypatch.setattr(Path, "open", open_on)
+    monkeypatch.setattr(os, "replace", replace_on)
+    Disk.full, Disk.seen = 0, []
+    return Disk
+
+
+@each_kind
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_disk_full_during_a_join_leaves_complete_rows(kind, writes, disk):
+    logger, path, trainer = kind(), path_of(kind()), make_trainer(default_root_dir="run")
+    logger.on_log(trainer, {"epoch": 0, "a": 0.5, "b": 0.25}, 0)
+    logger.on_log(trainer, {"epoch": 0, "a": 0.5}, 1)
+    disk.full = writes
+    logger.on_log(trainer, {"epoch": 0, "b": 0.125}, 1)
+    left = read(path)
+    assert left in ([{"step": 0, "epoch": 0, "a": 0.5, "b": 0.25}], [*left[:1], {"step": 1, "epoch": 0, "a": 0.5}])
+    assert len(left) == 3 - writes  # the second failure is one to put the old row back
+    logger.on_log(trainer, {"epoch": 0, "a": 2.0}, 2)
+    assert read(path) == [*left, {"step": 2, "epoch": 0, "a": 2.0}]
+    assert logger.state_dict()["rows"] == len(left) + 1
+    resumed = kind()
+    resumed.load_state_dict(logger.state_dict())
+    resumed.on_load_checkpoint(trainer, None, {"global_step": 3})
+    assert read(path) == [*left, {"step": 2, "epoch": 0, "a": 2.0}]
+    logger.finalize("success")
+
+
+@each_kind
+def test_no_moment_of_a_join_has_fewer_rows(kind, disk):
+    logger, trainer = kind(), make_trainer(default_root_dir="run")
+    for values in ({"a": 1.0, "b": 1.0}, {"a": 2.0}, {"b": 2.0}, {"c": 2.0}):  # the last is a new column
+        logger.on_log(trainer, {"epoch": 0, **values}, len(values) % 2)
+        rows = read(path_of(logger))
+    assert rows == [{"step": 0, "epoch": 0, "a": 1, "b": 1}, {"step": 1, "epoch": 0, "a": 2, "b": 2, "c": 2}]
+    held = [sum("1" in line or "2" in line for line in text.splitlines()) for text in disk.seen]
+    assert held == sorted(held)
+    logger.finalize("success")
+
+
+@each_kind
+def test_values_join_the_row_of_their_step_behind_others(kind):
+    logger, path, trainer = kind(), path_of(kind()), make_trainer(default_root_dir="run")
+    for step, values in ((4, {"loss": 1.0}), (5, {"mine": 2.0}), (4, {"loss_epoch": 3.0}), (5, {"more": 4.0})):
+        logger.on_log(trainer, {"epoch": 0, **values}, step)
+    joined = [{"step": 4, "epoch": 0, "loss": 1, "loss_epoch": 3}, {"step": 5, "epoch": 0, "mine": 2, "more": 4}]
+    assert read(path) == joined
+    assert logger.state_dict()["rows"] == 2
+    logger.finalize("success")
+
+
+@each_kind
+def test_a_half_written_last_row_is_cut_by_the_next_run(kind):
+    logger, path = kind(), path_of(kind())
+    log(logger, 0, 1)
+    logger.finalize("success")
+    os.truncate(path, path.stat().st_size - 2)
+    log(later := kind(), 2)
+    assert [row["step"] for row in read(path)] == [0, 2]
+    assert later.state_dict()["rows"] == 2
+    later.finalize("success")
 
 
 @each_kind

@@ -162,28 +162,23 @@ class Broken(Logger):
         raise OSError("no way out")
 
 
-WRONG = {
-    "log_image": ("a", np.zeros((4, 5), np.int32)),
-    "log_table": ("a", ["x"], [[1, 2]]),
-    "log_figure": ("a", None),
-    "log_text": ("", "text"),
-}
+FAILS = {"log_image": ("a", "no_file.png"), "log_figure": ("a", None)}
 
 
 def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
     def log(trainer, *_):
-        for name, given in WRONG.items():
+        for name, given in FAILS.items():
             getattr(trainer.logger, name)(*given)
         trainer.loggers[1].log_histogram("kept", GIVEN)
 
     loggers, module = [CSVLogger(), Broken()], Mean()
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(module, numbered(2), None, hooks(on_train_batch_end=log), logger=loggers, default_root_dir="run")
-    kept = ["_/0.txt", "_/1.txt", "kept/0.json", "kept/1.json"]  # the text under the name that it can have
+    kept = ["kept/0.json", "kept/1.json"]
     assert float(module.w[0]) == mean([[1], [2]]) and media() == kept
     told = [record.getMessage() for record in caplog.records]
-    assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in WRONG), "Broken.log_histogram"]
-    assert "int32[4, 5]" in told[0] and ["It is left out, and training" in line for line in told[:4]] == [1, 1, 1, 0]
+    assert [line.split(" failed")[0] for line in told] == [*(f"CSVLogger.{x}" for x in FAILS), "Broken.log_histogram"]
+    assert "FileNotFoundError" in told[0] and ["It is left out, and training" in line for line in told] == [1, 1, 0]
     assert "no way out" in told[-1] and "It is kept in the run's media folder" in told[-1]
 
 
@@ -224,10 +219,29 @@ def test_a_logger_that_is_asked_in_anothers_place_may_lack_an_argument(caplog):
     assert "Plain.log_image failed" in caplog.text
 
 
+VALUES = [
+    ("log_image", ("a", PIXELS), {"caption": "cat"}, r"log_image\(caption=...\) takes a list .*got 'cat'"),
+    ("log_image", ("a", [PIXELS]), {"caption": [3]}, r"log_image\(caption=...\) takes a list .*got \[3\]"),
+    ("log_image", ("a", [PIXELS, PIXELS]), {"caption": ["a"]}, "2 images and 1 captions"),
+    ("log_image", (3, PIXELS), {}, "logs under a name .*got 3"),
+    ("log_image", ("a", PIXELS), {"step": "x"}, r"log_image\(step=...\) takes .*an int, got 'x'"),
+    ("log_image", ("a", np.zeros((4, 5), np.int32)), {}, r"log_image\('a', .*int32\[4, 5\]"),
+    ("log_text", ("", "text"), {}, "logs under a name .*got ''"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "named", "words"), VALUES)
+@pytest.mark.parametrize("other", [None, TensorBoardLogger], ids=["media", "tensorboard"])
+def test_a_wrong_value_of_an_argument_is_raised(other, name, args, named, words):
+    wrong = hooks(on_train_end=lambda t, m: getattr(t.logger, name)(*args, **named))
+    loggers = [CSVLogger(), *([] if other is None else [other()])]
+    refuses((ArgumentError, ArgumentTypeError), lambda: fit(Mean(), numbered(1), None, wrong, logger=loggers), words)
+
+
 @pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": CSVLogger(on_error="raise")}])
-def test_a_mistake_is_raised_in_a_trial_run_and_where_the_logger_is_to_raise(arguments):
-    wrong = hooks(on_train_end=lambda t, m: t.logger.log_image(*WRONG["log_image"]))
-    refuses(ArgumentError, lambda: fit(Mean(), numbered(1), None, wrong, **arguments), r"log_image\('a', .*int32")
+def test_a_failure_is_raised_in_a_trial_run_and_where_the_logger_is_to_raise(arguments):
+    fails = hooks(on_train_end=lambda t, m: t.logger.log_image(*FAILS["log_image"]))
+    refuses(OSError, lambda: fit(Mean(), numbered(1), None, fails, **arguments), "no_file.png")
 
 
 def test_a_trial_run_makes_everything_and_keeps_nothing():

@@ -130,7 +130,8 @@ def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
 
 
 def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
-    callbacks = [EarlyStopping("loss", min_delta=0), ModelCheckpoint(monitor="val", mode="max"), RunReport()]
+    saves = [ModelCheckpoint("plain"), ModelCheckpoint(monitor="val", mode="max")]
+    callbacks = [EarlyStopping("loss", min_delta=0), *saves, RunReport()]
     arguments = {"default_root_dir": "run", "logger": JSONLLogger(), "log_every_n_steps": 1}
     trainer = fit(Mean(), numbered(2), numbered(1, 9), *callbacks, **arguments)
     assert trainer.checkpoint_callback.monitor == "val"

@@ -82,7 +82,7 @@ def test_what_is_undone_is_forgotten():
 
 def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     history = History()
-    refuses(ArgumentError, history.plot, r"were logged, \[\], got \[\]")
+    refuses(ArgumentError, history.plot, "Nothing was logged: call self.log in a step")
     for step in range(3):
         history.add({"train/loss": 2.0 * step, "val/loss": 5.0, "accuracy": 0.5}, step)
     figure = history.plot()
@@ -136,6 +136,15 @@ def test_few_points_have_markers(points, marker):
         history.add({"x": 1.0}, step)
     (line,) = history.plot().axes[0].lines
     assert line.get_marker() == marker
+
+
+def test_a_value_between_nans_has_a_marker():
+    history = History()
+    for step in range(40):
+        history.add({"x": 1.0 if step in (7, 20, 21, 39) else float("nan")}, step)
+    (line,) = history.plot().axes[0].lines
+    assert line.get_marker() == "o"
+    assert line.get_markevery() == [7, 39]
 
 
 def test_the_title_names_the_module_and_the_run():

@@ -70,6 +70,11 @@ def test_a_stage_has_its_color_whatever_is_logged_first() -> None:
         assert found == {"train/loss": "var(--c0)", "val/loss": "var(--c1)"}
 
 
+def test_a_value_between_nans_is_a_point() -> None:
+    values = np.where(np.isin(np.arange(40), [7, 20, 21]), 1.0, np.nan)
+    assert curves_svg("x", {"x": (np.arange(40), values)}).count("<circle") == 1
+
+
 def test_one_value_is_a_point() -> None:
     svg = curves_svg("x", {"x": (np.array([7]), np.array([0.5]))})
     assert len(lines_of(svg)) == 1 and svg.count("<circle") == 1
@@ -99,6 +104,10 @@ def test_ticks_are_round_and_few(count: int) -> None:
     [
         (["train/loss", "val/loss", "val/acc"], {"loss": ["train/loss", "val/loss"], "acc": ["val/acc"]}),
         (["loss_step", "loss_epoch"], {"loss": ["loss_step", "loss_epoch"]}),
+        (
+            ["train/loss", "val/loss/dataloader_idx_0", "val/loss_epoch/dataloader_idx_12"],
+            {"loss": ["train/loss", "val/loss/dataloader_idx_0", "val/loss_epoch/dataloader_idx_12"]},
+        ),
         ([], {}),
     ],
 )

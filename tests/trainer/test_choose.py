@@ -99,6 +99,36 @@ def test_a_fit_without_a_folder_goes_on_in_the_run_that_it_resumes(run) -> None:
     assert trainer.run_dir.parts[0] == "runs" and not at(5).exists()
 
 
+@pytest.mark.parametrize(("path", "step"), [("runs/a", 3), ("runs/a/best", 1), ("runs/a/checkpoints/step_00000002", 2)])
+def test_an_evaluation_writes_to_the_run_of_its_checkpoint(path, step) -> None:
+    saves = ModelCheckpoint(monitor="val", mode="min", save_top_k=-1)
+    fit(Line(), numbered(1), numbered(1), saves, default_root_dir="runs/a", max_epochs=3)
+    before = Path("runs/a/metrics.csv").read_text()
+    trainer = make_trainer()
+    trainer.validate(Line(), numbered(1), ckpt_path=path)
+    assert Path("runs/a/metrics.csv").read_text().removeprefix(before).startswith(f"{step - 1},{step},")
+    assert trainer.run_dir == Path("runs/a").absolute()
+    trainer.fit(Line(), numbered(1))  # which is another run
+    assert trainer.run_dir != Path("runs/a").absolute()
+    resumed = make_trainer(resume=path)
+    resumed.validate(Line(), numbered(1))
+    assert resumed.run_dir == Path("runs/a")
+
+
+def test_an_evaluation_leaves_a_training_alone_and_a_folder_of_checkpoints() -> None:
+    def evaluate(*_: Any) -> None:
+        (other := make_trainer()).validate(Line(), numbered(1), ckpt_path="run")
+        assert not Path(other.run_dir, "checkpoints").exists()
+        places.append(other.run_dir)
+
+    places: list[Path] = []
+    train("run", 1)
+    train("run", 2, hooks(on_train_start=evaluate), resume="auto")
+    Path("run/metrics.csv").unlink()
+    evaluate()
+    assert [place.parts[0] for place in places] == ["runs", "runs"]
+
+
 @pytest.mark.parametrize("made", thinned([False, True], True))
 def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     if made:
