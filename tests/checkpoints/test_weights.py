@@ -1,12 +1,14 @@
 """A module from a checkpoint alone: its constructor's arguments, and every kind of Variable."""
 
 import base64
+import collections
 import dataclasses
 import enum
 import pickle
 import shutil
 import sys
 import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,6 +177,17 @@ class Kind(enum.Enum):
     B = "b"
 
 
+class Pair(typing.NamedTuple):
+    """A tuple of a type of its own."""
+
+    first: int
+    api_key: str
+
+
+class Fraction(float):
+    """A float of a type of its own."""
+
+
 class Built(Mean):
     """A module whose class keeps what the last one was built with."""
 
@@ -185,6 +198,7 @@ class Built(Mean):
 
 NAMED = [nnx.tanh, jnp.add, np.tanh, doubled, nnx.Linear, Built, jnp.bfloat16, np.float32, np.dtype("int8"), Kind.B]
 NAMED += [float, Config(3, nnx.silu), (1, (2.0, [nnx.gelu])), {0: "a"}, float("-inf"), {"jaxlit": "name", "value": "x"}]
+NAMED += [np.float32(0.1), np.float64("inf"), np.int8(3), np.bool_(True)]
 
 
 @pytest.mark.parametrize("value", NAMED, ids=lambda value: getattr(value, "__name__", type(value).__name__))
@@ -202,6 +216,9 @@ LOCAL = [
     (lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), r"activation=Linear\(\.\.\.\)"),
     (lambda: np.zeros((2, 3)), r"activation=float64\[2, 3\]"),
     (lambda: {"f": jnp.zeros(2), "g": doubled}, r"activation=float32\[2\]"),
+    (lambda: Pair(1, "hunter2"), r"activation=Pair\(\.\.\.\)"),  # nor what would come back as its base class
+    (lambda: [collections.OrderedDict(api_key="hunter2")], r"activation=OrderedDict\(\.\.\.\)"),
+    (lambda: Config(Fraction(2.0)), r"activation=2\.0"),
 ]
 
 
@@ -258,11 +275,14 @@ def test_a_lazy_module_asks_for_what_has_no_name():
         Built.load_from_checkpoint("run")
 
 
-def test_a_name_of_a_script_is_looked_up_where_its_class_is(monkeypatch):
-    script = types.ModuleType("script")
+def test_a_name_of_a_script_is_looked_up_only_where_its_class_is(monkeypatch):
+    script, loads = types.ModuleType("script"), types.ModuleType("__main__")
     exec("def twice(x): ...\nclass Net: ...", vars(script))
+    exec("def twice(x): ...\ndef thrice(x): ...\nclass Net: ...", vars(loads))
     monkeypatch.setitem(sys.modules, "script", script)
+    monkeypatch.setitem(sys.modules, "__main__", loads)
     assert decode({"jaxlit": "name", "value": "__main__:twice"}, script.Net) is script.twice
+    assert decode({"jaxlit": "name", "value": "__main__:twice"}, loads.Net) is loads.twice
     with pytest.raises(NotKeptError, match=r"__main__\.thrice"):
         decode({"jaxlit": "name", "value": "__main__:thrice"}, script.Net)
 
