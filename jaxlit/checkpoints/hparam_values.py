@@ -16,6 +16,7 @@ from flax import nnx
 from jaxlit.shown import shown
 
 _KIND, _VALUE = "jaxlit", "value"
+DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 

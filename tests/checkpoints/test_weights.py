@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import enum
 import pickle
+import re
 import shutil
 import sys
 import types
@@ -23,6 +24,7 @@ from kit.batches import random
 from kit.by_hand import state_of as arrays_of
 from kit.checkpoints import edit, put
 from kit.modules import Linear, Mean
+from kit.refusals import warnings_of
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
@@ -160,6 +162,21 @@ def test_an_argument_of_an_old_checkpoint_is_taken_from_the_caller(trained):
     assert_same(Wrapped.load_from_checkpoint(trained[1], activation=nnx.relu), trained[0])
 
 
+def test_arguments_that_an_old_checkpoint_does_not_record_are_named(caplog):
+    fit(Built(nnx.tanh), random(1), default_root_dir="run")
+    folder = Path("run/checkpoints/step_00000001")
+    edit(folder, lambda state: state["module"]["hparams"].pop("activation"))
+    Built.load_from_checkpoint(folder)
+    assert Built.activation is nnx.relu
+    (text,) = warnings_of(caplog)
+    words = (
+        r"Built takes the defaults of activation, which .*step_00000001 does not record\. Pass activation=\.\.\. to "
+    )
+    assert re.match(words, text)
+    Built.load_from_checkpoint(folder, activation=nnx.tanh)
+    assert len(warnings_of(caplog)) == 1
+
+
 def doubled(x):
     return 2 * x
 
@@ -232,13 +249,14 @@ def test_what_has_no_name_is_asked_for(make, words):
     assert Built.activation is nnx.relu
 
 
-def test_a_default_without_a_name_need_not_be_given():
+def test_a_default_without_a_name_need_not_be_given(caplog):
     class Local(Mean):
         def __init__(self, activation=lambda x: x, scale=float, table=np.ones(2)):  # noqa: B008
             super().__init__()
 
     fit(Local(), random(1), default_root_dir="run")
     assert Local.load_from_checkpoint("run").hparams == {"scale": float}
+    assert not warnings_of(caplog)
 
 
 def test_an_argument_that_was_left_out_is_asked_for():
