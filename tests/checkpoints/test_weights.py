@@ -147,7 +147,7 @@ class Wrapped(Rich):
 @pytest.mark.parametrize(
     ("cls", "path", "given", "words"),
     [
-        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is no checkpoint and no folder that holds one"),
+        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is not a checkpoint"),
         (Misspelt, None, {}, r"hyperparameter 'width', which Misspelt does not have\. Did you mean 'widht'"),
         (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'"),
         (Rich, None, {"widht": 3}, r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"),

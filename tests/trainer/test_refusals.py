@@ -228,7 +228,7 @@ FIT: list[tuple[Any, ...]] = [
         "fit(ckpt_path='missing.ckpt')",
         CheckpointError,
         {"ckpt_path": "missing.ckpt"},
-        "'missing.ckpt' is no checkpoint",
+        "'missing.ckpt' is not a checkpoint",
     ),
 ]
 
@@ -328,7 +328,12 @@ CALLS: list[tuple[Any, ...]] = [
         lambda: make_trainer(enable_checkpointing=False).test(Mean(), numbered(1), **BEST),
         *(r"test\(ckpt_path=\.\.\.\): 'best' was asked for", "no checkpoint in"),
     ),
-    ("load_from_checkpoint(missing)", CheckpointError, lambda: Mean.load_from_checkpoint("x"), "'x' is no checkpoint"),
+    (
+        "load_from_checkpoint(missing)",
+        CheckpointError,
+        lambda: Mean.load_from_checkpoint("x"),
+        "'x' is not a checkpoint",
+    ),
     (
         *("load_from_checkpoint on instance", ModuleError, lambda: Mean().load_from_checkpoint("gone")),
         *("Call it on the class", "Mean"),
