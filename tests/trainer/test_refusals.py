@@ -320,6 +320,7 @@ def broken_structure() -> Any:
 
 NAN_LOSS = module(lambda self, batch: jnp.mean(self.error(batch)) * jnp.nan)
 BEST = {"ckpt_path": "best"}
+ARRAY: Any = np.zeros(2)
 CALLS: list[tuple[Any, ...]] = [
     ("test() without model", Arg, lambda: make_trainer().test(), r"Trainer\.test\(model", "no model", "Pass one"),
     ("test() without test_dataloader", Arg, lambda: make_trainer().test(Mean()), r"Trainer\.test", "loader", "Pass"),
@@ -352,6 +353,11 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
+    ("an array as a path", Type, lambda: jl.Trainer(default_root_dir=ARRAY), r"_dir.*got float64\[2\]\."),
+    ("", Type, lambda: jl.Trainer(resume=ARRAY), r"resume.*got float64\[2\]\."),
+    ("", Type, lambda: jl.Trainer(accumulate_grad_batches={0: ARRAY}), r"got \{0: float64\[2\]\}\. "),  # type: ignore[arg-type]
+    ("", Type, lambda: fit(Mean(), numbered(1), ckpt_path=ARRAY), r"ckpt_path.*got float64\[2\]\."),
+    ("", Type, lambda: make_trainer().saver.announce(ARRAY, "x"), r"announce.*got float64\[2\]\. "),
     ("arrays in a list", Type, lambda: jl.Trainer(callbacks=[jnp.ones(3)]), r"got float32\[3\]\."),
     ("deepspeed", Arg, lambda: jl.Trainer(strategy="deepspeed"), "Use strategy='fsdp'"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
