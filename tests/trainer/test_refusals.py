@@ -281,6 +281,10 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
         "loop of",
     ),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
+    (
+        *("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd())),
+        *("no part gets them: .*'value'", r"as optax\.GradientTransformation\(\*part\)"),
+    ),
     ("", jl.Optimizer(SGD, wrt=nnx.BatchStat), "Made has no variable to train", "wrt="),
     ("", jl.Optimizer(SGD, wrt=nnx.PathContains("head")), "no variable to train", "wrt="),
     ("", optax.multi_transform({"a": SGD}, {"w": "a"}), SET_UP),
@@ -348,7 +352,7 @@ CALLS: list[tuple[Any, ...]] = [
     ),
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
-    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Return optax.adamw"),
+    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Pass optax.adamw\(1e-3\)\.$"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. optax has it"),  # type: ignore[call-arg]
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
