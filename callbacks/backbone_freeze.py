@@ -8,11 +8,12 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.groups import fits_none, labels_of, names_in, shown
+from jaxlit.core.groups import fits_none, labels_of, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import transform_of
 from jaxlit.core.parts import Part
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.shown import shown
 
 
 class BackboneFreeze(Callback):
@@ -84,7 +85,9 @@ def _names_of(callback: BackboneFreeze, module: TrainModule, wrt: Any) -> frozen
     found, there = callback.names(module, wrt), names_in(module, wrt, ...)
     whose = f"{type(callback).__name__}.names(...)"
     if isinstance(found, str) or not isinstance(found, Iterable):
-        raise ArgumentTypeError(f"{whose} returns the names of parameters, got {found!r}. Return a frozenset of them.")
+        raise ArgumentTypeError(
+            f"{whose} returns the names of parameters, got {shown(found)}. Return a frozenset of them."
+        )
     found = frozenset(found)
     some = f" One is called {there[0]!r}." if there else " There is none."
     if unknown := sorted(map(str, found.difference(there))):

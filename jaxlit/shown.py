@@ -12,7 +12,7 @@ _MOST_ENTRIES = 10
 
 
 def shown(value: Any, most: int = 300) -> str:
-    """Return the repr of a value on a line: arrays by dtype and shape, functions by name, cut behind `most` letters."""
+    """Return a value's repr on a line: arrays by dtype and shape, functions by name, cut after `most` characters."""
     text = _text(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -26,8 +26,8 @@ def _text(x: Any) -> str:
         return f"({_joined(map(_text, x), len(x))}{',' * (len(x) == 1)})"
     if isinstance(x, nnx.Pytree):
         return f"{type(x).__name__}(...)"
-    if isinstance(x, type):
-        return repr(x)
+    if isinstance(x, type) or x is ...:
+        return "..." if x is ... else repr(x)
     if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not isinstance(x, np.generic):
         return f"{x.dtype}{list(x.shape)}"
     if callable(x) and (name := getattr(x, "__qualname__", None) or getattr(x, "__name__", None)):

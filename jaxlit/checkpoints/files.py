@@ -195,7 +195,7 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
 
     Args:
-        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` behind it.
+        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` at the end.
         argument: Where it was given, for messages.
 
     Returns:
@@ -206,30 +206,33 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    where, missing = Path(path), ""
-    if where.name in ("best", "last") and where.parent.is_dir() and not where.exists():
-        found, skipped = locate(where.parent, argument)
-        return best_of(found) if where.name == "best" else found, skipped
+    where, found, skipped, missing = Path(path), None, list[str](), ""
+    which = where.name if where.name in ("best", "last") and where.parent.is_dir() and not where.exists() else ""
+    where = where.parent if which else where
     if where.is_file():
         raise CheckpointError(
             f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
             "are read with it, and given to a module by nnx.update(module, state)."
         )
     if (where / manifest.MANIFEST).exists() or step_of(where) is not None:
-        if where.exists():
-            return read(where), []
+        found = read(where) if where.exists() else None
     elif where.is_dir():
         found, skipped = newest(folder_of(where))
-        if found is not None:
-            return found, skipped
+    if found is not None:
+        return best_of(found) if which == "best" else found, skipped
+    if which == str(path):
+        raise CheckpointError(f'{argument}: {which!r} names no folder: pass "<run\'s folder>/{which}".')
     near = where
     while not near.is_dir():
         missing, near = near.name, near.parent
     names = ", ".join(p.name for p in candidates(folder_of(near))[:5])
     there = f" In {near} there are: {names}." if names else ""
     if near != where:
-        there = f" There is no {missing!r} in {near}.{did_you_mean(missing, [p.name for p in near.iterdir()])}{there}"
-    raise CheckpointError(f"{argument}: {str(path)!r} is no checkpoint and no folder that holds one.{there}")
+        place = f" in {near}" if near != Path() else ""
+        there = (
+            f" There is no folder {missing!r}{place}.{did_you_mean(missing, [p.name for p in near.iterdir()])}{there}"
+        )
+    raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{there}")
 
 
 def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:

@@ -1,7 +1,7 @@
 """Constructor arguments as JSON values, and back: what can be named is kept by its name.
 
-What JSON does not have is a dict `{"jaxlit": kind, "value": ...}`. To find what a name means nothing is imported: it is
-looked up in the modules that are loaded, and only in those of the class that is built, of jax, flax, optax and numpy.
+What JSON does not have is a dict `{"jaxlit": kind, "value": ...}`. Nothing is imported to look up a name: it is looked
+up in the modules that are loaded, and only in those of the class that is built, of jax, flax, optax and numpy.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from flax import nnx
 from jaxlit.shown import shown
 
 _KIND, _VALUE = "jaxlit", "value"
+DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -31,16 +32,19 @@ def encode(x: Any) -> Any:
     """
     if (name := _name_of(x)) is not None:
         return _node("name", name)
-    if isinstance(x, (np.generic, np.dtype)):
-        return _node("dtype", x.name) if isinstance(x, np.dtype) else encode(x.item())
-    if isinstance(x, float) and not math.isfinite(x):
+    if isinstance(x, np.dtype):
+        return _node("dtype", x.name)
+    if isinstance(x, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
+        return _node("scalar", encode(x.item()), dtype=x.dtype.name)
+    # Exact types: an instance of a subclass would come back as one of its base.
+    if type(x) is float and not math.isfinite(x):
         return _node("float", str(x))
-    if x is None or isinstance(x, (bool, int, float, str)):
+    if x is None or type(x) in (bool, int, float, str):
         return x
-    if isinstance(x, (list, tuple)):
+    if type(x) in (list, tuple):
         values = [encode(value) for value in x]
-        return values if isinstance(x, list) else _node("tuple", values)
-    if isinstance(x, dict):
+        return values if type(x) is list else _node("tuple", values)
+    if type(x) is dict:
         if _KIND not in x and all(isinstance(key, str) for key in x):
             return {key: encode(value) for key, value in x.items()}
         return _node("dict", [[encode(key), encode(value)] for key, value in x.items()])
@@ -50,7 +54,8 @@ def encode(x: Any) -> Any:
         values = {key: encode(value) for key, value in fields.items()}
         if _is_made_of(x, fields):
             return _node("dataclass", values, name=name)
-    raise NotKeptError(shown(x))
+    is_collection = is_plain or isinstance(x, (dict, list, tuple))  # whose repr may show a secret
+    raise NotKeptError(f"{type(x).__name__}(...)" if is_collection else shown(x))
 
 
 def not_kept(text: str) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def decode(x: Any, cls: type) -> Any:
     """Return the value of what `encode` or `not_kept` returned.
 
     Args:
-        x: It, or what stands in a checkpoint in its place.
+        x: The JSON value from a checkpoint.
         cls: The class that is built.
 
     Raises:
@@ -81,6 +86,8 @@ def decode(x: Any, cls: type) -> Any:
             return _found(value, cls)  # "package.module:Class.method"
         if kind == "dtype":
             return np.dtype(value)
+        if kind == "scalar" and issubclass(scalar := np.dtype(x["dtype"]).type, (np.bool_, np.number)):
+            return scalar(decode(value, cls))
         if kind == "float":
             return float(value)
         if kind == "tuple":
@@ -145,14 +152,14 @@ def _look_up(module: str, name: str) -> Any:
 def _found(path: str, cls: type) -> Any:
     """Return what a name means, where the class is built."""
     module, _, name = path.partition(":")
-    # A script that was run is imported by the program that loads what it has trained.
-    for place in (module, cls.__module__) if module == "__main__" else (module,):
-        found = _look_up(place, name)
-        # By its own name: a module may hold functions of any other.
-        if found is not None and (own := _name_of(found)) is not None and _may_be_given(own.partition(":")[0], cls):
-            return found
-        if isinstance(found, type) and place == "builtins":  # float as a dtype
-            return found
+    # The program that loads what a script has trained imports the script, and has another `__main__`.
+    module = cls.__module__ if module == "__main__" else module
+    found = _look_up(module, name)
+    # By its own name: a module may hold functions of any other.
+    if found is not None and (own := _name_of(found)) is not None and _may_be_given(own.partition(":")[0], cls):
+        return found
+    if isinstance(found, type) and module == "builtins":  # float as a dtype
+        return found
     raise KeyError(path)
 
 

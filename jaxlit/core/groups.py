@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 
 
 def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
@@ -99,11 +100,6 @@ def _fits(key: Any) -> Any:
         return any(fnmatchcase(_text(part), key) or leaf_name(part) == key for part in begins)
 
     return fits
-
-
-def shown(key: Any) -> str:
-    """Return a group as it is written."""
-    return "..." if key is ... else repr(key)
 
 
 def _text(path: Sequence[Any]) -> str:

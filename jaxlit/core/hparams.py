@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
-from jaxlit.checkpoints.hparam_values import NotKeptError, encode, not_kept, readable
+from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, encode, not_kept, readable
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.reporting.secrets import PLACEHOLDER, hide, tell
@@ -51,7 +51,8 @@ class Hparams(dict[str, Any]):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the constructor's arguments as a checkpoint keeps them, and what was added; secrets are not kept."""
-        given: dict[str, Any] = {name: not_kept(text) for name, text in self._left_out.items()}
+        given: dict[str, Any] = {name: DEFAULT for name in sorted(self._arguments - {"rngs", *self})}
+        given |= {name: not_kept(text) for name, text in self._left_out.items()}
         added: dict[str, Any] = {}
         for name, value in self.items():
             try:

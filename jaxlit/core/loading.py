@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.hparam_values import NotKeptError, decode, encode
+from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode, encode
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.field_arguments import ARGUMENTS
@@ -39,13 +39,20 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    hparams = checkpoint.state["module"]["hparams"]
+    recorded = checkpoint.state["module"]["hparams"]
+    hparams = {name: value for name, value in recorded.items() if value != DEFAULT}
     for name in hparams:
         if name not in parameters and not takes_any:
             raise CheckpointError(
                 f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
                 f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
             )
+    optional = [name for name, p in parameters.items() if p.default is not p.empty and name != "rngs"]
+    if unknown := [name for name in optional if name not in recorded and name not in overrides]:
+        _logger.warning(
+            f"{cls.__name__} takes the defaults of {', '.join(unknown)}, which {checkpoint.path} does not record. Pass "
+            f"{', '.join(f'{name}=...' for name in unknown)} to load_from_checkpoint if it was trained with others."
+        )
     kept = {name: value for name, value in hparams.items() if name not in overrides}
     arguments = _rebuilt(cls, checkpoint, kept) | overrides
     if "rngs" in parameters and "rngs" not in arguments:

@@ -69,13 +69,13 @@ class Optimizer:
             nnx.filterlib.to_predicate(self.wrt)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"jl.Optimizer(wrt=...) takes an nnx filter, got {shown(self.wrt)}. Pass nnx.Param or "
-                "nnx.PathContains('head'), say."
+                f"jl.Optimizer(wrt=...) takes an nnx filter, got {shown(self.wrt)}. Pass, for example, "
+                "nnx.Param or nnx.PathContains('head')."
             ) from None
         if self.lr_schedule is not None and not callable(self.lr_schedule):
             raise ArgumentError(
                 "jl.Optimizer(lr_schedule=...) takes an optax schedule, a function of the step, got "
-                f"{self.lr_schedule!r}. Pass optax.constant_schedule(0.1), say."
+                f"{shown(self.lr_schedule)}. Pass, for example, optax.constant_schedule(0.1)."
             )
         if self.lr_schedule is not None and self.by is not None:
             raise ArgumentError(
@@ -119,16 +119,16 @@ def _by_label(
 def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
     if not isinstance(by, Mapping) or not by:
         raise ArgumentTypeError(
-            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {shown(by)}. Pass by={{'encoder': "
-            "optax.adam(1e-4), ...: optax.adam(1e-3)}, say, where ... is the rest."
+            f"jl.Optimizer(by=...) takes a dict of groups and transforms, got {shown(by)}. Pass, for example, "
+            "by={'encoder': optax.adam(1e-4), ...: optax.adam(1e-3)}, where ... is the rest."
         )
     for key in by:
         try:
             nnx.filterlib.to_predicate(key)
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"jl.Optimizer(by=...) takes paths and nnx filters as groups, got {key!r}. Pass 'encoder', "
-                "'encoder/*/kernel', nnx.LoRAParam or ..., say."
+                f"jl.Optimizer(by=...) takes paths and nnx filters as groups, got {shown(key)}. Pass, for "
+                "example, 'encoder', 'encoder/*/kernel', nnx.LoRAParam or ... for the rest."
             ) from None
     labels = labels_of(by)
     if twice := [x for x in labels if labels.count(x) > 1]:
@@ -152,28 +152,33 @@ def updates_of(
     Raises:
         ModuleError: It needs more than these.
     """
-    tx = optax.with_extra_args_support(tx)
-    try:
+    tx, extra = optax.with_extra_args_support(tx), {"value": loss, "grad": grads}
+    while True:
         try:
-            updates, opt_state = tx.update(grads, opt_state, params, value=loss, grad=grads)
-        except TypeError as error:
-            if not re.search(r"unexpected keyword argument '(value|grad)'", str(error)):
+            updates, after = tx.update(grads, opt_state, params, **extra)
+            made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
+            if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
+                raise ValueError("it takes a batch dimension away from the shapes of the parameters")
+            return updates, after
+        except (TypeError, ValueError) as error:
+            text = str(error).rstrip(".")
+            if extra and re.search(r"update\w*\(\) got an unexpected keyword argument '(value|grad)'", text):
+                extra = {}  # optax.contrib.sam, alone or in a chain, takes neither
+                continue
+            if not re.search("required keyword-only argument|must be provided|batch dim", text):
+                note_place(error, f"the optimizer of {owner}")
                 raise
-            updates, opt_state = tx.update(grads, opt_state, params)  # optax.contrib.sam has neither argument
-        made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
-        if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
-            raise ValueError("it takes a batch dimension away from the shapes of the parameters")
-        return updates, opt_state
-    except (TypeError, ValueError) as error:
-        if not re.search("argument" if isinstance(error, TypeError) else "must be provided|batch dim", str(error)):
-            note_place(error, f"the optimizer of {owner}")
-            raise
-        raise ModuleError(
-            f"{owner}: the optimizer's update takes more than (grads, state, params, value=loss, grad=grads): "
-            f"{str(error).rstrip('.')}. One that evaluates the loss itself, optax.lbfgs, contrib.sophia or "
-            "contrib.sam(opaque_mode=True), or that takes the gradient of each row, contrib.dpsgd, needs a loop of "
-            "your own with jax.jit and jl.sharding."
-        ) from error
+            if not extra and re.search("arguments?: '(value|grad)'( and 'grad')?$", text):
+                raise ModuleError(
+                    f"{owner}: a part of the optimizer takes no value= and grad=, so that no part gets them: {text}. "
+                    "Pass that part, contrib.sam for example, as optax.GradientTransformation(*part)."
+                ) from error
+            raise ModuleError(
+                f"{owner}: the optimizer's update takes more than (grads, state, params, value=loss, grad=grads): "
+                f"{text}. One that evaluates the loss itself, optax.lbfgs, contrib.sophia or "
+                "contrib.sam(opaque_mode=True), or that takes the gradient of each row, contrib.dpsgd, needs a loop of "
+                "your own with jax.jit and jl.sharding."
+            ) from error
 
 
 def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
@@ -193,7 +198,7 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
     if callable(tx) and not isinstance(tx, type):
         way = f"Call it: {getattr(tx, '__name__', 'it')}(1e-3)."
     else:
-        way = "Return optax.adamw(1e-3), say."
+        way = "Pass optax.adamw(1e-3)."
     text = shown(tx)
     raise ArgumentTypeError(
         f"{owner} takes an optax.GradientTransformation, got {text if len(text) <= 100 else type(tx).__name__}. {way}"

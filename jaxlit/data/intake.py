@@ -261,9 +261,10 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
             kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
             place = next(path[0] for path, x in jax.tree_util.tree_leaves_with_path(batch) if x is leaf)
             key = getattr(place, "key", getattr(place, "idx", None))
-            way = f"Pass Trainer(host_keys=({key!r},))" if key is not None else "Make the batch a dict with host_keys"
+            keep = f"Pass Trainer(host_keys=({key!r},)) to keep batch{_subscript(place)}"
+            way = keep if key is not None else "Make the batch a dict with host_keys to keep it"
             raise DataError(
-                f"{where}: {name} holds {kind}, which no device takes. {way} to keep it on the host, leave it out of "
+                f"{where}: {name} holds {kind}, which no device takes. {way} on the host, leave it out of "
                 "the batch, or encode it as numbers."
             )
         if not x.dtype.isnative or x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8):

@@ -12,6 +12,7 @@ from jaxlit import checks as check
 from jaxlit.core.precision import PRECISIONS
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.shown import shown
 
 _UNBOUNDED = (None, -1)
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
@@ -161,8 +162,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     given, found = _as_here(given), dict[str, Any]()
     if isinstance(windows := given["accumulate_grad_batches"], dict):
         raise ArgumentTypeError(
-            f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {windows!r}. Pass "
-            f"callbacks=jl.callbacks.GradientAccumulationScheduler({windows!r}) for numbers that change by epoch."
+            f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {shown(windows)}. Pass "
+            f"callbacks=jl.callbacks.GradientAccumulationScheduler({shown(windows)}) for numbers that change by epoch."
         )
     for name, low in (
         ("max_steps", -1),
@@ -214,7 +215,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("compile_cache", (bool,), "takes True, False or a path"),
     ):
         if not isinstance(folder := given[name], (str, Path, *others)):
-            raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {folder!r}.")
+            raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {shown(folder)}.")
     return found
 
 
@@ -256,13 +257,13 @@ def _check_combinations(s: Settings) -> None:
 def _check_resume(s: Settings) -> None:
     if s.resume is None:
         return
+    if not isinstance(s.resume, (str, Path)) or not str(s.resume):
+        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {shown(s.resume)}.")
     if s.resume in ("last", "best"):
         raise ArgumentError(
             f"Trainer(resume={s.resume!r}): 'auto' goes on from the newest checkpoint in default_root_dir. Pass it, a "
             f"path, or fit(ckpt_path={s.resume!r})."
         )
-    if not isinstance(s.resume, (str, Path)) or not str(s.resume):
-        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {s.resume!r}.")
     if s.resume == "auto" and s.default_root_dir is None:
         raise ArgumentError(
             "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "

@@ -99,8 +99,8 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -
         )
     if start.ckpt_path is None and settings.resume is None and (start.reset_optimizer or not start.strict):
         raise ArgumentError(
-            "Trainer.fit(strict=False) and reset_optimizer=True say how a checkpoint is taken, and there is none. "
-            "Pass ckpt_path=..., or Trainer(resume=...); init_from=... takes what fits, and a new optimizer."
+            "Trainer.fit(strict=False) and reset_optimizer=True apply to ckpt_path= and resume=, and neither was "
+            "given. Pass ckpt_path=..., or Trainer(resume=...); init_from=... takes what fits, and a new optimizer."
         )
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(

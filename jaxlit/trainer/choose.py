@@ -14,6 +14,7 @@ from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest
 from jaxlit.core.loading import tell_taken
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
+from jaxlit.shown import shown
 from jaxlit.trainer.run_folder import RunFolder
 
 
@@ -59,7 +60,7 @@ def find(
     if wanted is None:
         return None
     if not isinstance(wanted, (str, Path)):
-        raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {wanted!r}.")
+        raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {shown(wanted)}.")
     if wanted in ("auto", "last", "best"):
         savers = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
         own = Path(os.path.abspath(folder.path)) / FOLDER

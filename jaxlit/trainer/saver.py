@@ -173,7 +173,8 @@ class Saver:
         owner = "trainer.saver.announce"
         if not isinstance(callback, Callback):
             raise ArgumentTypeError(
-                f"{owner}(callback, path) takes the callback that wrote the checkpoint, got {callback!r}. Pass self."
+                f"{owner}(callback, path) takes the callback that wrote the checkpoint, got {shown(callback)}. Pass "
+                "self."
             )
         check_path(path, owner)
         self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))

@@ -191,18 +191,30 @@ def test_a_runs_folder_stands_for_its_newest_checkpoint_and_a_checkpoint_may_hav
 @pytest.mark.parametrize(
     ("typo", "near"),
     [
-        ("run/checkpoints/step_00000007", f"no 'step_00000007' in .*{NEWER}.*there are: {NEWER}, {OLDER}"),
+        (
+            "run/checkpoints/step_00000007",
+            f"no folder 'step_00000007' in run/checkpoints.*{NEWER}.*there are: {NEWER}, {OLDER}",
+        ),
         ("run/checkpoints/step_3", f"there are: {NEWER}, {OLDER}"),
-        ("rum", "no 'rum' in .* Did you mean 'run'"),
+        ("rum", "There is no folder 'rum'\\. Did you mean 'run'"),
         ("run/chekpoints", f"Did you mean 'checkpoints'.*there are: {NEWER}"),
-        ("empty", "no folder that holds one.$"),
-        ("gone/run", "no 'gone' in"),
+        ("empty", "contains none\\.$"),
+        ("empty/best", "contains none\\.$"),
+        ("gone/run", r"There is no folder 'gone'\.$"),
     ],
 )
 def test_a_path_that_is_not_there_is_an_error_that_lists_what_is_near(typo, near, root):
     Path("empty").mkdir()
-    with pytest.raises(CheckpointError, match=rf"^here: '{typo}' is no checkpoint and .*{near}"):
+    with pytest.raises(CheckpointError, match=rf"^here: '{typo}' is not a checkpoint, and .*{near}"):
         files.locate(typo, "here")
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_bare_best_or_last_names_no_folder(name, root):
+    with pytest.raises(CheckpointError, match=f"^here: '{name}' names no folder: pass \"<run's folder>/{name}\"\\.$"):
+        files.locate(name, "here")
+    shutil.copytree(root / "checkpoints" / OLDER, name)
+    assert files.locate(name, "here")[0].path.name == name
 
 
 def test_only_what_checkpoints_have_left_is_swept(root):

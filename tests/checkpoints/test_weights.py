@@ -1,12 +1,15 @@
 """A module from a checkpoint alone: its constructor's arguments, and every kind of Variable."""
 
 import base64
+import collections
 import dataclasses
 import enum
 import pickle
+import re
 import shutil
 import sys
 import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from kit.batches import random
 from kit.by_hand import state_of as arrays_of
 from kit.checkpoints import edit, put
 from kit.modules import Linear, Mean
+from kit.refusals import warnings_of
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
@@ -143,7 +147,7 @@ class Wrapped(Rich):
 @pytest.mark.parametrize(
     ("cls", "path", "given", "words"),
     [
-        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is no checkpoint and no folder that holds one"),
+        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is not a checkpoint"),
         (Misspelt, None, {}, r"hyperparameter 'width', which Misspelt does not have\. Did you mean 'widht'"),
         (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'"),
         (Rich, None, {"widht": 3}, r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"),
@@ -156,6 +160,21 @@ def test_what_cannot_be_built_is_refused(cls, path, given, words, trained):
 
 def test_an_argument_of_an_old_checkpoint_is_taken_from_the_caller(trained):
     assert_same(Wrapped.load_from_checkpoint(trained[1], activation=nnx.relu), trained[0])
+
+
+def test_arguments_that_an_old_checkpoint_does_not_record_are_named(caplog):
+    fit(Built(nnx.tanh), random(1), default_root_dir="run")
+    folder = Path("run/checkpoints/step_00000001")
+    edit(folder, lambda state: state["module"]["hparams"].pop("activation"))
+    Built.load_from_checkpoint(folder)
+    assert Built.activation is nnx.relu
+    (text,) = warnings_of(caplog)
+    words = (
+        r"Built takes the defaults of activation, which .*step_00000001 does not record\. Pass activation=\.\.\. to "
+    )
+    assert re.match(words, text)
+    Built.load_from_checkpoint(folder, activation=nnx.tanh)
+    assert len(warnings_of(caplog)) == 1
 
 
 def doubled(x):
@@ -175,6 +194,17 @@ class Kind(enum.Enum):
     B = "b"
 
 
+class Pair(typing.NamedTuple):
+    """A tuple of a type of its own."""
+
+    first: int
+    api_key: str
+
+
+class Fraction(float):
+    """A float of a type of its own."""
+
+
 class Built(Mean):
     """A module whose class keeps what the last one was built with."""
 
@@ -185,6 +215,7 @@ class Built(Mean):
 
 NAMED = [nnx.tanh, jnp.add, np.tanh, doubled, nnx.Linear, Built, jnp.bfloat16, np.float32, np.dtype("int8"), Kind.B]
 NAMED += [float, Config(3, nnx.silu), (1, (2.0, [nnx.gelu])), {0: "a"}, float("-inf"), {"jaxlit": "name", "value": "x"}]
+NAMED += [np.float32(0.1), np.float64("inf"), np.int8(3), np.bool_(True)]
 
 
 @pytest.mark.parametrize("value", NAMED, ids=lambda value: getattr(value, "__name__", type(value).__name__))
@@ -202,6 +233,9 @@ LOCAL = [
     (lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), r"activation=Linear\(\.\.\.\)"),
     (lambda: np.zeros((2, 3)), r"activation=float64\[2, 3\]"),
     (lambda: {"f": jnp.zeros(2), "g": doubled}, r"activation=float32\[2\]"),
+    (lambda: Pair(1, "hunter2"), r"activation=Pair\(\.\.\.\)"),  # nor what would come back as its base class
+    (lambda: [collections.OrderedDict(api_key="hunter2")], r"activation=OrderedDict\(\.\.\.\)"),
+    (lambda: Config(Fraction(2.0)), r"activation=2\.0"),
 ]
 
 
@@ -215,13 +249,14 @@ def test_what_has_no_name_is_asked_for(make, words):
     assert Built.activation is nnx.relu
 
 
-def test_a_default_without_a_name_need_not_be_given():
+def test_a_default_without_a_name_need_not_be_given(caplog):
     class Local(Mean):
         def __init__(self, activation=lambda x: x, scale=float, table=np.ones(2)):  # noqa: B008
             super().__init__()
 
     fit(Local(), random(1), default_root_dir="run")
     assert Local.load_from_checkpoint("run").hparams == {"scale": float}
+    assert not warnings_of(caplog)
 
 
 def test_an_argument_that_was_left_out_is_asked_for():
@@ -258,11 +293,14 @@ def test_a_lazy_module_asks_for_what_has_no_name():
         Built.load_from_checkpoint("run")
 
 
-def test_a_name_of_a_script_is_looked_up_where_its_class_is(monkeypatch):
-    script = types.ModuleType("script")
+def test_a_name_of_a_script_is_looked_up_only_where_its_class_is(monkeypatch):
+    script, loads = types.ModuleType("script"), types.ModuleType("__main__")
     exec("def twice(x): ...\nclass Net: ...", vars(script))
+    exec("def twice(x): ...\ndef thrice(x): ...\nclass Net: ...", vars(loads))
     monkeypatch.setitem(sys.modules, "script", script)
+    monkeypatch.setitem(sys.modules, "__main__", loads)
     assert decode({"jaxlit": "name", "value": "__main__:twice"}, script.Net) is script.twice
+    assert decode({"jaxlit": "name", "value": "__main__:twice"}, loads.Net) is loads.twice
     with pytest.raises(NotKeptError, match=r"__main__\.thrice"):
         decode({"jaxlit": "name", "value": "__main__:thrice"}, script.Net)
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.by_hand import HandLoop, assert_same
+from kit.by_hand import HandLoop, assert_same, state_of
 from kit.checkpoints import keep_all
 from kit.inside import laid_out
 from kit.journal import Rows
@@ -258,3 +258,22 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     expected = HandLoop(net(SAMS[name]))(*batches).module
     fit(made, batches, strategy=splitting(strategy))
     assert_same(made, expected)
+
+
+def test_sam_as_a_plain_transform_leaves_the_loss_to_the_other_parts() -> None:
+    made, batches = net(optax.chain(optax.GradientTransformation(*SAM), optax.scale_by_polyak())), random(2)
+    before = state_of(made)
+    fit(made, batches)
+    assert any(np.any(x != before[name]) for name, x in state_of(made).items())
+
+
+def test_a_bug_in_a_transform_of_ones_own_is_raised_as_it_is() -> None:
+    def helper(grads: Any) -> Any:
+        return grads
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return helper(grads, value=1), state  # type: ignore[call-arg]
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    with pytest.raises(TypeError, match=r"^\S+helper\(\) got an unexpected keyword argument 'value'"):
+        fit(net(tx), random(1))

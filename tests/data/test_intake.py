@@ -280,7 +280,11 @@ def test_a_place_in_a_tuple_stays_on_the_host_and_is_none_in_the_step(kind, stra
 
 def test_a_text_in_a_tuple_is_refused_with_its_place():
     batch = (good(0)["x"], (good(0)["x"], np.array(list("abcd"))))
-    refused(("batch[1][1] holds str", "Pass Trainer(host_keys=(1,))"), "batch 0", lambda: fit_on(batch))
+    refused(
+        ("batch[1][1] holds str", "Pass Trainer(host_keys=(1,)) to keep batch[1] on the host,"),
+        "batch 0",
+        lambda: fit_on(batch),
+    )
 
 
 def fit_on(batch):

@@ -340,7 +340,7 @@ def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None
     Line.load_from_checkpoint(at(2))
     assert capsys.readouterr().out == ""
     assert begins_with("run/best") == weight(2)
-    with pytest.raises(CheckpointError, match="'none/best' is no checkpoint"):
+    with pytest.raises(CheckpointError, match="'none/best' is not a checkpoint"):
         Line.load_from_checkpoint("none/best")
 
 

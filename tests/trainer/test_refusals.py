@@ -229,7 +229,7 @@ FIT: list[tuple[Any, ...]] = [
         "fit(ckpt_path='missing.ckpt')",
         CheckpointError,
         {"ckpt_path": "missing.ckpt"},
-        "'missing.ckpt' is no checkpoint",
+        "'missing.ckpt' is not a checkpoint",
     ),
 ]
 
@@ -282,6 +282,10 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
         "loop of",
     ),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
+    (
+        *("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd())),
+        *("no part gets them: .*'value'", r"as optax\.GradientTransformation\(\*part\)"),
+    ),
     ("", jl.Optimizer(SGD, wrt=nnx.BatchStat), "Made has no variable to train", "wrt="),
     ("", jl.Optimizer(SGD, wrt=nnx.PathContains("head")), "no variable to train", "wrt="),
     ("", optax.multi_transform({"a": SGD}, {"w": "a"}), SET_UP),
@@ -321,6 +325,7 @@ def broken_structure() -> Any:
 
 NAN_LOSS = module(lambda self, batch: jnp.mean(self.error(batch)) * jnp.nan)
 BEST = {"ckpt_path": "best"}
+ARRAY: Any = np.zeros(2)
 CALLS: list[tuple[Any, ...]] = [
     ("test() without model", Arg, lambda: make_trainer().test(), r"Trainer\.test\(model", "no model", "Pass one"),
     ("test() without test_dataloader", Arg, lambda: make_trainer().test(Mean()), r"Trainer\.test", "loader", "Pass"),
@@ -329,7 +334,12 @@ CALLS: list[tuple[Any, ...]] = [
         lambda: make_trainer(enable_checkpointing=False).test(Mean(), numbered(1), **BEST),
         *(r"test\(ckpt_path=\.\.\.\): 'best' was asked for", "no checkpoint in"),
     ),
-    ("load_from_checkpoint(missing)", CheckpointError, lambda: Mean.load_from_checkpoint("x"), "'x' is no checkpoint"),
+    (
+        "load_from_checkpoint(missing)",
+        CheckpointError,
+        lambda: Mean.load_from_checkpoint("x"),
+        "'x' is not a checkpoint",
+    ),
     (
         *("load_from_checkpoint on instance", ModuleError, lambda: Mean().load_from_checkpoint("gone")),
         *("Call it on the class", "Mean"),
@@ -343,11 +353,16 @@ CALLS: list[tuple[Any, ...]] = [
     ),
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
-    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Return optax.adamw"),
+    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Pass optax.adamw\(1e-3\)\.$"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. optax has it"),  # type: ignore[call-arg]
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
+    ("an array as a path", Type, lambda: jl.Trainer(default_root_dir=ARRAY), r"_dir.*got float64\[2\]\."),
+    ("", Type, lambda: jl.Trainer(resume=ARRAY), r"resume.*got float64\[2\]\."),
+    ("", Type, lambda: jl.Trainer(accumulate_grad_batches={0: ARRAY}), r"got \{0: float64\[2\]\}\. "),  # type: ignore[arg-type]
+    ("", Type, lambda: fit(Mean(), numbered(1), ckpt_path=ARRAY), r"ckpt_path.*got float64\[2\]\."),
+    ("", Type, lambda: make_trainer().saver.announce(ARRAY, "x"), r"announce.*got float64\[2\]\. "),
     ("arrays in a list", Type, lambda: jl.Trainer(callbacks=[jnp.ones(3)]), r"got float32\[3\]\."),
     ("deepspeed", Arg, lambda: jl.Trainer(strategy="deepspeed"), "Use strategy='fsdp'"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
