@@ -237,7 +237,7 @@ LOCAL = [
     (lambda: [collections.OrderedDict(api_key="hunter2")], r"activation=OrderedDict\(\.\.\.\)"),
     (lambda: Config(Fraction(2.0)), r"activation=Fraction\(\.\.\.\)"),
     (lambda: dataclasses.make_dataclass("Local", ["api_key"])("hunter2"), r"activation=Local\(\.\.\.\)"),
-    (lambda: dataclasses.make_dataclass("Local", ["width"]), r"activation=<class 'types\.Local'>"),
+    (lambda: dataclasses.make_dataclass("Local", ["width"]), r"activation=<class '[\w.]+Local'>"),
 ]
 
 
