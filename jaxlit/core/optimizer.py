@@ -152,33 +152,32 @@ def updates_of(
     Raises:
         ModuleError: It needs more than these.
     """
-    tx, extra = optax.with_extra_args_support(tx), {"value": loss, "grad": grads}
-    while True:
-        try:
-            updates, after = tx.update(grads, opt_state, params, **extra)
-            made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
-            if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
-                raise ValueError("it takes a batch dimension away from the shapes of the parameters")
-            return updates, after
-        except (TypeError, ValueError) as error:
-            text = str(error).rstrip(".")
-            if extra and re.search(r"update\w*\(\) got an unexpected keyword argument '(value|grad)'", text):
-                extra = {}  # optax.contrib.sam, alone or in a chain, takes neither
-                continue
-            if not re.search("required keyword-only argument|must be provided|batch dim", text):
-                note_place(error, f"the optimizer of {owner}")
-                raise
-            if not extra and re.search("arguments?: '(value|grad)'( and 'grad')?$", text):
-                raise ModuleError(
-                    f"{owner}: a part of the optimizer takes no value= and grad=, so that no part gets them: {text}. "
-                    "Pass that part, contrib.sam for example, as optax.GradientTransformation(*part)."
-                ) from error
-            raise ModuleError(
-                f"{owner}: the optimizer's update takes more than (grads, state, params, value=loss, grad=grads): "
-                f"{text}. One that evaluates the loss itself, optax.lbfgs, contrib.sophia or "
-                "contrib.sam(opaque_mode=True), or that takes the gradient of each row, contrib.dpsgd, needs a loop of "
-                "your own with jax.jit and jl.sharding."
-            ) from error
+    try:
+        updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss, grad=grads)
+        made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
+        if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
+            raise ValueError("it takes a batch dimension away from the shapes of the parameters")
+        return updates, after
+    except (TypeError, ValueError) as error:
+        text, takes_more = str(error).rstrip("."), isinstance(tx, optax.GradientTransformationExtraArgs)
+        if takes_more and re.search(r"update\w*\(\) got an unexpected keyword argument '(value|grad)'", text):
+            tx = optax.GradientTransformation(*tx)  # contrib.sam, alone or in a chain, takes neither
+            return updates_of(tx, grads, opt_state, params, loss, owner)
+        if not re.search("required keyword-only argument|must be provided|batch dim", text):
+            note_place(error, f"the optimizer of {owner}")
+            raise
+        if re.search("arguments?: '(value|grad)'( and 'grad')?$", text):  # taken away, for a part that has neither
+            why = f"a part of the optimizer takes no value= and grad=, so that no part gets them: {text}. Pass that "
+            why += "part, contrib.sam for example, as optax.GradientTransformation(*part)."
+        else:
+            why = f"the optimizer's update takes more than (grads, state, params, value=loss, grad=grads): {text}. One "
+            why += (
+                "that evaluates the loss itself, optax.lbfgs, contrib.sophia or contrib.sam(opaque_mode=True), or that "
+            )
+            why += (
+                "takes the gradient of each row, contrib.dpsgd, needs a loop of your own with jax.jit and jl.sharding."
+            )
+        raise ModuleError(f"{owner}: {why}") from error
 
 
 def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:

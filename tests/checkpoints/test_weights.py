@@ -235,7 +235,9 @@ LOCAL = [
     (lambda: {"f": jnp.zeros(2), "g": doubled}, r"activation=float32\[2\]"),
     (lambda: Pair(1, "hunter2"), r"activation=Pair\(\.\.\.\)"),  # nor what would come back as its base class
     (lambda: [collections.OrderedDict(api_key="hunter2")], r"activation=OrderedDict\(\.\.\.\)"),
-    (lambda: Config(Fraction(2.0)), r"activation=2\.0"),
+    (lambda: Config(Fraction(2.0)), r"activation=Fraction\(\.\.\.\)"),
+    (lambda: dataclasses.make_dataclass("Local", ["api_key"])("hunter2"), r"activation=Local\(\.\.\.\)"),
+    (lambda: dataclasses.make_dataclass("Local", ["width"]), r"activation=<class '[\w.]+Local'>"),
 ]
 
 
