@@ -55,8 +55,13 @@ def running(batches: list[Any], key: str) -> float:
 
 @pytest.mark.parametrize(("policy", "accumulate", "strategy"), thinned(CASES, *CASES[:6:2], CASES[3]))
 def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, accumulate: int, strategy: str) -> None:
-    model, batches, seen = Tracked(), with_nan(), list[float]()
-    watch = hooks(on_train_batch_end=lambda *_: seen.append(float(model.of_y[...])))
+    model, batches, seen, of_x = Tracked(), with_nan(), list[float](), list[float]()
+
+    def look(*_: Any) -> None:
+        seen.append(float(model.of_y[...]))
+        of_x.append(float(model.of_x[...]))
+
+    watch = hooks(on_train_batch_end=look)
     arguments = {"strategy": strategy, "nan_policy": policy, "accumulate_grad_batches": accumulate}
     trainer = make_trainer(watch, log_every_n_steps=0, **arguments)  # nothing looks at a step before the end
     windows = [batches[i : i + accumulate] for i in range(0, 6, accumulate)]
@@ -72,6 +77,7 @@ def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, ac
     if policy == "ignore":
         assert np.isnan(np.asarray(model.kernel[...])).all() and np.isnan(float(model.of_x[...]))
         return
+    assert np.isfinite(of_x).all()  # between the batches of a window too
     by_hand = HandLoop(Linear())
     for window in kept:
         by_hand.window(*window)
