@@ -1,9 +1,8 @@
 """Modules that functions hold, out of sight of nnx: their weights would be constants of the compiled step."""
 
 import functools
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from flax import errors, nnx
@@ -11,15 +10,10 @@ from flax import errors, nnx
 from jaxlit.core.plain_attributes import CONTAINERS, each_attribute
 from jaxlit.errors import ModuleError
 
-_LIBRARIES = (
-    "builtins",
-    "flax",
-    "jax",
-    "jaxlib",
-    "jaxlit",
-    "numpy",
-    "optax",
-)  # whose objects hold no module of a user's
+# Whose objects hold no module of a user's.
+_LIBRARIES = ("builtins", "flax", "jax", "jaxlib", "jaxlit", "numpy", "optax")
+_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType, nnx.Rngs, nnx.RngStream)
+_MOST = 10_000  # objects in an attribute
 
 
 def check_closures(module: nnx.Module) -> None:
@@ -32,7 +26,7 @@ def check_closures(module: nnx.Module) -> None:
         ModuleError: Naming the attribute.
     """
     for name, value in each_attribute(module, of=nnx.Pytree):
-        if (held := next(_held(value, set()), None)) is not None:
+        if (held := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
             raise ModuleError(
                 f"{type(module).__name__}.{name} is a {kind} that holds {_described(held)}, which nnx does not see "
@@ -57,37 +51,42 @@ def _described(held: Any) -> str:
     return f"an nnx.{kind}" if isinstance(held, nnx.Variable) else f"the module {kind}"
 
 
-def _held(value: Any, seen: set[tuple[int, bool]], *, inside: bool = False) -> Iterator[Any]:
-    """Yield the modules and Variables that functions and plain objects hold: the value itself, or what is in it.
+def _hidden(value: Any) -> Any:
+    """Return a module or Variable that a function or plain object in a value holds; None if there is none."""
+    todo, seen = [(value, False)], dict[tuple[int, bool], Any]()  # with whether nnx cannot see it
+    while todo and len(seen) < _MOST:
+        value, inside = todo.pop()
+        if (id(value), inside) in seen or isinstance(value, _PLAIN):
+            continue
+        seen[id(value), inside] = value  # also to keep it, as another object could get its id
+        parts: Iterable[Any] = ()
+        if isinstance(value, (Mapping, *CONTAINERS)):
+            parts = value.values() if isinstance(value, Mapping) else value
+        elif isinstance(value, (nnx.Variable, nnx.Pytree)):
+            if inside and any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(value)):
+                return value
+        elif isinstance(value, functools.partial):
+            inside, parts = True, (value.func, value.args, value.keywords)
+        elif isinstance(value, MethodType):
+            # A method that reads nothing of its module may be kept.
+            owner, fields = value.__self__, getattr(value.__self__, "__dict__", {})
+            names = _names(value.__func__.__code__) if isinstance(value.__func__, FunctionType) else fields
+            if any(hasattr(type(owner), name) or name in fields for name in names):
+                inside, parts = True, (owner,)
+        elif isinstance(value, FunctionType):
+            around = map(_content, value.__closure__ or ())
+            inside, parts = True, (*around, value.__defaults__, value.__kwdefaults__)
+        elif callable(value) or type(value).__module__.partition(".")[0] not in _LIBRARIES:
+            inside, parts = True, (getattr(value, "__dict__", {}),)
+        todo += [(part, inside) for part in parts]
+    return None
 
-    Args:
-        value: The value.
-        seen: What was looked at, by id and `inside`.
-        inside: Whether a function or an object holds the value; nnx sees any other.
-    """
-    if (id(value), inside) in seen or isinstance(value, (type, ModuleType, str, bytes, nnx.Rngs, nnx.RngStream)):
-        return
-    seen.add((id(value), inside))
-    parts: Iterable[Any] = ()
-    if isinstance(value, (Mapping, *CONTAINERS)):
-        parts = value.values() if isinstance(value, Mapping) else value
-    elif isinstance(value, (nnx.Variable, nnx.Pytree)):
-        if inside and any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(value)):
-            yield value
-    elif isinstance(value, functools.partial):
-        inside, parts = True, (value.func, value.args, value.keywords)
-    elif isinstance(value, MethodType):
-        # A method that reads nothing of its module may be kept.
-        names = _names(value.__func__.__code__) if isinstance(value.__func__, FunctionType) else vars(value.__self__)
-        if any(hasattr(type(value.__self__), name) or name in vars(value.__self__) for name in names):
-            inside, parts = True, (value.__self__,)
-    elif isinstance(value, FunctionType):
-        around = inspect.getclosurevars(value).nonlocals.values()
-        inside, parts = True, (*around, value.__defaults__, value.__kwdefaults__)
-    elif callable(value) or type(value).__module__.partition(".")[0] not in _LIBRARIES:
-        inside, parts = True, (getattr(value, "__dict__", {}),)
-    for part in parts:
-        yield from _held(part, seen, inside=inside)
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty still
+        return None
 
 
 def _names(code: CodeType) -> set[str]:

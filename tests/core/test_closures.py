@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,33 @@ def of_layer(layer: Any) -> Callable[..., Any]:
     return lambda x: jax.nn.relu(layer(x))
 
 
+class Scale(NamedTuple):
+    factor: float
+
+    def of(self, x: jax.Array) -> jax.Array:
+        return self.factor * x
+
+
+def unfilled() -> Callable[..., Any]:
+    def f(x: jax.Array) -> jax.Array:
+        return x if x.ndim else later(x)
+
+    if f.__name__ == "never":
+        later = f
+    return f
+
+
+def first(x: jax.Array, chain: Any) -> jax.Array:
+    return x
+
+
+def chained(length: int) -> Any:
+    link = types.SimpleNamespace(next=None)
+    for _ in range(length):
+        link = types.SimpleNamespace(next=link)
+    return link
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "closure": (lambda m: of_layer(m.layer), "Linear"),
     "closure of a closure": (lambda m: (lambda f: lambda x: f(x))(of_layer(m.layer)), "Linear"),
@@ -98,6 +125,9 @@ TRAINED: dict[str, Callable[..., Any]] = {
     "a function": lambda m: jnp.tanh,
     "bound method without weights": lambda m: m.double,
     "partial of plain values": lambda m: functools.partial(jnp.clip, min=-1.0),
+    "method of a tuple": lambda m: Scale(1.0).of,
+    "closure that is not filled yet": lambda m: unfilled(),
+    "long chain of objects": lambda m: functools.partial(first, chain=chained(5_000)),
     "sequential": lambda m: nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(2)), jnp.tanh),
 }
 

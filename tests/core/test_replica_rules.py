@@ -380,7 +380,13 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
             x = jnp.repeat(batch["x"][..., None], 4, -1)
             x = jnp.concatenate([jnp.tile(self.first[...], (len(x), 1, 1)), x], 1)
             x = self.rnn(self.norm(self.conv(x + self.attend(x))))[:, -1]
-            return {"x": jax.nn.log_softmax(x), "class": x.argmax(-1), "mapped": jax.lax.map(jnp.sort, x)}
+            turned = jnp.real(jnp.fft.fft(x) * 1j)
+            return {
+                "x": jax.nn.log_softmax(x),
+                "class": x.argmax(-1),
+                "mapped": jax.lax.map(jnp.sort, x),
+                "fft": turned,
+            }
 
         def training_step(self, batch: Any) -> Any:
             x = self.predict_step(batch)["x"]
