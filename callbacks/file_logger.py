@@ -125,6 +125,7 @@ class FileLogger(Logger, ABC):
         """
         if not trainer.is_global_zero:
             return
+        values = {name: x.item() if getattr(x, "ndim", None) == 0 else x for name, x in values.items()}
         path, row = trainer.run_dir / self.filename, {"step": step, **values}
         try:
             if path != self.path:

@@ -56,7 +56,9 @@ def encode(x: Any) -> Any:
         values = {key: encode(value) for key, value in fields.items()}
         if _is_made_of(x, fields):
             return _node("dataclass", values, name=name)
-    raise NotKeptError(f"{type(x).__name__}(...)" if is_plain else shown(x))  # its repr may show a secret
+    # Functions and arrays are named; the repr of anything else may show a secret.
+    is_named = isinstance(getattr(x, "__qualname__", None), str) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+    raise NotKeptError(shown(x) if is_named else f"{type(x).__name__}(...)")
 
 
 def not_kept(text: str) -> dict[str, Any]:
@@ -174,8 +176,11 @@ def _may_be_given(module: str, cls: type) -> bool:
 
 
 def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
-    """Return whether a dataclass's constructor makes the same of its fields."""
+    """Return whether a dataclass's constructor makes the same of its fields, those that are not compared too."""
     try:
-        return bool(type(x)(**fields) == x)
+        made = type(x)(**fields)
+        names = {*getattr(x, "__dict__", {}), *(field.name for field in dataclasses.fields(x))}
+        given_only = type(x).__dataclass_fields__.keys() - {field.name for field in dataclasses.fields(x)}
+        return not given_only and all(getattr(made, name) == getattr(x, name) for name in names)
     except Exception:  # of the user's own code
         return False

@@ -59,9 +59,9 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
     args: list[Any] = []
     several = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
-    if several in arguments:  # what stands before it can only be given by position
-        before = [name for name in list(parameters)[1 : list(parameters).index(several)] if name in arguments]
-        args = [arguments.pop(name) for name in before] + list(arguments.pop(several))
+    if several in arguments and (rest := arguments.pop(several)):  # with all before it given by position as well
+        before = list(parameters.values())[1 : list(parameters).index(several)]
+        args = [*(arguments.pop(p.name, p.default) for p in before), *rest]
     try:
         module = cls(*args, **arguments)
     except TypeError as error:

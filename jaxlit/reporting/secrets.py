@@ -24,7 +24,7 @@ _BEFORE = {
     "refresh secret service session slack user wandb",
 }
 _WORDS = {
-    "sure": "pwd pw bearer jwt authorization creds cookie cookies otp totp",
+    "sure": "pwd bearer jwt authorization creds cookie cookies otp totp",
     "about": "alg algorithm audience column dir directory enabled endpoint env expires expiry field file folder format "
     "issuer length limit manager max method min mode name path policy provider required scheme scope scopes size sock "
     "store strategy timeout ttl type uri url validator var variable version",
@@ -52,7 +52,7 @@ def is_secret(name: str) -> bool:
         return True
     last, others = words[-1].removesuffix("s") if words[-1] == "keys" else words[-1], set(words[:-1])
     before = set(_BEFORE.get(last, "").split())
-    return last == "auth" or bool(others & before) or (last in ("pass", "token") and not others)
+    return last in ("auth", "pw") or bool(others & before) or (last in ("pass", "token") and not others)
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _is_given(value: Any) -> bool:
     """Return whether a value is something to hide: not a number or a token of text, such as <pad> and [MASK]."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
         return any(map(_is_given, value.values() if isinstance(value, Mapping) else value))
-    if value is None or isinstance(value, (bool, float)):
+    if value is None or isinstance(value, (bool, int, float)):
         return False
     text = str(value)
     return text not in ("", PLACEHOLDER) and text[0] + text[-1] not in ("<>", "[]")

@@ -40,6 +40,11 @@ class RunFolder:
             self._path = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         return self._path
 
+    def give_back(self) -> None:
+        """Forget the folder of another run, which an evaluation wrote to."""
+        if self._is_lent:
+            self._path, self._is_lent = None, False
+
     def claim(
         self, files: Sequence[str], resume: Any, found: Checkpoint | None, *, several: bool, fitting: bool = True
     ) -> None:
@@ -56,8 +61,6 @@ class RunFolder:
             ArgumentError: It holds another run, which the fit does not continue.
         """
         if self.root is None:
-            if self._is_lent:
-                self._path, self._is_lent = None, False
             if self._path is None and not fitting:
                 self._path = _run_of(resume if found is None else found.path, files)
                 self._is_lent = self._path is not None

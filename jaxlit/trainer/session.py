@@ -171,6 +171,7 @@ class Session:
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
     ) -> tuple[Checkpoint | None, Checkpoint | None]:
         """Return the checkpoint to go on from, or to take weights of, and make the run's folder this Trainer's."""
+        self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
         found = find(self.settings.resume, ckpt_path, *where)
         # A job that was started again goes on from its own checkpoint, which is further on.
