@@ -6,8 +6,10 @@ up in the modules that are loaded, and only in those of the class that is built,
 
 import dataclasses
 import math
+import re
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +104,7 @@ def decode(x: Any, cls: type) -> Any:
             if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
                 return made(**{key: decode(item, cls) for key, item in value.items()})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotKeptError(str(value).replace(":", ".") if kind == "name" else shown(x)) from error
+        raise NotKeptError(_dotted(value) if kind == "name" else shown(x)) from error
     raise NotKeptError(value if kind == "not kept" else shown(x))
 
 
@@ -126,7 +128,7 @@ def _plain(x: Any) -> Any:
         return {str(_plain(key)): _plain(item) for key, item in value}
     if kind is None or kind == "dataclass":
         return {key: _plain(item) for key, item in (x if kind is None else value).items()}
-    return value.replace(":", ".") if kind == "name" else _plain(value)
+    return _dotted(value) if kind == "name" else _plain(value)
 
 
 def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -142,7 +144,19 @@ def _name_of(x: Any) -> str | None:
     if not isinstance(module, str) or not isinstance(name, str):
         return None
     name = f"{name}.{x.name}" if isinstance(x, Enum) else name
-    return next((f"{at}:{name}" for at in (*_LIBRARIES, module) if _look_up(at, name) is x), None)
+    found = next((at for at in (*_LIBRARIES, module) if _look_up(at, name) is x), None)
+    return None if found is None else f"{_script() if found == '__main__' else found}:{name}"
+
+
+def _script() -> str:
+    """Return how a name of `__main__` is kept: with the module that other programs import the script as."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return f"__main__/{spec.name if spec is not None else Path(getattr(main, '__file__', '')).stem}"
+
+
+def _dotted(path: Any) -> str:
+    return re.sub("^__main__/[^:]*", "__main__", str(path)).replace(":", ".")
 
 
 def _look_up(module: str, name: str) -> Any:
@@ -155,11 +169,16 @@ def _look_up(module: str, name: str) -> Any:
 def _found(path: str, cls: type) -> Any:
     """Return what a name means, where the class is built."""
     module, _, name = path.partition(":")
-    # The program that loads what a script has trained imports the script, and has another `__main__`.
-    module = cls.__module__ if module == "__main__" else module
+    # The program that loads what a script has trained may import the script, and has another `__main__`.
+    module = "__main__" if module == _script() else module.removeprefix("__main__/")
+    module = cls.__module__ if path.startswith("__main__:") else module  # as older checkpoints write it
     found = _look_up(module, name)
     # By its own name: a module may hold functions of any other.
-    if found is not None and (own := _name_of(found)) is not None and _may_be_given(own.partition(":")[0], cls):
+    if (
+        found is not None
+        and (own := _name_of(found)) is not None
+        and _may_be_given(own.partition(":")[0].partition("/")[0], cls)
+    ):
         return found
     if isinstance(found, type) and module == "builtins":  # float as a dtype
         return found

@@ -327,7 +327,7 @@ def test_what_is_logged_at_one_step_is_one_row(kind, capsys):
     put = lambda step, **values: logger.on_log(make_trainer(default_root_dir="run"), values, step)  # noqa: E731
     put(1, loss=0.5, epoch=0)
     put(1, val=0.25, epoch=0)
-    put(1, train=0.125, epoch=0)
+    put(1, train=np.float32(0.125), epoch=0)
     joined = {"step": 1, "loss": 0.5, "epoch": 0, "val": 0.25, "train": 0.125}
     assert read(path) == [joined]
     put(1, test=4.0, epoch=1)

@@ -196,6 +196,16 @@ CALLS = [
 ]
 
 
+def test_a_logger_of_ones_own_may_take_other_arguments():
+    class Captions(Logger):
+        def log_image(self, key, image, caption="", step=None):
+            self.given = key, caption, step
+
+    logger = Captions()
+    logger.log_image("epoch", np.zeros((2, 2)), caption="cat", step="now")
+    assert logger.given == ("epoch", "cat", "now")
+
+
 @pytest.mark.parametrize(("name", "args", "named", "words"), CALLS)
 @pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger, Broken, NoLogger])
 def test_an_argument_that_a_logger_does_not_have_is_raised(logger, name, args, named, words):

@@ -1,5 +1,6 @@
 """A module from a checkpoint alone: its constructor's arguments, and every kind of Variable."""
 
+import argparse
 import base64
 import collections
 import dataclasses
@@ -28,8 +29,9 @@ from kit.refusals import warnings_of
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
+from jaxlit.callbacks import CSVLogger
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.checkpoints.hparam_values import NotKeptError, decode
+from jaxlit.checkpoints.hparam_values import NotKeptError, decode, encode
 from jaxlit.checkpoints.weights import match, report
 from jaxlit.errors import CheckpointError
 
@@ -324,6 +326,81 @@ def test_a_secret_is_not_kept_and_asked_for_and_a_tokenizer_is_none():
     assert found["api_key"] == "new" and found["tokenizer"] == "bpe"
     fit(Keyed(), random(1), default_root_dir="without")  # one that was not given is not asked for
     assert Keyed.load_from_checkpoint("without").hparams["api_key"] is None
+
+
+def test_a_function_of_a_script_is_that_of_the_script(monkeypatch):
+    def module_of(name, file):
+        module = types.ModuleType(name)
+        module.__file__ = file
+        exec("def act(x):\n    return x\nclass Net:\n    pass", vars(module))
+        return module
+
+    trains, evaluates, imported = (
+        module_of(*x) for x in (("__main__", "a/train.py"), ("__main__", "b/eval.py"), ("train", "a/train.py"))
+    )
+    models = module_of("models", "a/models.py")
+    monkeypatch.setitem(sys.modules, "models", models)
+    monkeypatch.setitem(sys.modules, "__main__", trains)
+    kept = encode(trains.act)
+    assert decode(kept, models.Net) is trains.act
+    monkeypatch.setitem(sys.modules, "__main__", evaluates)
+    with pytest.raises(NotKeptError, match=r"__main__\.act"):
+        decode(kept, models.Net)
+    monkeypatch.setitem(sys.modules, "train", imported)
+    assert decode(kept, models.Net) is imported.act
+
+
+@dataclasses.dataclass
+class Given:
+    """What its constructor makes, and a field that is not compared."""
+
+    x: int
+    y: dataclasses.InitVar[int] = 0
+
+    def __post_init__(self, y):
+        self.z = self.x + y
+
+
+@dataclasses.dataclass
+class Uncompared:
+    x: int
+    made: int = dataclasses.field(default=0, compare=False, init=False)
+
+
+class Several(Mean):
+    """A constructor with any number of arguments behind one whose default cannot be kept."""
+
+    def __init__(self, init=lambda x: x, width=8, *layers):
+        super().__init__()
+        Several.built = (width, layers, init is Several.__init__.__defaults__[0])
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_arguments_before_any_number_of_others_keep_their_places(layers):
+    given = (Several.__init__.__defaults__[0], 9, *layers) if layers else ()
+    fit(Several(*given), random(1), default_root_dir="run")
+    Several.load_from_checkpoint("run")
+    assert Several.built == (9 if layers else 8, layers, True)
+
+
+def test_a_dataclass_that_comes_back_as_another_is_asked_for():
+    changed = Uncompared(1)
+    changed.made = 5
+    for value in (Given(1, 5), changed):
+        with pytest.raises(NotKeptError):
+            encode(value)
+
+
+@pytest.mark.parametrize("value", [argparse.Namespace(api_key="hunter2"), b"hunter2", {"hunter2"}])
+def test_no_secret_is_in_the_text_of_what_is_not_kept(value):
+    fit(Keyed(api_key=value, tokenizer=value), random(1), default_root_dir="run", logger=CSVLogger())
+    for path in Path("run").rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+
+
+def test_numbers_are_no_secrets():
+    fit(Keyed(api_key=5, tokenizer={"user_token_id": 7, "pw_kernel": 3}), random(1), default_root_dir="run")
+    assert Keyed.load_from_checkpoint("run").hparams["tokenizer"] == {"user_token_id": 7, "pw_kernel": 3}
 
 
 @dataclasses.dataclass

@@ -108,6 +108,8 @@ def test_an_evaluation_writes_to_the_run_of_its_checkpoint(path, step) -> None:
     trainer.validate(Line(), numbered(1), ckpt_path=path)
     assert Path("runs/a/metrics.csv").read_text().removeprefix(before).startswith(f"{step - 1},{step},")
     assert trainer.run_dir == Path("runs/a").absolute()
+    with pytest.raises(CheckpointError, match="'last' was asked for, and there is no checkpoint"):
+        trainer.fit(Line(), numbered(1), ckpt_path="last")  # the run is not this Trainer's own
     trainer.fit(Line(), numbered(1))  # which is another run
     assert trainer.run_dir != Path("runs/a").absolute()
     resumed = make_trainer(resume=path)
