@@ -179,7 +179,7 @@ def overlap(devices: int, rounds: int) -> None:
             return self.batch
 
     class Clock(jl.Callback):
-        """Takes the time of the epochs behind the first, which compiles and sees how slow the loader is."""
+        """Takes the time of the epochs after the first, which compiles and sees how slow the loader is."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []

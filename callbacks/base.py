@@ -24,7 +24,7 @@ class Callback(Configured):
 
     ```
     def fit():
-        configure_callbacks()                      # of the module: callbacks behind the Trainer's own
+        configure_callbacks()                      # of the module: callbacks after the Trainer's own
         prepare_data()                             # of the DataModule and the module
         setup("fit")
         train_dataloader(), val_dataloader()       # of the DataModule or the module
@@ -41,7 +41,7 @@ class Callback(Configured):
             train_epoch()
         on_train_end()
         on_fit_end()
-        teardown("fit")                            # after an error too, behind on_exception
+        teardown("fit")                            # after an error too, after on_exception
 
     def train_epoch():
         on_train_epoch_start()
@@ -59,9 +59,9 @@ class Callback(Configured):
             if batch_idx + 1 < len(train_batches):
                 on_safe_point(False, False)        # (False, True) where training stops in mid-epoch
         log(row)
-        on_train_epoch_end()                       # callbacks with runs_last come behind the module
+        on_train_epoch_end()                       # callbacks with runs_last come after the module
         log(row_of_epoch())
-        on_safe_point(True, training_is_over())    # ModelCheckpoint saves there, behind on_save_checkpoint(checkpoint);
+        on_safe_point(True, training_is_over())    # ModelCheckpoint saves there, after on_save_checkpoint(checkpoint);
                                                    # on_checkpoint_saved(callback, path) comes once it is written
 
     def validate(num_batches=None):
@@ -77,7 +77,7 @@ class Callback(Configured):
         on_validation_end()
     ```
 
-    A training that is resumed makes no sanity check, and goes on behind what its checkpoint has seen: in mid-epoch
+    A training that is resumed makes no sanity check, and continues after what its checkpoint has seen: in mid-epoch
     `on_train_epoch_start` does not run again.
 
     `trainer.validate`, `test` and `predict` call `prepare_data`, `setup`, the loader hook, then what is in
@@ -239,10 +239,10 @@ class Callback(Configured):
         """Run after a predict step; `outputs` is what the step returned, as device arrays."""
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """Run between two batches, or behind an epoch: nothing that belongs to them is left to do.
+        """Run between two batches, or after an epoch: nothing that belongs to them is left to do.
 
         Their rows are known and the validation that was due is over; only an interrupt leaves it in its middle. It
-        does not run behind the last batch of an epoch, but at the epoch's end. What a checkpoint should hold of the
+        does not run after the last batch of an epoch, but at the epoch's end. What a checkpoint should hold of the
         module must be written before.
 
         Args:
@@ -323,7 +323,7 @@ class Callback(Configured):
         parameter and at the same path as that parameter, everything else whole on every device.
         `trainer.callback_arrays(callback)` reads them.
 
-        When training goes on from a checkpoint without them, they are made anew from its parameters.
+        When training continues from a checkpoint without them, they are made again from its parameters.
 
         Both methods are compiled: an attribute of the callback that they read has, for the whole fit, the value that it
         had when they were traced. What changes belongs into the arrays, or follows from `global_step`.
@@ -351,7 +351,7 @@ class Callback(Configured):
 
         Attributes that it reads are compiled in, see `init_arrays`.
 
-        It runs once an optimizer step, behind the optimizer, however many batches a step takes. In a step that is left
+        It runs once an optimizer step, after the optimizer, however many batches a step takes. In a step that is left
         out as not finite the arrays and the parameters stay as they were. Callbacks run in their order, each with the
         parameters that the one before has left.
 

@@ -1,4 +1,4 @@
-"""What is said when training has ended: what came of it, where it is, and how to go on."""
+"""What is said when training has ended: what came of it, where it is, and how to continue."""
 
 import logging
 from pathlib import Path
@@ -86,7 +86,7 @@ def _location(logger: Logger) -> str | None:
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:
-    """Return how to go on; a training that has reached its limit ends at once, unless that is larger."""
+    """Return how to continue; a training that has reached its limit ends at once, unless that is larger."""
     limit = ""
     if not cut and trainer.stop_reason is None:
         limits = {"max_epochs": (trainer.max_epochs, trainer.current_epoch)}

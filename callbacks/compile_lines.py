@@ -1,4 +1,4 @@
-"""What is said of programs that are compiled while training goes on."""
+"""What is said of programs that are compiled while training continues."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -141,7 +141,7 @@ class EarlyStopping(Callback):
             trainer.stop(message)
 
     def _judge(self, value: float, blocked: bool) -> tuple[EarlyStoppingReason, str]:
-        """Take a new value, and return why to stop; the words are empty if training goes on."""
+        """Take a new value, and return why to stop; the words are empty if training continues."""
         is_better, name, why = self._monitor.is_better, self.monitor, EarlyStoppingReason
         if self.check_finite and not math.isfinite(value):
             return why.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"

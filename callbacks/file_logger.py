@@ -148,7 +148,7 @@ class FileLogger(Logger, ABC):
                 ) from error
             if not self._told:
                 self._told = True
-                say(f"{problem} Training goes on; rows are missing until it can.")
+                say(f"{problem} Training continues; rows are missing until it can.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many rows the file has, and the last ones, which others may join after the checkpoint."""
@@ -160,11 +160,11 @@ class FileLogger(Logger, ABC):
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Drop the rows that training will make again."""
-        # One that stands before a bad step knows rows of steps behind it, which were undone.
+        # One that stands before a bad step knows rows of steps after it, which were undone.
         self._drop(trainer, checkpoint["global_step"], undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Drop the rows of a training that left no checkpoint, and begins anew.
+        """Drop the rows of a training that left no checkpoint, and starts again.
 
         Raises:
             LoggerError: The run's folder can never be made.

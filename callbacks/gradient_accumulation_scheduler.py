@@ -16,7 +16,7 @@ class GradientAccumulationScheduler(Callback):
     """Take another number of batches an optimizer step from some epochs on.
 
     Each epoch's number is that of the nearest key at or below it, 1 below all keys. The Trainer has no
-    `accumulate_grad_batches` of its own then; the callback sets it. A resumed training goes on with that of its epoch,
+    `accumulate_grad_batches` of its own then; the callback sets it. A resumed run continues with that of its epoch,
     also in the middle of a window. `trainer.estimated_stepping_batches` knows of it. A rule of your own is a subclass
     that overrides `get_accumulate_grad_batches`.
 
@@ -50,7 +50,7 @@ class GradientAccumulationScheduler(Callback):
         return self.scheduling[max(below)] if below else 1
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin with the number of the epoch that a fit begins in, or goes on in."""
+        """Begin with the number of the epoch that a fit begins in, or continues in."""
         if stage != "fit":
             return
         if sum(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks) > 1:

@@ -21,7 +21,7 @@ _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
 
 def _never_ends_a_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training goes on.
+    """Return a method of `_MEDIA` that has what it fails to take kept in the run's folder, while a training continues.
 
     A user may give the same to each of `trainer.loggers`. What others have passed on to this one is not taken again.
     A wrong argument, here or to a logger that takes it in this one's place, is a mistake of the program, and raises.
@@ -70,7 +70,7 @@ def _call(logger: "Logger", name: str, args: Sequence[Any], named: Mapping[str, 
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two hold the same objects, or texts and numbers that are equal."""
+    """Return whether two hold the same objects, or texts and numbers that are equal."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or (isinstance(one, (str, int, float)) and type(one) is type(other) and one == other)
@@ -106,7 +106,7 @@ def _version(logger: "Logger") -> Any:
 
 
 def _experiment(logger: "Logger") -> Any:
-    """What the logger writes with, for calls of one's own, during a fit and behind it; None where it has no such."""
+    """What the logger writes with, for calls of one's own, during a fit and after it; None where it has no such."""
     return None
 
 
@@ -115,7 +115,7 @@ class Logger(Callback):
 
     A logger of one's own overrides `log_metrics`, or the hook `on_log`, and of the others what it can hold. The rest
     goes to the first other logger of the Trainer that can hold it, and what none can to files in `media/<key>` of the
-    run's folder, and so does what one of them fails to take while a training goes on, unless `on_error` is "raise".
+    run's folder, and so does what one of them fails to take while a training continues, unless `on_error` is "raise".
     What it may rely on, from `setup` on: `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which whoever writes
     first makes; and `trainer.is_global_zero`, the one process that writes.
@@ -157,7 +157,7 @@ class Logger(Callback):
 
     on_error: str = "warn"
     """What an error in one of its hooks does: "warn" tells of it once, calls no more of its hooks in this run but
-    `teardown`, and goes on with training; "raise" ends training, as an error in any other callback does."""
+    `teardown`, and continues with training; "raise" ends training, as an error in any other callback does."""
 
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
@@ -187,7 +187,7 @@ class Logger(Callback):
         self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, at)
 
     def save(self) -> None:
-        """Write out what is kept back; called behind each row."""
+        """Write out what is kept back; called after each row."""
 
     def finalize(self, status: str) -> None:
         """Close what is open, at the end of a run.
@@ -308,7 +308,7 @@ class Logger(Callback):
             other._passed_on_by = self
             try:
                 return getattr(other, name)(key, *args, **named)
-            except LoggerError:  # behind a run it may have closed what it writes with
+            except LoggerError:  # after a run it may have closed what it writes with
                 if media.goes_on():
                     raise
             finally:
@@ -316,7 +316,7 @@ class Logger(Callback):
         getattr(media, name)(key, *args, **named)
 
     def _has_taken(self, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-        """Tell whether the same was taken at this step as often as this and whoever passes it on have been asked."""
+        """Return whether the same was taken at this step as often as this and whoever passes it on have been asked."""
         if self._attached is None:
             return False
         if self._taken[0] != (now := self._attached.global_step):

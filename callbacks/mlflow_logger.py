@@ -34,8 +34,8 @@ class MLFlowLogger(Logger):
     """Send every logged row to an MLflow run, with hyperparameters as its parameters; pictures and texts are artifacts.
 
     All is sent by a thread of its own: training waits for MLflow at the end only. What cannot be sent is told of once,
-    and nothing more is sent; rows stay in the CSV file. A resumed training goes on in its run, where rows that it makes
-    again stand twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
+    and nothing more is sent; rows stay in the CSV file. A resumed training continues in its run, where rows that it
+    makes again appear twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
 
     Args:
         experiment_name: The experiment, which is made if it is not there.
@@ -46,7 +46,7 @@ class MLFlowLogger(Logger):
         log_model: True uploads the checkpoints that are kept at the end, "all" each once it is written.
         prefix: What the names of all metrics begin with, and a slash.
         artifact_location: Where a new experiment keeps its artifacts; None for as MLflow decides.
-        run_id: A run to go on with.
+        run_id: A run to continue with.
         finish_timeout: Seconds to wait at the end for what is not sent yet.
         on_error: "warn" says once what cannot be sent; "raise" ends training.
 
@@ -130,7 +130,7 @@ class MLFlowLogger(Logger):
     # What a run calls -------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin anew; each fit that is no resume has a run of its own."""
+        """Begin again; each fit that is no resume has a run of its own."""
         if stage == "fit":
             self.run_id, self._client, self._key = self._given_id, _NO_CLIENT, secrets.token_hex(8)
         self._error, self._copies = None, 0
@@ -178,7 +178,7 @@ class MLFlowLogger(Logger):
         return {"run": self._key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in that run, unless another was asked for."""
+        """Continue in that run, unless another was asked for."""
         self._key = state_dict["run"]
 
     # What is no number ------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class MLFlowLogger(Logger):
         if self._error is None:
             self._error = error
             if self.on_error == "warn":
-                say(f"MLFlowLogger cannot send to MLflow: {error!r}. Nothing more is sent to it; training goes on.")
+                say(f"MLFlowLogger cannot send to MLflow: {error!r}. Nothing more is sent to it; training continues.")
 
     def _open(self, name: str) -> None:
         from mlflow.tracking import MlflowClient  # type: ignore[import-not-found]

@@ -27,7 +27,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class ModelCheckpoint(Callback):
-    """Write checkpoints while training goes on, and keep the newest and the best.
+    """Write checkpoints while training continues, and keep the newest and the best.
 
     A checkpoint holds everything, so that training resumed from it takes the same steps bit by bit. It is written
     in the background, verified, and only then are older ones deleted. Whatever `save_top_k` says, the newest is kept
@@ -127,7 +127,7 @@ class ModelCheckpoint(Callback):
     # When -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin anew; a resume brings back what was known."""
+        """Begin again; a resume brings back what was known."""
         if stage != "fit":
             return
         self._reset()
@@ -139,7 +139,7 @@ class ModelCheckpoint(Callback):
             )
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Note that training goes on from a checkpoint: what a crash has left at a later step may be replaced."""
+        """Note that training continues from a checkpoint: what a crash has left at a later step may be replaced."""
         self._resumed, self._step = True, trainer.global_step
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -181,7 +181,7 @@ class ModelCheckpoint(Callback):
             self._restart_clock()
 
     def _has_rested(self, trainer: "Trainer") -> bool:
-        """Tell whether writing another checkpoint leaves the training nine tenths of the time."""
+        """Return whether writing another checkpoint leaves the training nine tenths of the time."""
         if trainer.strategy.num_processes > 1:  # each has a clock of its own
             return True
         return self._saving is None and time.monotonic() >= self._rests_until

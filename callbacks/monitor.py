@@ -45,7 +45,7 @@ class Monitor:
         return self.sign * math.inf
 
     def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
-        """Tell whether a value is better than another, by more than `min_delta`."""
+        """Return whether a value is better than another, by more than `min_delta`."""
         return self.sign * value < self.sign * than - min_delta
 
     @property
@@ -104,5 +104,5 @@ class Monitor:
 
 
 def is_blocked(trainer: "Trainer") -> bool:
-    """Tell whether `min_epochs` or `min_steps` keep training going after the epoch that runs."""
+    """Return whether `min_epochs` or `min_steps` keep training going after the epoch that runs."""
     return trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps

@@ -208,7 +208,7 @@ class Rows:
 
 
 def holds_rows(folder: Path) -> bool:
-    """Tell whether `Rows` has written a folder."""
+    """Return whether `Rows` has written a folder."""
     try:
         return json.loads((folder / INDEX).read_text())["format"] == MAGIC
     except (OSError, ValueError, KeyError, TypeError):

@@ -65,7 +65,7 @@ class PredictionWriter(Callback):
         self._clear()
 
     def _clear(self) -> None:
-        self._rows: dict[int, Rows] = {}  # by loader, those that go on
+        self._rows: dict[int, Rows] = {}  # by loader, those that continue
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
         self._kept: dict[int, list[Any]] = {}  # by loader, batches that are written in one piece
 
@@ -187,7 +187,7 @@ class PredictionWriter(Callback):
             self._rows[loader].write(found)
 
     def _write_kept(self) -> None:
-        """Write a loader's batches in one piece, behind its last one."""
+        """Write a loader's batches in one piece, after its last one."""
         for loader, batches in self._kept.items():
             self._rows[loader].write(jax.tree.map(lambda *x: np.concatenate(x), *batches))
         self._kept.clear()

@@ -56,10 +56,10 @@ class Profiler(Callback):
         self._folder: Path | None = None  # of the trace that runs
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._step = -1  # the one that it marks
-        self._wait: float = 0  # batches for which nothing can change; infinite behind the window
+        self._wait: float = 0  # batches for which nothing can change; infinite after the window
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin anew."""
+        """Begin again."""
         if stage == "fit":
             self.location = None
             self._reset()
@@ -68,7 +68,7 @@ class Profiler(Callback):
         """Begin where the window does, also in the middle of it."""
         if trainer.global_step >= self.start_step + self.num_steps:
             _logger.warning(
-                "Profiler(start_step=%d, num_steps=%d) traces nothing: training goes on at step %d, behind them.",
+                "Profiler(start_step=%d, num_steps=%d) traces nothing: training continues at step %d, after them.",
                 self.start_step,
                 self.num_steps,
                 trainer.global_step,
@@ -97,7 +97,7 @@ class Profiler(Callback):
         """End the trace; tell if there was nothing to trace."""
         if self._wait != math.inf and self._folder is None:
             _logger.warning(
-                "Profiler(start_step=%d) has traced nothing: training ended behind step %d.",
+                "Profiler(start_step=%d) has traced nothing: training ended after step %d.",
                 self.start_step,
                 trainer.global_step - 1,
             )
@@ -142,7 +142,7 @@ class Profiler(Callback):
         try:
             jax.profiler.start_trace(str(folder))
         except Exception as error:  # a trace of somebody else's runs: nothing of the training is lost
-            _logger.warning("Profiler cannot begin a trace: %s. Training goes on without it.", error)
+            _logger.warning("Profiler cannot begin a trace: %s. Training continues without it.", error)
             self._wait = math.inf
             return False
         self._folder = folder
@@ -159,7 +159,7 @@ class Profiler(Callback):
             jax.profiler.stop_trace()
             self.location = str(folder)
         except Exception as error:
-            _logger.warning("Profiler cannot write its trace to %s: %s. Training goes on.", folder, error)
+            _logger.warning("Profiler cannot write its trace to %s: %s. Training continues.", folder, error)
 
 
 def _wait_for_devices(trainer: "Trainer") -> None:

@@ -92,11 +92,11 @@ class ProgressBar(Callback):
         self._header = header
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Take the best value of a training that goes on."""
+        """Take the best value of a training that continues."""
         self._best.recall(trainer)
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin, in the middle of an epoch if training goes on there."""
+        """Begin, in the middle of an epoch if training continues there."""
         self._begin()
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -156,7 +156,7 @@ class ProgressBar(Callback):
         self._shown |= {k: v for k, v in values.items() if k in names}
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Leave the epoch's line behind."""
+        """Leave the epoch's line after."""
         self._shown = dict(trainer.progress_bar_metrics)
         if not (self._paused or trainer.interrupted):
             self._last = time.monotonic()  # the device has done by now what was sent to it
@@ -210,7 +210,7 @@ class ProgressBar(Callback):
         self._evaluating(trainer, "predicting", (), batch, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Print the metrics if validation is all that runs, or let the clock of the rate go on."""
+        """Print the metrics if validation is all that runs, or let the clock of the rate continue."""
         if not self._fitting:
             self._close(self._results(trainer, "validated"))
         elif not trainer.sanity_checking:
@@ -310,7 +310,7 @@ class ProgressBar(Callback):
         return done + "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
 
     def _conclude(self, trainer: "Trainer") -> None:
-        if text := self._compiles.rest():  # no step came behind it
+        if text := self._compiles.rest():  # no step came after it
             self._print(text)
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe(trainer)

@@ -62,7 +62,7 @@ class RunReport(Callback):
         self._began = ""
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin anew.
+        """Begin again.
 
         Raises:
             ArgumentError: Another report writes to the same file.

@@ -74,7 +74,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The `tensorboardX.SummaryWriter`, also behind a fit; None before the first row, and in other processes."""
+        """The `tensorboardX.SummaryWriter`, also after a fit; None before the first row, and in other processes."""
         return self._writer
 
     # What a run calls -------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class ThroughputMonitor(Measure):
             self._samples += num_rows(batch) if self._key is None else len(batch[self._key])
         if self.length_fn is not None:
             self._lengths += self.length_fn(batch)
-        if not self._points:  # the clock begins behind a step, for which all was compiled
+        if not self._points:  # the clock begins after a step, for which all was compiled
             _ = trainer.step_flops  # traces a step once more, which is no part of training
             self._compiled = trainer.compile_seconds
             self._points.append(_of_all(self._now(trainer.global_step)._replace(seconds=self._clock()))[0])
@@ -118,7 +118,7 @@ class ThroughputMonitor(Measure):
         self._paused = perf_counter()
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Let the clock go on."""
+        """Let the clock continue."""
         self._validated += perf_counter() - self._paused
 
     def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
@@ -145,7 +145,7 @@ class ThroughputMonitor(Measure):
         return {"counted": [self._batches, self._samples, self._lengths], "row": list(self._row[:4])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what was counted; rates begin anew."""
+        """Take back what was counted; rates start again."""
         self._batches, self._samples, self._lengths = state_dict["counted"]
         self._row = _Point(*state_dict["row"])
         self._begin()

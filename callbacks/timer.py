@@ -20,14 +20,14 @@ _STAGES = ("train", "validate", "test", "predict")
 class Timer(Callback):
     """Stop training after a duration, over all the runs that it was resumed in; tell how long stages take.
 
-    Arguments and methods are Lightning's. `Trainer(max_time=...)` counts each `fit` anew; here what a checkpoint has
+    Arguments and methods are Lightning's. `Trainer(max_time=...)` counts each `fit` again; here what a checkpoint has
     seen counts as well. In several processes all stop at the same step. `min_epochs` and `min_steps` keep training
     going, as with every stop.
 
     Args:
         duration: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS"; None to measure
             only.
-        interval: "step" to stop behind the step that runs, "epoch" at the end of the epoch.
+        interval: "step" to stop after the step that runs, "epoch" at the end of the epoch.
         verbose: Say that it has stopped the training.
 
     Raises:
@@ -66,7 +66,7 @@ class Timer(Callback):
         return self._start.get(self._known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when a stage ended last, by `time.monotonic()`; None while it goes on."""
+        """Return when a stage ended last, by `time.monotonic()`; None while it continues."""
         return self._end.get(self._known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:

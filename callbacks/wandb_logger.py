@@ -40,7 +40,7 @@ class WandbLogger(Logger):
     The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The run's config
     holds the module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary
     holds the last value of each metric, and the best of those that a callback monitors. A training that is resumed from
-    a checkpoint goes on in the same run.
+    a checkpoint continues in the same run.
 
     Nothing that W&B does stops training, or keeps it waiting longer than the timeouts: everything is sent by another
     thread. Without an API key or without network the run is kept on disk, and one line says how to upload it.
@@ -48,7 +48,7 @@ class WandbLogger(Logger):
     Args:
         project: The project; None for W&B's default.
         name: The run's name; None for one that W&B makes.
-        id: The run's id, to go on with a run; None for that of the checkpoint, or a new one.
+        id: The run's id, to continue with a run; None for that of the checkpoint, or a new one.
         entity: The user or team; None for W&B's default.
         group: The group of runs that it belongs to.
         job_type: What kind of run it is.
@@ -65,7 +65,7 @@ class WandbLogger(Logger):
             group; or "shared": all write to one run, rows by the first, and each its system metrics.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
-        on_error: What a failure of W&B does: "warn" tells of it in a line and goes on without it, "raise" raises.
+        on_error: What a failure of W&B does: "warn" tells of it in a line and continues without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
@@ -130,7 +130,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> "wandb.Run | None":
-        """W&B's run, in the processes that have one: the open one, or behind a fit the one that it has finished.
+        """W&B's run, in the processes that have one: the open one, or after a fit the one that it has finished.
 
         None before it is open.
         """
@@ -146,7 +146,7 @@ class WandbLogger(Logger):
     # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin anew; the run is opened when a checkpoint has told which it is."""
+        """Begin again; the run is opened when a checkpoint has told which it is."""
         self._trainer, self._module = trainer, module
         self._opened = False
         self._sent: set[str] = set()  # checkpoints
@@ -216,7 +216,7 @@ class WandbLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the run of the checkpoint, unless another was asked for."""
+        """Continue with the run of the checkpoint, unless another was asked for."""
         if self._wanted_id is None and self._given is None and state_dict["id"] is not None:
             self._id = str(state_dict["id"])
 
@@ -285,7 +285,7 @@ class WandbLogger(Logger):
     def _opened_by(self) -> "Trainer":
         """Open the run, and return the Trainer that runs; refused where none does."""
         trainer = self._trainer
-        if trainer is None or not trainer.is_running:  # which run it is, is known behind setup
+        if trainer is None or not trainer.is_running:  # which run it is, is known after setup
             raise LoggerError(
                 "WandbLogger has no run open. Log from a hook of fit, validate, test or predict other than setup and "
                 "teardown."

@@ -22,7 +22,7 @@ import jaxlit as jl
 
 
 class TensorParallel(jl.Strategy):
-    """Split attention by its heads, and the layers behind it by the width between them, as Megatron-LM does."""
+    """Split attention by its heads, and the layers after it by the width between them, as Megatron-LM does."""
 
     rules = jl.strategies.Rules(  # of two matrices the first by columns, the second by rows: XLA adds up once a pair
         {

@@ -1,4 +1,4 @@
-"""A training on eight devices is killed, and goes on: on eight as if nothing had happened, and on four.
+"""A training on eight devices is killed, and continues: on eight as if nothing had happened, and on four.
 
     python examples/resume_anywhere.py
 
@@ -26,7 +26,7 @@ import jaxlit as jl
 
 
 class Digits(jl.TrainModule):
-    """Two layers with dropout, whose random keys go on as well."""
+    """Two layers with dropout, whose random keys continue as well."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         first, last = nnx.Linear(64, 128, rngs=rngs), nnx.Linear(128, 10, rngs=rngs)
@@ -48,7 +48,7 @@ class Kill(jl.Callback):
 
 
 def train(folder: Path, devices: int, *callbacks: jl.Callback) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Train, or go on; returns the losses of all steps, and the weights."""
+    """Train, or continue; returns the losses of all steps, and the weights."""
     x, y = (a[:1792] for a in load_digits(return_X_y=True))  # whole batches, for one program
     data = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
     trainer = jl.Trainer(strategy="fsdp", devices=devices, max_epochs=5, log_every_n_steps=1,

@@ -54,7 +54,7 @@ class GPT(jl.TrainModule):
 
 
 def write(model: GPT, seed: jax.Array) -> jax.Array:
-    def byte(i: jax.Array, text: jax.Array) -> jax.Array:  # the next one; what stands behind it is not looked at
+    def byte(i: jax.Array, text: jax.Array) -> jax.Array:  # the next one; what stands after it is not looked at
         key = jax.random.fold_in(jax.random.key(seed), i)
         return text.at[i].set(jax.random.categorical(key, model(text[None])[0, i - 1] / 0.7))
 

@@ -33,7 +33,7 @@ def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> N
 
 
 def is_int(value: Any, *, low: int) -> bool:
-    """Tell whether a value is an int of at least `low`; True and False are none."""
+    """Return whether a value is an int of at least `low`; True and False are none."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
 

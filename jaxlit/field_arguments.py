@@ -140,7 +140,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "anonymous": "Pass offline=True, or log in by wandb login.",
         "add_file_policy": "Checkpoints are copied: leave it out.",
         "mode": "Pass offline=True, or set WANDB_MODE.",
-        "resume": "A resumed training goes on in its run; id= names another.",
+        "resume": "A resumed training continues in its run; id= names another.",
         "settings": "Pass a run of your own: experiment=wandb.init(settings=...).",
     },
     "JSONLLogger": {"save_dir": _FOLDER, "name": _FOLDER, "version": _FOLDER},

@@ -9,7 +9,7 @@ _CLI = "jsonargparse takes the classes as they are: parser.add_class_arguments(j
 _PARTS = "Give parts optimizers of their own: jl.Optimizer(by={...}), and jax.lax.stop_gradient in the loss."
 _PLACED = "The strategy says where arrays lie: Trainer(strategy='fsdp')."
 _RANK = "Ask jax.process_index(), or trainer.is_global_zero."
-_STAGE = "A hook knows by its name; trainer.is_running tells whether a run goes on."
+_STAGE = "A hook knows by its name; trainer.is_running tells whether a run continues."
 _TUNER = "A rate is found by jl.lr_find(trainer, model, loader); trainer.explain() tells the memory of a step."
 
 # By what has not the name: of each name one line of advice.
@@ -233,7 +233,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
         "tune": "A rate is found by jl.lr_find(trainer, model, loader), before fit.",
     },
     "DataModule": {
-        "load_from_checkpoint": "Build it anew: its own state comes back with the training, fit(ckpt_path=...).",
+        "load_from_checkpoint": "Build it again: its own state comes back with the training, fit(ckpt_path=...).",
         "transfer_batch_to_device": "The strategy places batches; on_before_batch_transfer may change them.",
         "on_after_batch_transfer": "Change a batch in on_before_batch_transfer, or in the step.",
         "from_datasets": "Pass loaders to fit(model, train_dataloaders, val_dataloaders).",
@@ -243,7 +243,7 @@ ADVICE: Mapping[str, Mapping[str, str]] = {
     },
     "Logger": {
         "save_dir": "It is trainer.run_dir.",
-        "after_save_checkpoint": "on_checkpoint_saved is the hook that is called behind each.",
+        "after_save_checkpoint": "on_checkpoint_saved is the hook that is called after each.",
         "group_separator": "Names are logged as they are: 'train/loss'.",
         "add_scalar": "Call log_metrics({name: value}, step).",
         "add_scalars": "Call log_metrics({name: value}, step).",

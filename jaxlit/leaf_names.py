@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def is_key(x: Any) -> bool:
-    """Tell whether `x` is a typed PRNG key array, concrete or abstract."""
+    """Return whether `x` is a typed PRNG key array, concrete or abstract."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -195,7 +195,7 @@ def _lying(to: NamedSharding) -> Any:
 
 @lru_cache(maxsize=1024)
 def rows_by_process(lies: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Tell whether each process's devices hold, of an array of rows, whole rows that those of no other process hold."""
+    """Return whether each process's devices hold entire rows of an array that no other process holds."""
     held: dict[int, set[Any]] = {}
     for device, at in lies.devices_indices_map(shape).items():
         part = tuple(each.indices(size)[:2] for each, size in zip(at, shape, strict=True))

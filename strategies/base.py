@@ -300,7 +300,7 @@ class Strategy(Configured, ABC):
         return sharding.place_whole(given, lies) if isinstance(batch, Whole) else sharding.place(given, lies)
 
     def splits_by_process(self, batch: Any) -> bool:
-        """Tell whether each process places rows that no other does; otherwise it places what it needs of all rows.
+        """Return whether each process places rows that no other does; otherwise it places what it needs of all rows.
 
         Args:
             batch: The global batch, or its shapes.

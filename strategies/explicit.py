@@ -23,7 +23,7 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
     """What `FSDP(body="explicit")` is: the step runs once on each device, on its rows, under `jax.shard_map`.
 
-    Split parameters are gathered before the step and gradients summed into shards behind it, behind the last batch of a
+    Split parameters are gathered before the step and gradients summed into shards after it, after the last batch of a
     window only; clipping, checks and the optimizer see global arrays. A device holds all parameters during a step, and
     its own float32 gradients of all of them during a window. Losses that couple rows see one device's rows.
 

@@ -53,8 +53,8 @@ class Pipeline(Strategy):
             one and "zbv" cut the model into twice as many stages as there are ranks.
         microbatches: Into how many parts a batch is split; None for as many as there are ranks. A batch of fewer rows
             has one for each.
-        layers: The attribute that holds the model's layers, "blocks" or "encoder.blocks": a stage may end behind each;
-            or the layers behind which stages end, ["blocks.1", "blocks.3"]. None if the model calls
+        layers: The attribute that holds the model's layers, "blocks" or "encoder.blocks": a stage may end after each;
+            or the layers after which stages end, ["blocks.1", "blocks.3"]. None if the model calls
             `jl.pipeline_yield`.
         inner: The strategy within a rank, "fsdp" or "ddp" say.
         remat: Compute a stage's forward pass again in its backward pass, and keep what goes into it only; or the name
@@ -282,7 +282,7 @@ class Pipeline(Strategy):
         return jax.tree.map(lambda x: Rows(x, count, lies(x)) if x.ndim else x, batch)
 
     def splits_by_process(self, batch: Any) -> bool:
-        """Tell whether each process places rows of each microbatch that no other does."""
+        """Return whether each process places rows of each microbatch that no other does."""
         rows, count = num_rows(batch), self.num_microbatches
         return rows % count == 0 and self.inner[0].splits_by_process(with_rows(batch, rows // count))
 

@@ -16,7 +16,7 @@ class Program:
 
     Attributes:
         name: The name under which it compiles, `train_step` say.
-        kind: "train" for an optimizer step, "micro" for a batch of a window that goes on, "eval" for an evaluation.
+        kind: "train" for an optimizer step, "micro" for a batch of a window that continues, "eval" for an evaluation.
         fn: The body.
         inputs: How each array of each state lies.
         outputs: How the results lie: a list of `Lying` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.

@@ -17,7 +17,7 @@ class TensorParallel(FSDP):
     r"""Split weights over `tp` by rules, the rest of the state over `fsdp`, and the batch over `data` and `fsdp`.
 
     The rules say which dim of a weight goes over `tp`; XLA splits what is computed with it and adds the collectives
-    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053: first the columns, then the rows, and one sum behind a
+    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053: first the columns, then the rows, and one sum after a
     pair). The numbers are those of `single`.
 
     Args:

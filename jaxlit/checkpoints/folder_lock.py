@@ -38,7 +38,10 @@ class FolderLock:
         if self._name in _held:
             who, remedy = "Two ModelCheckpoints", "Give one of them a dirpath of its own"
             if of_run:
-                who, remedy = "Two fits", "Wait for the one that goes on, or pass another Trainer(default_root_dir=...)"
+                who, remedy = (
+                    "Two fits",
+                    "Wait for the one that continues, or pass another Trainer(default_root_dir=...)",
+                )
             raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
         try:
             os.makedirs(os.path.dirname(self._name), exist_ok=True)

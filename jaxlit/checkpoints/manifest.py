@@ -29,7 +29,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 def seal(folder: Path, order: int) -> None:
-    """Put every file of a folder onto the disk, and write the manifest behind them.
+    """Put every file of a folder onto the disk, and write the manifest after them.
 
     Args:
         folder: The folder.

@@ -31,7 +31,7 @@ class Validating(IntEnum):
     DONE = 6
 
 
-# Tables: making an enum's member costs several calls, and every step comes by here. Behind a batch comes the next one.
+# Tables: making an enum's member costs several calls, and every step comes by here. After a batch comes the next one.
 _BEHIND = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
 _BEHIND_IN_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
 
@@ -43,7 +43,7 @@ _APART = {"apart": True}
 class Position:
     """Where training stands.
 
-    `phase` moves before a hook runs, never behind it: a checkpoint that is taken in a hook goes on behind that hook,
+    `phase` moves before a hook runs, never after it: a checkpoint that is taken in a hook continues after that hook,
     and does not call it again.
     """
 
@@ -55,24 +55,24 @@ class Position:
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
     phase: Phase = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
-    # Where the training loader's iteration stands behind the last batch that was used.
+    # Where the training loader's iteration stands after the last batch that was used.
     data: Any = field(default=None, metadata=_APART)
 
     def __post_init__(self) -> None:
         self.phase = Phase(self.phase)  # a checkpoint holds its number
 
     def reaches(self, phase: Phase) -> bool:
-        """Tell whether a phase is still to come; from here on it counts as done."""
+        """Return whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
         self.phase = _BEHIND[phase]
         return True
 
     def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
-        """Stand behind a batch whose step was dispatched; nothing else counts batches or steps.
+        """Stand after a batch whose step was dispatched; nothing else counts batches or steps.
 
         Args:
-            data: Where the loader's iteration stands behind it.
+            data: Where the loader's iteration stands after it.
             stepping: Whether the optimizer took a step.
             last: Whether it was the last batch of the epoch.
         """
@@ -81,7 +81,7 @@ class Position:
         self.phase, self.over, self.data = Phase.ROW, last, data
 
     def end_batches(self, data: Any) -> None:
-        """Stand behind the last batch of the epoch, of which the loader may have more."""
+        """Stand after the last batch of the epoch, of which the loader may have more."""
         self.over, self.data = True, data
 
     def drop_window(self) -> None:
@@ -89,12 +89,12 @@ class Position:
         self.filled = 0
 
     def advance_epoch(self, data: Any) -> None:
-        """Stand before the next epoch, whose loader goes on from `data`."""
+        """Stand before the next epoch, whose loader continues from `data`."""
         self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
         self.phase, self.data, self.first_step = Phase.EPOCH_START, data, self.global_step
 
     def stand_before(self, step: int, batch_idx: int, filled: int, data: Any) -> None:
-        """Stand before an earlier step of this epoch, behind the hook that its batch begins with.
+        """Stand before an earlier step of this epoch, after the hook that its batch begins with.
 
         Args:
             step: The step.
@@ -110,7 +110,7 @@ class Position:
         """Count optimizer steps from an earlier position on; the batches since then stay used.
 
         Returns:
-            Whether that position was in this epoch: then its metrics go on.
+            Whether that position was in this epoch: then its metrics continue.
         """
         self.global_step, self.filled = was.global_step, 0
         if self.phase == Phase.ROW:
@@ -138,14 +138,14 @@ class Evaluation:
         self.phase = Validating(self.phase)
 
     def reaches(self, phase: Validating) -> bool:
-        """Tell whether a phase is still to come; from here on it counts as done."""
+        """Return whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
         self.phase = _BEHIND_IN_EVALUATION[phase]
         return True
 
     def advance(self, sums: list[Any], data: Any) -> None:
-        """Stand behind a batch whose step was dispatched."""
+        """Stand after a batch whose step was dispatched."""
         self.sums, self.data, self.batch_idx = sums, data, self.batch_idx + 1
         self.phase = Validating.BATCH_START
 

@@ -104,7 +104,7 @@ STATE = {
 }
 
 # What stands beside them in a checkpoint that was written where training ended before a step that was not finite: the
-# step, its batches in the epoch, from the first to behind the last, and the optimizer's arrays that it is in.
+# step, its batches in the epoch, from the first to after the last, and the optimizer's arrays that it is in.
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
 
 
@@ -120,8 +120,8 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     """
     if (found := state.get("format", 1)) != FORMAT:
         raise CheckpointError(
-            f"{where} is of format {found!r:.20}, and this version of jaxlit reads format {FORMAT}. Go on from it with "
-            "the version that wrote it."
+            f"{where} is of format {found!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
+            "with the version that wrote it."
         )
     for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")

@@ -54,7 +54,7 @@ def report(
         rows: What differs.
         owner: What the model is called.
         strict: Refuse it.
-        resumes: Whether a training goes on from it.
+        resumes: Whether a training continues from it.
 
     Raises:
         CheckpointError: Something does, and `strict` is set.
@@ -68,7 +68,7 @@ def report(
     optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
     hint = "Build the model and the optimizer as they were. "
     hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
-    hint += "To go on with this one, p" if resumes else "P"
+    hint += "To continue with this one, p" if resumes else "P"
     hint += "ass reset_optimizer=True to begin with a new optimizer, or " if optimizer else "ass "
     raise CheckpointError(f"{checkpoint.path} does not fit {owner}:\n{table}\n{hint}strict=False to take what fits.")
 

@@ -26,7 +26,7 @@ def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
 
 
 def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
-    """Tell whether an optimizer's state begins with numbers of the parameters: slow weights or averages, say."""
+    """Return whether an optimizer's state begins with numbers of the parameters: slow weights or averages, say."""
     leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
     program = jax.make_jaxpr(lambda *x: tx.init(treedef.unflatten(x)))(*leaves).jaxpr
     return any(reaches(program, range(len(program.outvars))))
@@ -83,7 +83,7 @@ def _traced(update: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
 
 
 def _waits(closed: ClosedJaxpr, old: Sequence[Any], count: int, whole: bool) -> list[frozenset[int]]:
-    # Read off the program of the update: a moment waits for its own gradient, behind a clip by the global norm for all.
+    # Read off the program of the update: a moment waits for its own gradient, after a clip by the global norm for all.
     # What no gradient reaches, and numbers such as counts, wait for all as well.
     every = frozenset(range(count))
     found = [reached & every for reached in sources(closed.jaxpr)[: len(old)]]

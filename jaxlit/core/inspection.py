@@ -110,7 +110,7 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     closed, (_, (written, *_)) = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*args)
     program, leaves = closed.jaxpr, pure.leaves(*args[:3])
     parameters = len(jax.tree.leaves(args[:2]))
-    # The dict comes behind the loss, its leaves in the order of its keys.
+    # The dict comes after the loss, its leaves in the order of its keys.
     for var, place in zip(program.outvars[1:], sorted(written), strict=False):
         leaf = leaves[place]
         own_key = is_key(jax.tree.leaves(args[:3])[place])
@@ -134,7 +134,7 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
 
 
 def _is_scratch(leaf: Leaf) -> bool:
-    """Tell whether a step may use a variable as it likes: what it writes there is meant for itself."""
+    """Return whether a step may use a variable as it likes: what it writes there is meant for itself."""
     scratch = (nnx.RngState, nnx.Cache, nnx.Intermediate)
     return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
 

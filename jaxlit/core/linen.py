@@ -11,7 +11,7 @@ AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as 
 
 
 def is_linen(x: Any) -> bool:
-    """Tell whether an object is a linen module."""
+    """Return whether an object is a linen module."""
     return isinstance(x, linen.Module)
 
 

@@ -211,7 +211,7 @@ class TrainModule(KeepsHparams, nnx.Module):
 
 
 def is_overridden(module: TrainModule, method: str) -> bool:
-    """Tell whether the module's class defines a method of `TrainModule` itself."""
+    """Return whether the module's class defines a method of `TrainModule` itself."""
     return getattr(type(module), method) is not getattr(TrainModule, method)
 
 
@@ -241,13 +241,13 @@ def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Cal
         except TypeError:
             continue
         return lambda batch, batch_idx: step(*(batch, batch_idx)[:count], **extra)
-    also = "" if stage == "training" else ", with dataloader_idx=0 behind them for several loaders"
+    also = "" if stage == "training" else ", with dataloader_idx=0 after them for several loaders"
     raise ModuleError(
         f"{type(module).__name__}.{name}{signature} must take (self, batch) or (self, batch, batch_idx){also}."
     )
 
 
 def takes_loader(module: TrainModule, stage: str) -> bool:
-    """Tell whether the stage's step asks which loader a batch is from."""
+    """Return whether the stage's step asks which loader a batch is from."""
     parameters = inspect.signature(getattr(module, STAGES[stage].step)).parameters
     return stage != "training" and "dataloader_idx" in parameters

@@ -1,4 +1,4 @@
-"""Optimizers of nnx that a training step updates itself: the Trainer takes the step behind it."""
+"""Optimizers of nnx that a training step updates itself: the Trainer takes the step after it."""
 
 from collections.abc import Callable
 from typing import Any

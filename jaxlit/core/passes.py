@@ -22,8 +22,8 @@ class Passes:
     Args:
         step: The training step.
         written: The places in the state of what the user's step writes.
-        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that goes on, "look" for
-            nothing that lasts.
+        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues, "look"
+            for nothing that lasts.
 
     Attributes:
         params: The places in the state of the parameters.
@@ -61,7 +61,7 @@ class Passes:
             batch: The part.
 
         Returns:
-            What is to be differentiated by the parameters, () float32, what is at the `written` places behind it, the
+            What is to be differentiated by the parameters, () float32, what is at the `written` places after it, the
             part's table, and its outputs.
         """
         old = self.step.layout.unflatten(leaves)
@@ -86,7 +86,7 @@ class Passes:
     def finish(
         self, leaves: list[Any], written: list[Any], grads: list[Any], rows: jax.Array, table: jax.Array, outputs: Any
     ) -> tuple[Any, ...]:
-        """Return what the program returns, behind the last pass.
+        """Return what the program returns, after the last pass.
 
         Args:
             leaves: The flat state as it was before the batch.

@@ -34,12 +34,12 @@ def as_held(value: Any) -> Any:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two dicts of attributes hold the same."""
+    """Return whether two dicts of attributes hold the same."""
     return one.keys() == other.keys() and all(same_value(value, other[name]) for name, value in one.items())
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Tell whether two values, as `as_held` returns them, are the same: by identity, but for plain ones."""
+    """Return whether two values, as `as_held` returns them, are the same: by identity, but for plain ones."""
     if isinstance(a, Held) and isinstance(b, Held):
         same_kind = type(a.container) is type(b.container) and len(a.items) == len(b.items)
         return same_kind and all(same_value(x, y) for x, y in zip(a.items, b.items, strict=True))

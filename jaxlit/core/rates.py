@@ -63,7 +63,7 @@ def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> R
 def _told(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
     """Return by the name of a rate its first epoch, and a function of (the optimizer's state, the step's index) to it.
 
-    The optimizer's own count is asked: it begins anew where its state was left out of a resume, and in a part with its
+    The optimizer's own count is asked: it starts again where its state was left out of a resume, and in a part with its
     first step. A part that counts otherwise has no rate in a row, as the step's index is not its count.
     """
     schedule: Any = optimizer.lr_schedule
@@ -183,7 +183,7 @@ class _Program:
         return found if is_rate else []  # else it is a sign, with the rate elsewhere
 
     def _is_negative(self, factor: Any) -> bool:
-        """Tell whether a factor changes the sign, by how it is written."""
+        """Return whether a factor changes the sign, by how it is written."""
         if factor is None or isinstance(factor, Literal):
             return factor is None or bool(factor.val < 0)
         eqn = self.made_by.get(factor)

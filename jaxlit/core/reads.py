@@ -40,7 +40,7 @@ class Reads:
             self._found.append((owner, name, value))
 
     def hold(self) -> bool:
-        """Tell whether all of it would be read again; never so if two traces have read different values."""
+        """Return whether all of it would be read again; never so if two traces have read different values."""
         try:
             return all(same_value(was, as_held(getattr(owner(), name))) for owner, name, was in self._found)
         except AttributeError:  # the Trainer is gone, or no longer has it

@@ -84,7 +84,7 @@ class Replica:
 
 
 def is_row(x: Any, rows: int) -> bool:
-    """Tell whether an output has one row for each row of the batch."""
+    """Return whether an output has one row for each row of the batch."""
     return x.ndim > 0 and x.shape[0] == rows
 
 

@@ -187,7 +187,7 @@ def _known(state: list[Relation], leaves: list[Leaf]) -> list[Relation]:
 
 
 def _can_be_whole(relation: Relation, dtype: Any) -> bool:
-    """Tell whether the whole value follows from what the replicas have."""
+    """Return whether the whole value follows from what the replicas have."""
     if relation in (SAME, ZERO):
         return True
     if relation.kind == "total" or relation.kind == "same":
@@ -280,7 +280,7 @@ def _check_reads(
         return
     results = [found.loss, *found.state, *found.values, *found.weights, *found.outputs]
     for place, relation in enumerate(results):
-        leaf = place - 1  # behind the loss comes the state
+        leaf = place - 1  # after the loss comes the state
         follows = place > 0 and (relation == ZERO or relation.as_total().kind == "total")
         if follows or (0 <= leaf < len(leaves) and leaf in held):
             continue

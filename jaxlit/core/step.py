@@ -143,7 +143,7 @@ class TrainStep:
             batch: The batch.
 
         Returns:
-            What is at those places behind the batch, the batch's table, and for each parameter how many numbers of its
+            What is at those places after the batch, the batch's table, and for each parameter how many numbers of its
             gradient are not finite. They are those of all replicas.
         """
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
@@ -220,7 +220,7 @@ class TrainStep:
         return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
-        """Return the state behind a batch that completes no step, with what it has written as far as that is finite."""
+        """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
         written = (new.params, new.frozen, new.model_state)
         if self.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
@@ -240,7 +240,7 @@ class TrainStep:
         """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out.
 
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
-        behind `nnx.value_and_grad`.
+        after `nnx.value_and_grad`.
         """
         loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
         if self.nan_policy == "raise" and old.loss_scale is None:

@@ -33,7 +33,7 @@ def set_modes(module: nnx.Module, training: bool) -> None:
 
 
 def evaluates_wholly(module: nnx.Module) -> bool:
-    """Tell whether a module is in evaluation mode as a whole, and not only a part that its user has frozen.
+    """Return whether a module is in evaluation mode as a whole, and not only a part that its user has frozen.
 
     That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
     """
@@ -110,7 +110,7 @@ def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None)
     Args:
         module: The copy.
         replica: What the step sees.
-        batch_idx: () int32 in an evaluation, whose streams begin anew with each batch; else None.
+        batch_idx: () int32 in an evaluation, whose streams start again with each batch; else None.
 
     Returns:
         A function that puts keys back, so that they leave the step as they came; not those that a step has written.
@@ -122,7 +122,7 @@ def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None)
             continue
         original = key = variable.get_value()
         if not isinstance(variable, nnx.RngKey):
-            # A key of the user's own goes on as it would on one device: there the first replica has it.
+            # A key of the user's own continues as it would on one device: there the first replica has it.
             if several:
                 key = jnp.where(replica.is_first, key, _fold(key, replica.index))
                 variable.set_value(key)

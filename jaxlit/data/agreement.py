@@ -41,7 +41,7 @@ class Agreement:
 
         Args:
             batch: This process's part.
-            at: Where its iteration stands behind it.
+            at: Where its iteration stands after it.
             last: Whether it is the last of the epoch.
 
         Raises:

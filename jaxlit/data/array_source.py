@@ -27,7 +27,7 @@ class ArraySource(Source):
         return zip(self.loader, itertools.count(done + 1), strict=False)
 
     def may_start(self, at: Any) -> bool:
-        """Tell whether `at` is a count of batches."""
+        """Return whether `at` is a count of batches."""
         return type(at) is int and at >= 0
 
     def content(self) -> dict[str, Any]:

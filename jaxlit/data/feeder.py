@@ -50,7 +50,7 @@ class Feeder:
         num_processes: How many processes feed the same steps.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch.
-        control: Tells whether a wait for data is to be given up, and is told of one that a signal may cut.
+        control: Returns whether a wait for data is to be given up, and is told of one that a signal may cut.
         epoch: Tells the epoch of training, for messages.
 
     Attributes:
@@ -86,7 +86,7 @@ class Feeder:
     ) -> Iterator[tuple[Any, Any, bool, Any]]:
         """Return an iterator over one epoch, or over what is left of it behind `start` batches.
 
-        It gives (placed batch, host batch, is last, where the iteration stands behind it) of each batch.
+        It gives (placed batch, host batch, is last, where the iteration stands after it) of each batch.
         One batch is drawn ahead, so that the last is known as such even if the loader has no length.
 
         Raises:
@@ -196,7 +196,7 @@ class _Thread:
     Args:
         stream: The iterator; nothing else may draw from it now.
         depth: How many drawn items may wait.
-        control: Tells whether to give up a wait for an item.
+        control: Returns whether to give up a wait for an item.
     """
 
     def __init__(self, stream: Iterator[Any], depth: int, control: Control) -> None:

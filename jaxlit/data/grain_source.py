@@ -1,4 +1,4 @@
-"""Drawing from grain's three kinds of loaders, which are made to do alike: reshuffle, tell their place, go on there."""
+"""Drawing from grain's three kinds of loaders, which all reshuffle, report their place and continue there."""
 
 import copy
 import hashlib
@@ -51,7 +51,7 @@ class GrainSource(Source):
         return False
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield an epoch's (batch, the iterator's state behind it), shuffled as a repetition of the data would be."""
+        """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
         if self._kind == "DataLoader":
             iterator = iter(_loader_at(self.loader, epoch))
             pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
@@ -72,7 +72,7 @@ class GrainSource(Source):
                 iterator.close()
 
     def may_start(self, at: Any) -> bool:
-        """Tell whether `at` is the state of such an iterator."""
+        """Return whether `at` is the state of such an iterator."""
         return isinstance(at, str if self._kind == "DataLoader" else dict)
 
     def content(self) -> dict[str, Any]:

@@ -59,13 +59,13 @@ class Loaders:
         for loaders, argument in given.values():  # what is no loader is refused before anything is set up
             each_loader(loaders, f"Trainer.{verb}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
-        # By where a loader comes from: those that a hook makes anew have one, so that their batches are compared too.
+        # By where a loader comes from: those that a hook makes again have one, so that their batches are compared too.
         self._intakes: dict[str, Intake] = {}
         self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
         self._limits, self._pinned, self._intake, self._asked = limits, pinned, intake, asked
 
     def from_hook(self, stage: str) -> bool:
-        """Tell whether a hook makes the stage's loaders, and so can make them again."""
+        """Return whether a hook makes the stage's loaders, and so can make them again."""
         return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
     def check_before_building(self, cls: type, timeouts: tuple[float | None, float | None]) -> None:

@@ -15,7 +15,7 @@ class PlainSource(Source):
     """Draws from any iterable of batches.
 
     One with a `state_dict` and a `load_state_dict` is asked where it stands. Of another all that is known is how many
-    batches came; it goes on behind them by drawing them again.
+    batches came; it continues after them by drawing them again.
     """
 
     @property
@@ -54,11 +54,11 @@ class PlainSource(Source):
         return doubted_rows(self.loader, batch, self.argument)
 
     def may_start(self, at: Any) -> bool:
-        """Tell whether `at` is a count of batches; a state is the loader's own affair, and so is what it compares."""
+        """Return whether `at` is a count of batches; a state is the loader's own affair, and so is what it compares."""
         return self._keeps_state or (type(at) is int and at >= 0)
 
     def may_go_back(self, at: Any) -> bool:
-        """Tell whether a state of the loader's own is known, or it is drawn again from its beginning in a moment."""
+        """Return whether a state of the loader's own is known, or it is drawn again from its beginning in a moment."""
         if hasattr(self.loader, "__next__"):
             return False
         if self._keeps_state:

@@ -47,7 +47,7 @@ def check_rows(loader: Any, batch: Any, argument: str) -> None:
 
 
 def is_hugging_face(loader: Any) -> bool:
-    """Tell whether a loader is a dataset of Hugging Face's `datasets`, whose elements may be rows or batches."""
+    """Return whether a loader is a dataset of Hugging Face's `datasets`, whose elements may be rows or batches."""
     return bool(_kinds(loader).intersection(_HUGGING_FACE))
 
 

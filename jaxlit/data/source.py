@@ -60,11 +60,11 @@ class Source(ABC):
         self._kept: list[tuple[Any, Any]] | None = None
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self._peeked: tuple[int, Generator[tuple[Any, Any], None, None]] | None = None
-        self._start: tuple[int, Any] | None = None  # the epoch to go on in, and where
+        self._start: tuple[int, Any] | None = None  # the epoch to continue in, and where
 
     @abstractmethod
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Return an epoch's (batch, where the iteration stands behind it).
+        """Return an epoch's (batch, where the iteration stands after it).
 
         Args:
             epoch: The epoch.
@@ -78,7 +78,7 @@ class Source(ABC):
 
     @abstractmethod
     def may_start(self, at: Any) -> bool:
-        """Tell whether `at` is a place of this kind of loader."""
+        """Return whether `at` is a place of this kind of loader."""
 
     def content(self) -> dict[str, Any]:
         """Return what the order and the content of the batches depend on, as far as it is known."""
@@ -99,7 +99,7 @@ class Source(ABC):
         return self._may_go_on and (self.is_endless or self.is_iterator)
 
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
-        """Return one epoch's (batch, where the iteration stands behind it)."""
+        """Return one epoch's (batch, where the iteration stands after it)."""
         epoch = self._number(epoch)
         if self._peeked is not None:
             (peeked, draws), self._peeked = self._peeked, None
@@ -107,7 +107,7 @@ class Source(ABC):
                 return draws
         if self._keep is None:
             return self._continued(epoch)
-        # What is kept begins with the first batch, also if training goes on behind it.
+        # What is kept begins with the first batch, also if training continues after it.
         start, self._start = self._start, None
         return _behind(self._keeping(epoch, self._keep), (start[1] or 0) if start else 0)
 
@@ -117,7 +117,7 @@ class Source(ABC):
         The list is empty if there is no batch, or if drawing one could lose it.
         """
         if self.looked or (hasattr(self.loader, "__next__") and not self.is_iterator):
-            return []  # an object that is its own iterator may begin anew when it is iterated again, or go on
+            return []  # an object that is its own iterator may start again when it is iterated again, or continue
         self.looked, epoch = True, self._start[0] if self._start else 0
         draws = self.epoch(epoch)
         first = list(itertools.islice(draws, 1))
@@ -140,7 +140,7 @@ class Source(ABC):
             return list(draws)
 
     def may_go_back(self, at: Any) -> bool:
-        """Tell whether the iteration can be set back to a place, without much work."""
+        """Return whether the iteration can be set back to a place, without much work."""
         return True
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Source(ABC):
         return {"epoch": self._number(epoch), "at": at, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where an iteration stood: the state's epoch starts behind the last batch that was used.
+        """Continue where an iteration stood: the state's epoch starts after the last batch that was used.
 
         Raises:
             DataError: The state belongs to other data, or another batch size, seed or order.
@@ -222,7 +222,7 @@ class Source(ABC):
             return self._open(epoch)
         if self._stream is None:
             self._stream = self._open(epoch)
-        # A generator that is not closed goes on where it was left.
+        # A generator that is not closed continues where it was left.
         return (draw for draw in self._stream)
 
     def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
@@ -234,9 +234,9 @@ class Source(ABC):
             if shuffler is not None and hasattr(shuffler, "set_epoch"):
                 shuffler.set_epoch(epoch)
         is_fresh = self.is_fresh
-        for batch, behind in self.draws(epoch, at):
+        for batch, after in self.draws(epoch, at):
             self.gave = True
-            yield batch if is_fresh else own(batch), behind
+            yield batch if is_fresh else own(batch), after
 
 
 def length_of(loader: Any) -> int | None:

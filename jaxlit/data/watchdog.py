@@ -102,4 +102,4 @@ def _tell(text: str) -> None:
 
 
 def _stderr() -> Any:
-    return sys.__stderr__ or sys.stderr  # a notebook's own has no file behind it
+    return sys.__stderr__ or sys.stderr  # a notebook's own has no file after it

@@ -92,7 +92,7 @@ def fetch(x: Any) -> np.ndarray:
 
 
 def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return every process's rows behind each other.
+    """Return every process's rows after each other.
 
     Args:
         x: This process's, (rows[process], ...).

@@ -9,12 +9,12 @@ _looks = itertools.count()  # of all trainings: jax's numbers go up in every pro
 
 
 def is_announced_by_jax() -> bool:
-    """Tell whether jax listens for SIGTERM, to tell all processes at one step; it does unless it was told not to."""
+    """Return whether jax listens for SIGTERM, to tell all processes at one step; it does unless it was told not to."""
     from jax._src.distributed import global_state  # jax has no public way to ask
 
     return jax.process_count() > 1 and global_state.preemption_sync_manager is not None
 
 
 def is_preempted() -> bool:
-    """Tell whether all processes end here, as one of them is about to be taken; all must ask at every step."""
+    """Return whether all processes end here, as one of them is about to be taken; all must ask at every step."""
     return reached_preemption_sync_point(next(_looks))

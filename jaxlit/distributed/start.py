@@ -23,7 +23,7 @@ def initialize(
     """Join the processes of one training; call it first in the script, before anything else uses jax.
 
     Under SLURM, Open MPI, Kubernetes or on a TPU pod the arguments are found by jax and may be left out; with
-    nothing to find and no arguments the program goes on as one process. A second call does nothing.
+    nothing to find and no arguments the program continues as one process. A second call does nothing.
 
     Args:
         coordinator_address: "host:port" of process 0, the same in every process.
@@ -64,7 +64,7 @@ def initialize(
 
 
 def jax_runs() -> bool:
-    """Tell whether jax has found its devices already."""
+    """Return whether jax has found its devices already."""
     from jax._src import xla_bridge  # jax has no public way to ask without starting its backend
 
     return xla_bridge.backends_are_initialized()

@@ -115,7 +115,7 @@ class CompiledStep:
             raise ArgumentTypeError(f"step(state, batch) takes the state of compile_step, got {type(state).__name__}.")
         if state.leaves[0].is_deleted():
             raise StateError(
-                "step(state, batch) got a state that an earlier step has overwritten. Go on with the one that it "
+                "step(state, batch) got a state that an earlier step has overwritten. Continue with the one that it "
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
         _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks

@@ -22,7 +22,7 @@ class CompiledProgram:
         program: The strategy's function.
 
     Attributes:
-        run: What to call: behind the first call the strategy's function itself, so that no step waits for more.
+        run: What to call: after the first call the strategy's function itself, so that no step waits for more.
         ran: Whether it was called.
     """
 

@@ -64,7 +64,7 @@ class Engine:
         own: Whether the module's arrays belong to the engine, which then need not copy them.
         extras: Callbacks that keep arrays in the state, by their keys.
         parts: What is trained from an epoch on only; the optimizer keeps a state for each.
-        leaves_out: Given an error, whose it is, and its hook: whether to go on without the callback.
+        leaves_out: Given an error, whose it is, and its hook: whether to continue without the callback.
         example: The first batch of the training, for a strategy that looks at the step before it places the state.
 
     Attributes:
@@ -150,7 +150,7 @@ class Engine:
         table, written = self.pure.table("training"), self._written()
         fits = self._restored is not None and self._restored.metrics == table.metrics
         if self._restored is not None and not fits:
-            _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's begin anew.")
+            _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
         # How many columns the metrics have is known only now, as the step was traced.
         if not fits:
             state.put(at.sums, table.empty_sums())
@@ -224,7 +224,7 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         at, leaves = self.state.at.counters, self.state.leaves
         leaves[at] = self._next_epoch(leaves[at], np.int32(epoch))  # type: ignore[call-overload]
-        self._restored = None  # only the epoch that the checkpoint was in goes on with its metrics
+        self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
         self.clear_sums()
 
     def clear_sums(self) -> None:
@@ -251,7 +251,7 @@ class Engine:
         return self.training_table.read(np.asarray(self.state.leaves[self.state.at.sums]))  # type: ignore[call-overload]
 
     def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
-        """Forget a bad step and those behind it, none of which has changed the parameters: the next one is `step`."""
+        """Forget a bad step and those after it, none of which has changed the parameters: the next one is `step`."""
         self.state.count_from(step, epoch, batch_idx)
         self.clear_window()
         if self.window_start is not None:
@@ -275,7 +275,7 @@ class Engine:
         self.state.restore(arrays)
 
     def init_extras(self, keys: Iterable[str]) -> None:
-        """Make the arrays of some callbacks anew, from the parameters as they are now."""
+        """Make the arrays of some callbacks again, from the parameters as they are now."""
         state = self.state
         for key in keys:
             # Copies: arrays that are the parameters themselves would be overwritten with them.
@@ -332,7 +332,7 @@ class Engine:
         return EvalProgram(pure, stage, loader, like, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
-        """Tell whether the stage's step asks which loader a batch is from, and so is traced once for each."""
+        """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""
         return takes_loader(self.module, stage)
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:

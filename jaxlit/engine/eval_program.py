@@ -31,5 +31,5 @@ class EvalProgram:
         return self.pure.trace_of(self.stage, self.loader).reads.hold()
 
     def fits(self, like: Any) -> bool:
-        """Tell whether it is what would be compiled now for such a first batch."""
+        """Return whether it is what would be compiled now for such a first batch."""
         return self.like == like and self.holds

@@ -126,7 +126,7 @@ class FlatState:
         return bool(self.leaves[self.at.counters].is_ready())  # type: ignore[call-overload]
 
     def is_finite(self) -> bool:
-        """Tell whether every floating number of the state is finite; waits for the device."""
+        """Return whether every floating number of the state is finite; waits for the device."""
         if self._all_finite is None:
             self._all_finite = self.strategy.on_state(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all())
         return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))

@@ -58,7 +58,7 @@ def find_hyperparams(opt_state: Any) -> dict[str, int]:
     """Return each leaf that `optax.inject_hyperparams` keeps as a hyperparameter, except for schedules, by its name.
 
     One that several transforms have is named with their labels, `learning_rate/head` say. What a part of the parameters
-    has of its own is named with the part's behind it; that of the others is called as without parts.
+    has of its own is named with the part's after it; that of the others is called as without parts.
 
     Args:
         opt_state: The optimizer's state, with the places of its leaves as leaves.

@@ -19,9 +19,9 @@ from jaxlit.strategies.base import Strategy
 class KeptEngine:
     """The engine of the newest evaluation, for the next one of the same module.
 
-    Arrays are known by identity: what the module holds is placed anew only if it is another array than the last time,
+    Arrays are known by identity: what the module holds is placed again only if it is another array than the last time,
     so that whatever was written to the module between two calls is used. For another module, and for one of which
-    more than the numbers has changed, an engine is made anew.
+    more than the numbers has changed, an engine is made again.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class KeptEngine:
 
 
 def _serves(module: TrainModule, traits: Traits, debug: bool, engine: Engine) -> bool:
-    """Tell whether an engine can evaluate a module as it is now."""
+    """Return whether an engine can evaluate a module as it is now."""
     same = engine.module is module and engine.debug == debug and engine.traits.equal(traits)
     return same and _has_room_for(module, engine)
 
 
 def _has_room_for(module: TrainModule, engine: Engine) -> bool:
-    """Tell whether the module's arrays have the shapes and dtypes of the engine's."""
+    """Return whether the module's arrays have the shapes and dtypes of the engine's."""
     state, held = engine.state, engine.pure.precision.held
     parameters = set(jax.tree.leaves((state.at.params, state.at.frozen)))  # only these are held in another dtype
     for _, leaf, place in state.module_leaves(module):

@@ -16,7 +16,7 @@ from jaxlit.strategies.program import SHARED, Program
 
 
 class Look:
-    """Takes the gradients of batches, one behind the other, from the state as it is, and changes nothing.
+    """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
 
     Args:
         step: The training step.

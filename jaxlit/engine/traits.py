@@ -44,7 +44,7 @@ class Traits:
         )
 
     def equal(self, other: "Traits") -> bool:
-        """Tell whether programs of these traits can be used for the others."""
+        """Return whether programs of these traits can be used for the others."""
         mine = (self.precision, self.eager, self.graphdef)
         try:
             return (

@@ -23,7 +23,7 @@ class WindowStart:
         self._choose = state.strategy.on_state(_choose)
 
     def keep(self) -> None:
-        """Keep what there is; behind a bad step, which only the device knows of, what was kept before it stays."""
+        """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self._places]
         self._kept = self._choose([leaves[self._state.at.counters]], self._kept or now, now)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Back to the last good state behind steps that were not finite, and a second look at the first of them."""
+"""Back to the last good state after steps that were not finite, and a second look at the first of them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,10 +43,10 @@ def go_back(run: Run, error: BaseException) -> None:
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # whoever ends training at once waits for nothing
     bad = engine.bad_step()
-    behind = [start for start in run.starts if start.step >= bad >= 0]
-    if not behind or behind[0].step != bad:
+    after = [start for start in run.starts if start.step >= bad >= 0]
+    if not after or after[0].step != bad:
         return
-    start, end = behind[0], behind[1].batch_idx if len(behind) > 1 else position.batch_idx
+    start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
     step, first, restored = start.step, start.batch_idx, False
     if start.filled and run.resume is not None:  # what the window held is in the checkpoint, and nowhere else
         restored = _restore(engine, run.resume)
@@ -73,7 +73,7 @@ def go_back(run: Run, error: BaseException) -> None:
 
 
 def _restore(engine: Engine, resume: Resume) -> bool:
-    """Give an engine the checkpoint again that it went on from; returns whether the optimizer's state came with it."""
+    """Load the checkpoint that training continued from; return whether the optimizer's state came with it."""
     checkpoint = read(resume.checkpoint.path)  # it may be gone or damaged by now
     load_engine(engine, checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
     return not resume.reset_optimizer
@@ -119,7 +119,7 @@ def _drawn(run: Run, count: int) -> tuple[list[Any], list[Any]]:
     """Draw the next batches of the position; returns them as hooks see them, and placed."""
     assert run.train is not None
     source, position = run.train[0], run.position
-    run.feeder.close()  # what it draws ahead must not go on meanwhile
+    run.feeder.close()  # what it draws ahead must not continue meanwhile
     intake = run.loaders.intake_of(source)
     pairs = [intake(batch) for batch in source.again(position.epoch, position.data, count)]
     return [host for host, _ in pairs], [run.engine.strategy.shard_batch(batch) for _, batch in pairs]

@@ -50,7 +50,7 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
     for idx, (source, limit) in [*enumerate(loaders)][now.loader :]:
         log.loader = idx if several else None
         run_loader(run, stage, idx, source, limit, keep=False)
-        if run.control.interrupted:  # the evaluation stays: a checkpoint holds it, and a resume goes on in it
+        if run.control.interrupted:  # the evaluation stays: a checkpoint holds it, and a resume continues in it
             return []
         end_loader(run, now, stage, f"/dataloader_idx_{idx}" if several else "")
     log.loader = None  # what the hooks below log belongs to no loader
@@ -59,14 +59,14 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
     take_logged(run, now, stage)
     if now.reaches(Validating.ROW) and not run.control.sanity_checking:
         log_row(run, now.row, max(run.position.global_step - 1, 0))
-    # Before the hook: a checkpoint that it takes goes on behind the validation.
+    # Before the hook: a checkpoint that it takes continues after the validation.
     run.evaluation = None
     hooks(f"on_{stage}_end")
     return now.found
 
 
 def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
-    """Show a loader's metrics, those of its steps and those of its batch hooks, and go on to the next loader.
+    """Show a loader's metrics, those of its steps and those of its batch hooks, and continue to the next loader.
 
     Args:
         run: The run.

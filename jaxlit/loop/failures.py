@@ -28,16 +28,16 @@ class Failures:
         self._aside: list[Logger] = []
 
     def may_run(self, callback: Callback, hook: str) -> bool:
-        """Tell whether a hook is called: of a logger that stands aside only the one that closes what it has opened."""
+        """Return whether a hook is called: of a disabled logger only the one that closes what it has opened."""
         return hook == "teardown" or all(callback is not logger for logger in self._aside)
 
     def goes_on(
         self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = (), *, note: bool = True
     ) -> bool:
-        """Tell whether the run goes on without the logger that has raised; it is told of once.
+        """Return whether the run continues without the logger that has raised; it is told of once.
 
         Args:
-            error: What was raised; where the run does not go on it is noted with its place.
+            error: What was raised; where the run does not continue it is noted with its place.
             owner: Whose hook it was.
             hook: The hook.
             args: What it was given.
@@ -54,7 +54,7 @@ class Failures:
             self._aside.append(owner)
             self._silence(owner)
             _logger.warning(
-                "%s failed %s: %r. The logger stands aside for the rest of this run, and training goes on; with "
+                "%s failed %s: %r. The logger stands aside for the rest of this run, and training continues; with "
                 "on_error='raise' it ends training.",
                 name,
                 at,

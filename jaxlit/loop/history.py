@@ -26,10 +26,10 @@ class _Curve:
 
 
 class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
-    """Every metric of the newest fit's rows, and of the evaluations behind it: its steps and its values, by name.
+    """Every metric of the newest fit's rows, and of the evaluations after it: its steps and its values, by name.
 
     At most 10,000 values of each are kept: of more, only every second, every fourth and so on. It is filled as rows are
-    logged, which reads nothing from a device. A training that is resumed begins where it goes on.
+    logged, which reads nothing from a device. A training that is resumed begins where it continues.
 
     Example:
         >>> import jaxlit as jl

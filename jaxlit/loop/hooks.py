@@ -128,7 +128,7 @@ class Hook:
                         now = perf_counter()
                         function.add(now - start - hooks.inside)
                         hooks.inside = outer[2] + now - begun
-                        log.hook, log.named = outer[:2]  # the hook that called this one may go on
+                        log.hook, log.named = outer[:2]  # the hook that called this one may continue
                         raise
                     result = None
                 if result is not None and isinstance(result, (int, np.integer)) and result == -1:
@@ -189,7 +189,7 @@ class Hooks:
         return self.bound[name]
 
     def _find(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
-        # The sort is stable: callbacks that run last keep their order behind the module.
+        # The sort is stable: callbacks that run last keep their order after the module.
         late = name in ("on_train_epoch_end", "on_safe_point")
         owners = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
         found: list[tuple[bool, Any, Any]] = [(c.runs_last and late, c, _of_callback(c, name)) for c in owners]
@@ -281,7 +281,7 @@ def _refuse_gone(owner: Any) -> None:
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Tell whether a callback has a hook of its own."""
+    """Return whether a callback has a hook of its own."""
     if not hasattr(Callback, hook):  # prepare_data belongs to modules and DataModules
         return False
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)

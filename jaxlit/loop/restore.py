@@ -41,7 +41,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     empty = not checkpoint.state["position"]["filled"]
 
     def host(name: str) -> bool:
-        """Tell whether an array is left out here: it comes by the host, or is that of a fresh engine."""
+        """Return whether an array is left out here: it comes by the host, or is that of a fresh engine."""
         fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
         return _is_own(name) and (name not in same or fresh)
 
@@ -56,9 +56,9 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, strict, resumes=not evaluates)
-    # With strict=False a callback's arrays may fit in part: those begin anew too, as a mixture would mean nothing.
-    anew = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
-    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in anew}
+    # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
+    again = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
+    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
     # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
     released = engine.state.release(pairs.values())
@@ -68,7 +68,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
-        engine.init_extras(key for key in engine.extras if repr(key) in anew)
+        engine.init_extras(key for key in engine.extras if repr(key) in again)
         _tell_of_callbacks(checkpoint, gone, added)
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.

@@ -144,7 +144,7 @@ class Results:
     def steps(self, logs: Any) -> list[float]:
         """Return the values of a step's table, read once."""
         if self._read_of[0] is not logs:
-            # The columns behind the table's own are learning rates, and a flag of the engine.
+            # The columns after the table's own are learning rates, and a flag of the engine.
             table = fetch(logs)
             self._read_of = (logs, self._table.read(table[..., : len(self._table.metrics)]), table)
         return self._read_of[1]
@@ -161,7 +161,7 @@ class Results:
         return found
 
     def has_column(self, metric: Metric) -> bool:
-        """Tell whether the training step itself logs one of a metric's names."""
+        """Return whether the training step itself logs one of a metric's names."""
         return any(metric.names & other.names for other in self._table.metrics[1:])
 
     def _view(self, where: Callable[[Slot], bool]) -> MetricView:

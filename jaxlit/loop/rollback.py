@@ -15,7 +15,7 @@ _MOST = 3  # times from one checkpoint: more is no bad batch, but a training tha
 
 
 def roll_back(run: Run, what: str) -> None:
-    """Give a run the weights, the optimizer and the step of its newest checkpoint; the data go on where they are.
+    """Give a run the weights, the optimizer and the step of its newest checkpoint; the data continue where they are.
 
     Args:
         run: The run, whose newest steps were not finite.

@@ -34,7 +34,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class Start(NamedTuple):
-    """Where an optimizer step begins; one that a checkpoint was taken in, where training goes on from it."""
+    """Where an optimizer step begins; one that a checkpoint was taken in, where training continues from it."""
 
     step: int
     batch_idx: int
@@ -49,7 +49,7 @@ class Limit(NamedTuple):
 
     due: float  # by the run's clock
     reason: str
-    at_epoch_end: bool  # or else behind the step that runs
+    at_epoch_end: bool  # or else after the step that runs
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Run:
     rates_in: str | None = None  # the rows that a LearningRateMonitor asks for, "step" or "epoch"
     tracing: Tracing = field(init=False)
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
-    resumed: bool = False  # training goes on from a checkpoint, and has not begun an epoch since
+    resumed: bool = False  # training continues from a checkpoint, and has not begun an epoch since
     accumulate: int = 1  # batches an optimizer step in this epoch
     accumulate_given: int = 1  # and what the Trainer was given, before any hook
     accumulate_left: int | None = None  # and what hooks had set when the loops ended
@@ -89,7 +89,7 @@ class Run:
     seen_bad_step: int = -1
     starts: list[Start] = field(default_factory=list)  # of the steps that nobody has found finite yet
     not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
-    resume: Resume | None = None  # the checkpoint that training goes on from
+    resume: Resume | None = None  # the checkpoint that training continues from
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
@@ -111,7 +111,7 @@ class Run:
         self.is_timed = True
 
     def restart_interval(self) -> None:
-        """Count a `val_check_interval` that is a duration anew, from the end of a validation."""
+        """Count a `val_check_interval` that is a duration again, from the end of a validation."""
         if isinstance(interval := self.settings.val_check_interval, datetime.timedelta):
             self._next_validation, self.is_timed = self._look(ask=True) + interval.total_seconds(), True
 
@@ -139,7 +139,7 @@ class Run:
     def place(self) -> str:
         """Where the run stands, in words."""
         hook, position = self.hooks.log.hook, self.position
-        return f"{f'in {hook}, ' if hook else ''}behind step {position.global_step} of epoch {position.epoch}"
+        return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
     def close(self) -> None:
         """Let go of the loaders, and keep what teardown may set back."""
@@ -198,7 +198,7 @@ class Run:
         if not self._told:
             self._told = True
             _logger.info(
-                "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training goes on.",
+                "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues.",
                 self.control.stop_reason,
                 min_epochs,
                 min_steps,
@@ -233,7 +233,7 @@ class Run:
                 self.control.stop(limit.reason)
 
     def validation_is_due(self, last: bool) -> bool:
-        """Tell whether to validate after a batch, where there is something to validate on.
+        """Return whether to validate after a batch, where there is something to validate on.
 
         Args:
             last: Whether it is the last batch of the epoch.

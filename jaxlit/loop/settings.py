@@ -261,8 +261,8 @@ def _check_resume(s: Settings) -> None:
         raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {shown(s.resume)}.")
     if s.resume in ("last", "best"):
         raise ArgumentError(
-            f"Trainer(resume={s.resume!r}): 'auto' goes on from the newest checkpoint in default_root_dir. Pass it, a "
-            f"path, or fit(ckpt_path={s.resume!r})."
+            f"Trainer(resume={s.resume!r}): 'auto' continues from the newest checkpoint in default_root_dir. Pass it, "
+            f"a path, or fit(ckpt_path={s.resume!r})."
         )
     if s.resume == "auto" and s.default_root_dir is None:
         raise ArgumentError(
@@ -271,6 +271,6 @@ def _check_resume(s: Settings) -> None:
         )
     if s.fast_dev_run:
         raise ArgumentError(
-            f"Trainer(resume={str(s.resume)!r}, fast_dev_run={s.fast_dev_run}): a trial of a few batches begins anew. "
+            f"Trainer(resume={str(s.resume)!r}, fast_dev_run={s.fast_dev_run}): a trial of a few batches starts again. "
             "Leave one of them out."
         )

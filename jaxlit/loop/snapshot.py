@@ -109,7 +109,7 @@ def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
 
 
 def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes: int, index: int, idx: int) -> None:
-    """Make a loader go on where it stood.
+    """Make a loader continue where it stood.
 
     Args:
         source: The loader.
@@ -120,13 +120,13 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
         idx: The loader's number in its stage.
 
     Raises:
-        DataError: It is another loader than the one that was saved, or cannot go on here.
+        DataError: It is another loader than the one that was saved, or cannot continue here.
     """
     saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
     was = len(saved["states"])
-    if was == processes:  # each process goes on with its own share
+    if was == processes:  # each process continues with its own share
         source.load_state_dict(saved["states"][index])
         return
     theirs = saved["states"]
@@ -134,7 +134,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
         raise DataError(
             f"{source.argument}: the checkpoint is from the middle of an epoch in {was} process{'es' * (was > 1)}, and "
             f"there {'are' if processes > 1 else 'is'} {processes} now, which do not know where this kind of loader "
-            "goes on. Resume with as many processes, use a jl.ArrayLoader or a grain MapDataset, or resume from the "
+            "continues. Resume with as many processes, use a jl.ArrayLoader or a grain MapDataset, or resume from the "
             "end of an epoch."
         )
     # That of another loader is about each process's share.
@@ -147,7 +147,7 @@ def _numbers_set(run: Run) -> tuple[int, int]:
 
 
 def keeps_accumulation(run: Run, state: Mapping[str, Any]) -> bool:
-    """Tell whether what hooks had set holds: the Trainer has the same number, and no `setup` has set another.
+    """Return whether what hooks had set holds: the Trainer has the same number, and no `setup` has set another.
 
     Beside a Trainer that is given 1 only a callback's `setup` makes room for windows, and says their length again.
     """
@@ -156,7 +156,7 @@ def keeps_accumulation(run: Run, state: Mapping[str, Any]) -> bool:
 
 
 def load_accumulation(run: Run, state: Mapping[str, Any]) -> None:
-    """Go on with the windows of the epoch, and with what hooks had set, unless the Trainer now has another number."""
+    """Continue with the epoch's windows, and with what hooks had set, unless the Trainer now has another number."""
     keeps, own = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
     run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else own
     if keeps and (numbers := state.get("accumulate_set")):

@@ -97,7 +97,7 @@ class Tracing:
         return logs, loss, outputs
 
     def forget(self, step: int) -> None:
-        """Drop what was seen of a step and of those behind it: they are undone."""
+        """Drop what was seen of a step and of those after it: they are undone."""
         self.seen = [x for x in self.seen if x[1] < step]
         self.seek(step)
 

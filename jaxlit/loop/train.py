@@ -1,7 +1,7 @@
 """The training loop; its order stands as pseudocode in `jaxlit.Callback`.
 
 The loops are plain functions. Where training stands is `run.position`: its phase moves *before* a hook runs, so that a
-checkpoint which the hook takes, or which an error in it leaves, goes on behind it.
+checkpoint which the hook takes, or which an error in it leaves, continues after it.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def train_epoch(run: Run) -> None:
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
         run.accumulate = run.settings.accumulate_grad_batches  # one window is as long as another until the next epoch
-    if position.phase > Phase.STEP:  # a checkpoint was taken behind a step: what followed it comes first
+    if position.phase > Phase.STEP:  # a checkpoint was taken after a step: what followed it comes first
         after_step(run)
     run.resumed = run.ready = False
     for batch, host_batch, last, at in batches_left(run):
@@ -86,7 +86,7 @@ def train_epoch(run: Run) -> None:
 
 
 def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
-    """Return what is left of the epoch: (placed batch, host batch, is last, where the loader stands behind it)."""
+    """Return what is left of the epoch: (placed batch, host batch, is last, where the loader stands after it)."""
     assert run.train is not None
     (source, limit), position = run.train, run.position
     if position.over or run.done:  # a hook may have asked for a stop
@@ -95,7 +95,7 @@ def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
 
 
 def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
-    """Take one step, of the accumulation window or of the optimizer, and stand behind it.
+    """Take one step, of the accumulation window or of the optimizer, and stand after it.
 
     Returns:
         The table of metrics, the loss of a window's batch, and what else the step returned; all on the device.
@@ -165,7 +165,7 @@ def validate(run: Run) -> None:
 def safe_point(run: Run, *, training_over: bool) -> None:
     """Tell the callbacks that nothing of the batches so far is left to do, but for a validation that was cut."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
-        run.position.reaches(Phase.SAFE_POINT)  # what is saved here goes on with the next batch
+        run.position.reaches(Phase.SAFE_POINT)  # what is saved here continues with the next batch
     if (hook := run.hooks.bound["on_safe_point"]).functions:
         hook(False, training_over)
 

@@ -48,7 +48,7 @@ class Piece:
         eqns: The equations.
         inputs: The places of the program's inputs that it reads.
         ins: What comes from stages before it.
-        outs: What goes to stages behind it.
+        outs: What goes to stages after it.
         results: The places of the program's outputs that it makes.
     """
 
@@ -107,9 +107,9 @@ def cut(
 ) -> Cut:
     """Cut a program into stages.
 
-    What depends on the batch and on weights, or comes behind a mark, is computed once: where the latest of its
+    What depends on the batch and on weights, or comes after a mark, is computed once: where the latest of its
     operands is. What depends on weights alone is computed where it is used, as late as possible; results of a few
-    numbers, of a norm say, where the weights live. All else is computed anew on each stage that uses it.
+    numbers, of a norm say, where the weights live. All else is computed again on each stage that uses it.
 
     Args:
         closed: The program, its calls written out.

@@ -56,7 +56,7 @@ class StageSet:
         cut: The step, cut.
         stages: The programs of each stage.
         num_leaves: How many of the cut's inputs are of the state; the others are of the batch.
-        num_written: How many of its outputs, behind the first, are state.
+        num_written: How many of its outputs, after the first, are state.
     """
 
     def __init__(self, cut: Cut, stages: Sequence[Stage], num_leaves: int, num_written: int) -> None:
@@ -189,7 +189,7 @@ class _Batch:
         self.totals[task.stage] = stage.backward_weight(given, crossing, totals, self._rows(task), scale)
 
     def _fuses(self, tasks: Sequence[Task]) -> bool:
-        """Tell whether tasks are one program: a forward pass whose backward can follow at once."""
+        """Return whether tasks are one program: a forward pass whose backward can follow at once."""
         if [x.kind for x in tasks] != [Kind.FWD, Kind.BWD] or tasks[0].stage != tasks[1].stage:
             return False
         stage = self._stage(tasks[0])

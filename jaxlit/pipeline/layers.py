@@ -1,4 +1,4 @@
-"""Marks that are put into a model for the user: behind the layers that a list holds."""
+"""Marks that are put into a model for the user: after the layers that a list holds."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxlit.pipeline.marks import pipeline_yield, restart
 
 
 class Layers:
-    """The layers of a model behind which a stage may end.
+    """The layers of a model after which a stage may end.
 
     Args:
         layers: The path of a list of modules, "blocks" or "encoder.blocks"; or paths of single ones; or None.
@@ -61,7 +61,7 @@ class Layers:
         if len(modules) < 2 or not all(callable(x) for x in layers):
             raise ArgumentError(
                 f"{self.owner}(layers={self.layers!r}) names a {type(found).__name__}, and takes a list of modules "
-                "that are called one behind the other."
+                "that are called one after the other."
             )
         return list({id(x): x for x in modules[:-1]}.values())  # one that is called twice marks both calls
 

@@ -140,7 +140,7 @@ class _Plan:
 
     def _results(self, values: dict[Any, Any]) -> list[Any]:
         found = [value_of(x, values) for x in self.closed.jaxpr.outvars]
-        for i in self.twice:  # each result has a buffer of its own, as behind jit
+        for i in self.twice:  # each result has a buffer of its own, as after jit
             found[i] = found[i].copy()
         astray = [i for i, lies in enumerate(self.outputs) if lies is not None and not _lies(found[i], lies)]
         if astray:

@@ -160,7 +160,7 @@ class Std1F1B(Eager1F1B):
     """
 
     def warmup(self, rank: int, num_microbatches: int) -> int:
-        """Return how many stages come behind."""
+        """Return how many stages come after."""
         return self.num_ranks - 1 - rank
 
 

@@ -16,7 +16,7 @@ class Segments:
     """The stretches of a program between its marks, and the stage of each.
 
     Args:
-        marks: By the identity of each marking equation the segment behind it, from 1.
+        marks: By the identity of each marking equation the segment after it, from 1.
         stages: The stage of each segment.
     """
 
@@ -53,13 +53,13 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
     if balance == "flops":
         sizes = _by_cost(_costs(jaxpr, marks, parts), num_stages)
     elif balance == "count":
-        sizes = _evenly(parts, num_stages)  # what follows a mark behind the last layer goes to the last stage
+        sizes = _evenly(parts, num_stages)  # what follows a mark after the last layer goes to the last stage
     else:
         sizes = list(balance)
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
             raise ArgumentError(
                 f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
-                f"whose sum is {parts}, or {parts - 1} where a mark stands behind the last layer: training_step has "
+                f"whose sum is {parts}, or {parts - 1} where a mark stands after the last layer: training_step has "
                 f"{count} marks."
             )
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
@@ -67,7 +67,7 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
 
 
 def _number(jaxpr: Any, owner: str) -> tuple[dict[int, int], int]:
-    """Return the segment behind each mark, and how many marks there are."""
+    """Return the segment after each mark, and how many marks there are."""
     found, segment_of, count, last = dict[int, int](), dict[Any, int](), 0, None
     for eqn in jaxpr.eqns:
         if (name := mark_of(eqn)) is None:
@@ -97,7 +97,7 @@ def _marked_inside(eqn: Any) -> str | None:
 
 
 def holds_mark(eqn: Any) -> bool:
-    """Tell whether a mark is in the program that an equation runs."""
+    """Return whether a mark is in the program that an equation runs."""
     return _marked_inside(eqn) is not None
 
 

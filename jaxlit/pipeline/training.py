@@ -264,7 +264,7 @@ class Microbatched:
 
 
 def _join(parts: list[Any], rows: list[int], *, is_rows: bool) -> Any:
-    """Return rows one behind the other; of what has none the mean over rows."""
+    """Return rows one after the other; of what has none the mean over rows."""
     if len(parts) == 1:
         return parts[0]
     if is_rows:

@@ -18,7 +18,7 @@ def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, select
 
     Args:
         closed: The program, a `ClosedJaxpr`.
-        also: Tells whether a layer that is computed again in the backward pass (`jax.checkpoint`) is written out too.
+        also: Returns whether a layer that is computed again in the backward pass (`jax.checkpoint`) is written out too.
         selects: Compute both branches of a `cond`, and choose between their results.
     """
 

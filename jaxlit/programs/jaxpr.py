@@ -61,7 +61,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def overwrites(eqn: Any) -> bool:
-    """Tell whether an equation sets all of an array: `x.at[...].set(y)`, as `variable[...] = y` with another dtype."""
+    """Return whether an equation sets an entire array: `x.at[...].set(y)`, `variable[...] = y` with another dtype."""
     if eqn.primitive.name != "scatter":
         return False
     array, places, new = (x.aval for x in eqn.invars)
@@ -81,7 +81,7 @@ def _input_of(eqn: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
     if name == "cond":
         places = {origin(x, x.outvars[place], rounded) for x in inner}
         only = places.pop() if len(places) == 1 else None
-        return None if only is None else only + 1  # behind the index
+        return None if only is None else only + 1  # after the index
     if name in CALLS and inner and len(inner[0].invars) == len(eqn.invars):
         return origin(inner[0], inner[0].outvars[place], rounded)
     if name == "scan":
@@ -155,7 +155,7 @@ def sources(jaxpr: Any) -> list[frozenset[int]]:
 
 
 def same_program(a: Any, b: Any) -> bool:
-    """Tell whether two traces of one function are the same, their constants included."""
+    """Return whether two traces of one function are the same, their constants included."""
     texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]
     held = [[np.asarray(x) for x in constants(closed)] for closed in (a, b)]
     return texts[0] == texts[1] and all(

@@ -39,7 +39,7 @@ def _linear(eqn: Equation) -> Relation:
 def _cast(eqn: Equation) -> Relation:
     if eqn.ins[0].kind == "index":
         return eqn.ins[0] if jnp.issubdtype(eqn.one.outvars[0].aval.dtype, jnp.integer) else UNKNOWN
-    # Whole numbers cut off what is behind the point.
+    # Whole numbers cut off what is after the point.
     dtypes = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (eqn.one.invars[0], eqn.one.outvars[0])]
     to_bool = eqn.one.outvars[0].aval.dtype == jnp.bool_
     return _elementwise(eqn) if to_bool or dtypes == [True, False] else _linear(eqn)
@@ -228,7 +228,7 @@ def _gather(eqn: Equation) -> Relation:
 
 
 def _looks_up_own_row(index_map: tuple[int, ...], table: Relation, places: Relation, eqn: Equation) -> bool:
-    """Tell whether the first of the places, and it alone, is that of the row among the rows of the table."""
+    """Return whether the first of the places, and it alone, is that of the row among the rows of the table."""
     alone = places.kind == "indexed" or eqn.shape(1)[-1:] == (1,)
     return alone and index_map[:1] == (table.dim,) and places.dim < len(eqn.shape(1)) - 1
 

@@ -225,6 +225,6 @@ def _of_constant(x: Any, y: Any) -> Relation:
 
 
 def _same_params(eqn: Equation) -> bool:
-    """Tell whether an equation's parameters, programs among them, are the same in both traces."""
+    """Return whether an equation's parameters, programs among them, are the same in both traces."""
     one, longer = ({k: str(v) for k, v in e.params.items()} for e in (eqn.one, eqn.longer))
     return one == longer

@@ -12,7 +12,7 @@ class Relation:
         kind: "same", the whole value is `n**power` times each replica's; "rows", a replica's value is its block of it
             along `dim`, but for that factor; "total", it is that factor times the sum over replicas; "mixed", values
             of several relations are added up; "zero", the value is zero; "unknown". Of what a row is looked up by:
-            "index", the place of a row among those that are seen; "indexed", such places and, behind them along the
+            "index", the place of a row among those that are seen; "indexed", such places and, after them along the
             last dim, rows; "never", false for each row.
         power: The power of n: a mean over rows is a total of power -1, a count of rows is the same of power 1.
         dim: Where the rows are.

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxlit.programs.jaxpr import bind, inner_jaxprs, scan_counts
 
-# What a backward pass makes anew: weights that were gathered, and what only lays them out otherwise.
+# What a backward pass makes again: weights that were gathered, and what only lays them out otherwise.
 _MADE_ANEW = ("sharding_constraint", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("checkpoint", "remat", "remat2")
@@ -80,7 +80,7 @@ def _inner(eqn: Any) -> Any:
 
 
 def _concerns(eqn: Any, held: Sequence[Held | None]) -> bool:
-    """Tell whether what an equation runs uses a slice, or scans over what is followed."""
+    """Return whether what an equation runs uses a slice, or scans over what is followed."""
     if not any(held) or (inner := _inner(eqn)) is None:
         return False
     inside, found = _inside(eqn, held), dict[int, set[int]]()

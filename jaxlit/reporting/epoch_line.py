@@ -37,6 +37,6 @@ def number(value: float) -> str:
 
 
 def live_line(epoch: str, done: int, total: float, numbers: str) -> str:
-    """Return the line of an epoch that goes on; a narrow terminal has a shorter bar, and the line is cut there."""
+    """Return the line of an epoch that continues; a narrow terminal has a shorter bar, and the line is cut there."""
     room = (line_width() or 200) - len(f"{epoch}{numbers}") - 8
     return f"{epoch}  {bar(done, total, min(max(room, _SHORTEST), _LONGEST))}  {numbers}"

@@ -70,7 +70,7 @@ class Cell(str):
 
 
 def number(value: float, note: str = "", *, best: bool = False) -> Cell:
-    """Return a number as a cell, with a note behind it."""
+    """Return a number as a cell, with a note after it."""
     if not math.isfinite(value):  # numpy warns where infinity is divided
         shown = f"{value}"
     elif value == value // 1 and abs(value) < 1e9:

@@ -36,7 +36,7 @@ def as_image(where: str, x: Any) -> Any:
 
 
 def has_pillow() -> bool:
-    """Tell whether Pillow is installed."""
+    """Return whether Pillow is installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
@@ -45,7 +45,7 @@ def has_pillow() -> bool:
 
 
 def need_pillow(where: str) -> None:
-    """Refuse to go on without Pillow.
+    """Refuse to continue without Pillow.
 
     Raises:
         LoggerError: It is not installed.

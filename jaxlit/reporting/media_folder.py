@@ -30,7 +30,7 @@ class MediaFolder:
     Args:
         run_dir: Returns the run's folder; None to make everything and keep nothing.
         step: Returns the step of what comes without one.
-        goes_on: Tells whether a training goes on, which what fails here does not end.
+        goes_on: Returns whether a training continues, which what fails here does not end.
         tells: Whether a line says where the folder is.
     """
 
@@ -47,7 +47,7 @@ class MediaFolder:
         self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
 
     def begin(self) -> None:
-        """Begin a run: it writes over what one before it has left, and tells anew of what fails."""
+        """Begin a run: it writes over what one before it has left, and tells again of what fails."""
         self._newest.clear()
         self._told = {told for told in self._told if isinstance(told, Path)}
 
@@ -70,7 +70,7 @@ class MediaFolder:
             outcome = "It is left out"
         if (told := (owner, method, type(error))) not in self._told:
             self._told.add(told)
-            words = "%s.%s failed: %r. %s, and training goes on; with on_error='raise' it ends."
+            words = "%s.%s failed: %r. %s, and training continues; with on_error='raise' it ends."
             _logger.warning(words, owner, method, error, outcome)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:

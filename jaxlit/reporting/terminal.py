@@ -35,7 +35,7 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_
 
     Args:
         parts: The parts, which are kept whole.
-        indent: What the second line and those behind it begin with.
+        indent: What the second line and those after it begin with.
         between: What stands between two parts of a line.
         in_file: The width where there is no terminal; None for no limit.
     """
@@ -85,13 +85,13 @@ def absolute(path: Path) -> Path:
 
 
 def is_terminal() -> bool:
-    """Tell whether a line can change in place: on a terminal, or in a notebook."""
+    """Return whether a line can change in place: on a terminal, or in a notebook."""
     moves = _is_tty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return moves or in_notebook()
 
 
 def in_notebook() -> bool:
-    """Tell whether the code runs in a notebook, whose stdout only grows."""
+    """Return whether the code runs in a notebook, whose stdout only grows."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -124,18 +124,18 @@ class LiveLine(ABC):
     """One line that changes in place, until it is closed.
 
     Attributes:
-        stays: Whether it goes on when it was closed with a text.
+        stays: Whether it continues when it was closed with a text.
     """
 
     stays = False
 
     @abstractmethod
     def show(self, text: str) -> None:
-        """Draw the line anew."""
+        """Draw the line again."""
 
     @abstractmethod
     def close(self, text: str | None = None) -> None:
-        """Leave a last text behind, or nothing."""
+        """Leave a last text after, or nothing."""
 
 
 class TerminalLine(LiveLine):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STEP = "trainer/global_step"
 
-_MOST_WAITING = 10_000  # rows that a run may lag behind
+_MOST_WAITING = 10_000  # rows that a run may lag after
 _MOST_COPIES = 3  # of checkpoints that wait to be sent
 _LAST = 2.0  # seconds until the outcome of the last upload is known, once the run is finished
 
@@ -28,7 +28,7 @@ _LAST = 2.0  # seconds until the outcome of the last upload is known, once the r
 class WandbRun:
     """A run that is open. Rows are sent by a thread, in order, and by another what is uploaded: that may take long.
 
-    A row that fails is told in one line, and the run is left alone from then on; training goes on.
+    A row that fails is told in one line, and the run is left alone from then on; training continues.
 
     Args:
         run: The SDK's run, or what it will be in: rows wait for it.
@@ -167,7 +167,7 @@ class WandbRun:
             name = "that did not open" if self.run is None else self.run.id
             raise WandbError(f"W&B could not finish run {name}: {first_line(error)}.") from error
         if problems:
-            self._failed = True  # what hangs may go on later, and then says nothing more
+            self._failed = True  # what hangs may continue later, and then says nothing more
             say(f"W&B: the upload did not finish ({first_line(problems[0])}){self._later()}")
 
     def _later(self) -> str:
@@ -223,7 +223,7 @@ class WandbRun:
             raise WandbError(f"W&B failed: {first_line(error)}.") from error
         jobs = self._rows if what is None else self._uploads
         if len(jobs) > _MOST_WAITING and not self._failed:
-            self._fail(TimeoutError(f"it is {_MOST_WAITING:,} rows behind"))
+            self._fail(TimeoutError(f"it is {_MOST_WAITING:,} rows after"))
 
         def work() -> None:
             self._cut |= time.monotonic() > self._send_until

@@ -102,7 +102,7 @@ def _open_offline(
     if opening.done():
         tell(opening.result())
         return opening.result()
-    said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training goes on"
+    said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training continues"
     there = short_path(Path(arguments["dir"]) / "wandb")
     rows = f"rows: {rows}, and {there} as soon as it is" if rows else f"rows: {there} as soon as it is"
     say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"], in_file=100))

@@ -52,7 +52,7 @@ def assert_same_training(
     Losses, logged metrics and first-step gradients agree under any optimizer. Parameters and other floating state
     agree under SGD or AdamW(eps=1e-3): under Adam with its default eps a parameter whose true gradient is zero moves
     by the sign of rounding noise. Whole numbers must be equal. Where all batches divide among the devices, a part of
-    the first is put behind them as one step more, so that a tail is trained on too. Strategies that run the step once
+    the first is put after them as one step more, so that a tail is trained on too. Strategies that run the step once
     a replica draw other random numbers than `single`; if the model draws some, they are compared with `simulate`, and
     `simulate` with `shard_map`, on as many replicas.
 
@@ -204,7 +204,7 @@ def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any) -
 
 
 def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:
-    """Return the first batches of a loader, begun again where it ends, and how many tails were put behind them."""
+    """Return the first batches of a loader, begun again where it ends, and how many tails were put after them."""
     if isinstance(data, DataModule):
         data.setup("fit")
         data = data.train_dataloader()

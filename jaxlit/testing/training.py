@@ -147,6 +147,6 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
 
 
 def _has_own_keys(module: Any) -> bool:
-    """Tell whether a module holds keys beside those of its streams."""
+    """Return whether a module holds keys beside those of its streams."""
     state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
     return any(is_key(x) for x in jax.tree.leaves(state))

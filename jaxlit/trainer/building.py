@@ -95,7 +95,7 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -
     if start.init_from is not None and (start.ckpt_path is not None or settings.resume not in (None, "auto")):
         raise ArgumentError(
             f"Trainer.fit(init_from={str(start.init_from)!r}) begins a new training with the weights of a checkpoint, "
-            "and ckpt_path= and Trainer(resume=path) go on with an old one. Leave one out; resume='auto' goes with it."
+            "and ckpt_path= and Trainer(resume=path) continue an old one. Leave one out; resume='auto' goes with it."
         )
     if start.ckpt_path is None and settings.resume is None and (start.reset_optimizer or not start.strict):
         raise ArgumentError(
@@ -133,7 +133,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
     """Refuse to set windows of several batches in a fit whose state has no room for one.
 
     Args:
-        engine: That of the run that goes on.
+        engine: That of the run that continues.
         settings: The Trainer's arguments as they would be.
 
     Raises:

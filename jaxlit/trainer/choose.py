@@ -36,10 +36,10 @@ def find(
     folder: RunFolder,
     argument: str = "ckpt_path",
 ) -> Checkpoint | None:
-    """Return the checkpoint that a run begins with, verified; None to begin anew.
+    """Return the checkpoint that a run begins with, verified; None to start again.
 
     Args:
-        resume: `Trainer(resume=...)`; only a fit goes on from it.
+        resume: `Trainer(resume=...)`; only a fit continues from it.
         path: What the Trainer's method was given.
         verb: The method.
         callbacks: The Trainer's callbacks, whose folders are searched.

@@ -65,9 +65,9 @@ class LRFinder:
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the loss falls most steeply; None, with a line, if it falls at none.
 
-        At each rate the mean loss of an eighth of the steps before it is compared with that of an eighth behind it.
+        At each rate the mean loss of an eighth of the steps before it is compared with that of an eighth after it.
         Steps lie evenly in the logarithm of the rate, or in the rate if the mode is "linear", and so does the slope.
-        Only rates count behind which the loss is clearly below that of all steps before: by three times the error that
+        Only rates count after which the loss is clearly below that of all steps before: by three times the error that
         the noise of single steps leaves in these means.
 
         Args:
@@ -118,12 +118,12 @@ class LRFinder:
 
 
 def _fall(losses: np.ndarray, k: int, width: int) -> float | None:
-    """Return by how much the loss falls at a step; None where what comes behind it is not clearly below all before."""
-    before, behind = losses[:k], losses[k : k + width].mean()
+    """Return by how much the loss falls at a step; None where what comes after it is not clearly below all before."""
+    before, after = losses[:k], losses[k : k + width].mean()
     noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences leave a slope out
-    if not before.mean() - behind > 3 * noise * math.sqrt(1 / k + 1 / width):
+    if not before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
         return None
-    return float(before[-width:].mean() - behind)
+    return float(before[-width:].mean() - after)
 
 
 def lr_find(
@@ -146,7 +146,7 @@ def lr_find(
     The copy is trained by a Trainer of its own, with the strategy, precision, accumulation and clipping of yours,
     without loggers, files and callbacks, but for those that change a step: `BackboneFreeze` and
     `GradientAccumulationScheduler`, the Trainer's and those of `configure_callbacks`. The module, `trainer` and random
-    streams are left as they are: a training behind it is bit by bit one that begins with that rate. A loader is read
+    streams are left as they are: a training after it is bit by bit one that begins with that rate. A loader is read
     from its beginning, so it must be one that can be: a list, a `jl.ArrayLoader`, a grain dataset.
 
     Args:
@@ -186,7 +186,7 @@ def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodu
     if isinstance(loader, Iterator):
         raise ArgumentError(
             "jl.lr_find(train_dataloaders=...) got an iterator, whose batches the training would miss. Pass a loader "
-            "that begins anew."
+            "that starts again."
         )
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trial = Trainer(

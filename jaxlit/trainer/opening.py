@@ -1,4 +1,4 @@
-"""The loaders of a run are opened, looked at, and made to go on where a checkpoint stands."""
+"""The loaders of a run are opened, looked at, and made to continue where a checkpoint stands."""
 
 import logging
 
@@ -20,7 +20,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
 
     Raises:
         ArgumentError: Training would have no end, or a setting does not fit the loaders.
-        DataError: A loader cannot go on where the checkpoint stands.
+        DataError: A loader cannot continue where the checkpoint stands.
     """
     settings, name = run.settings, type(run.module).__name__
     ((source, limit),) = run.loaders.open("training", required=True)

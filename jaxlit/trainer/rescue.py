@@ -20,7 +20,7 @@ def rescue(trainer: Any, run: Run) -> str:
     Returns:
         What came of it, in words.
     """
-    with contextlib.suppress(Exception):  # else what is saved would be behind a step that was not finite
+    with contextlib.suppress(Exception):  # else what is saved would be after a step that was not finite
         go_back(run, TimeoutError("nothing moves"))
     before, told = run.progress, []
     for callback in run.hooks.callbacks:

@@ -65,7 +65,7 @@ class RunFolder:
                 self._path = _run_of(resume if found is None else found.path, files)
                 self._is_lent = self._path is not None
             elif self._path is None and found is not None and resume is not None and found.path.parent.name == FOLDER:
-                self._path = found.path.parent.parent  # a run goes on in its own folder
+                self._path = found.path.parent.parent  # a run continues in its own folder
             if several:  # its name holds a time and a number of chance
                 self._path = Path(agree("the run's folder", str(self.path))[0])
             return
@@ -115,7 +115,7 @@ def _run_of(path: Any, files: Sequence[str]) -> Path | None:
 
 
 def _is_used(path: Path) -> bool:
-    """Tell whether a path is a file, or a folder that holds more than locks and what a crash has left."""
+    """Return whether a path is a file, or a folder that holds more than locks and what a crash has left."""
     try:
         return any(not inside.name.startswith(".") for inside in path.iterdir()) if path.is_dir() else path.exists()
     except OSError:

@@ -22,7 +22,7 @@ class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
     Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` find by themselves;
-    any other is gone on from by its path.
+    any other is continued from by its path.
 
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
@@ -55,9 +55,9 @@ class Saver:
         self._open: list[Saving] = []  # those that nobody may have waited for yet
 
     def begin(self, path: str | Path, order: int | None = None) -> Saving:
-        """Begin to write a checkpoint; training goes on meanwhile.
+        """Begin to write a checkpoint; training continues meanwhile.
 
-        The end of a run waits for those that nobody has waited for, behind `teardown`, and raises what went wrong.
+        The end of a run waits for those that nobody has waited for, after `teardown`, and raises what went wrong.
 
         Args:
             path: Its folder; a checkpoint that is there is replaced once the new one is whole.
@@ -95,7 +95,7 @@ class Saver:
             beside = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *beside]) + 1
         state = snapshot.take(run)
-        with run.control.shield():  # cut in here, a writer would go on that nobody knows of
+        with run.control.shield():  # cut in here, a writer would continue that nobody knows of
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             run.written.append(saving)
@@ -156,7 +156,7 @@ class Saver:
             check_finite(run)
 
     def is_finite(self) -> bool:
-        """Tell whether every floating number of the training state is finite; waits for the device."""
+        """Return whether every floating number of the training state is finite; waits for the device."""
         return (run := self._fitted()) is None or run.engine.state.is_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
@@ -196,7 +196,7 @@ class Saver:
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None
-        # Behind a bad step training stands at a phase that no other checkpoint has: it gets another one, with the note.
+        # After a bad step training stands at a phase that no other checkpoint has: it gets another one, with the note.
         return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
 
     def _training(self) -> Run:

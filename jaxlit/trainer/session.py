@@ -72,7 +72,7 @@ class Session:
         module: The module of the newest run.
         current: The newest run.
         fitted: The newest fit, from where it has a state; None once another one begins.
-        running: Whether it goes on.
+        running: Whether it continues.
         position: Where training stands.
         results: The metrics.
         saver: Writes checkpoints.
@@ -101,7 +101,7 @@ class Session:
 
     @property
     def active(self) -> Engine | None:
-        """The engine of the run that goes on, from before its first batch on."""
+        """The engine of the run that continues, from before its first batch on."""
         return getattr(self.current, "engine", None) if self.running else None
 
     # The verbs --------------------------------------------------------------------------------------
@@ -170,11 +170,11 @@ class Session:
     def _claim(
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
     ) -> tuple[Checkpoint | None, Checkpoint | None]:
-        """Return the checkpoint to go on from, or to take weights of, and make the run's folder this Trainer's."""
+        """Return the checkpoint to continue from, or to take weights of, and make the run's folder this Trainer's."""
         self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
         found = find(self.settings.resume, ckpt_path, *where)
-        # A job that was started again goes on from its own checkpoint, which is further on.
+        # A job that was started again continues from its own checkpoint, which is further on.
         weights = find(None, init_from, *where, argument="init_from") if found is None else None
         files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
         several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
@@ -293,7 +293,7 @@ class Session:
             if hooks.bind("prepare_data"):
                 once_per_node(partial(hooks, "prepare_data"), "prepare_data")
             hooks("setup", verb)
-            # Behind setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
+            # After setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
             if verb == "fit" and resume is not None:
                 restore_callbacks(run, resume.checkpoint)
             with contextlib.closing(run):

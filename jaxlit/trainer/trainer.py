@@ -73,8 +73,8 @@ class Trainer(Facts):
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
         enable_model_summary: Add a ModelSummary unless the callbacks hold one.
         default_root_dir: The run's folder; None for a fresh `runs/<time>-<id>`, made at the first write.
-        resume: "auto" to go on from the newest checkpoint in `default_root_dir`, if there is one: then the same command
-            starts a training and continues it. Or a checkpoint, or a run's folder, to go on from.
+        resume: "auto" to continue from the newest checkpoint in `default_root_dir`, if there is one: the same command
+            starts a training and continues it. Or a checkpoint, or a run's folder, to continue from.
         seed: The seed of a lazy module's `rngs`.
         nan_policy: What a non-finite loss or gradient does: "raise" (training ends before it, which is saved),
             "skip" (no update for that step), "rollback" (back to the newest checkpoint, without the batches since)
@@ -180,7 +180,7 @@ class Trainer(Facts):
     ) -> None:
         """Train a module; afterwards it holds the trained weights.
 
-        A second call starts again at epoch 0, unless `Trainer(resume=...)` says where to go on.
+        A second call starts again at epoch 0, unless `Trainer(resume=...)` says where to continue.
 
         Ctrl-C ends training after the step that runs, with a checkpoint and `trainer.interrupted` set; a second one
         raises KeyboardInterrupt. SIGTERM and SIGHUP end it as well, and leave by SystemExit with code 143 and 129.
@@ -191,11 +191,11 @@ class Trainer(Facts):
                 numpy arrays; a batch holds global rows. Left out, the module's own `train_dataloader` hook is asked.
             val_dataloaders: The same for validation, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Go on from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
+            ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
             init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
-                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` goes on.
-            strict: Refuse a checkpoint to go on from that is not exactly of this model and optimizer; otherwise what
+                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` continues.
+            strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
 
@@ -335,7 +335,7 @@ class Trainer(Facts):
     def explain(self) -> Explanation:
         """Tell where the time of the newest run went, how its state lies on the devices, and what its programs cost.
 
-        It prints as tables, also while the run goes on; it waits for no device, and compiles nothing again.
+        It prints as tables, also while the run continues; it waits for no device, and compiles nothing again.
 
         Raises:
             ArgumentError: Nothing has run yet.
@@ -354,7 +354,7 @@ class Trainer(Facts):
     strategy: Strategy = of_session("The strategy, set up on its devices.")
     config: dict[str, Any] = of_session("The arguments as they were given, as JSON values, for loggers.")
     module: TrainModule | None = of_session("The module of the newest run.")
-    callbacks: list[Callback] = of_session("Every callback in order, those that the module adds behind the others.")
+    callbacks: list[Callback] = of_session("Every callback in order, those that the module adds after the others.")
     saver: Saver = of_session("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
     max_epochs: int | None = argument("Epochs to train; None for no limit.")
     max_steps: int = argument("Optimizer steps to train, -1 for no limit.")
@@ -379,7 +379,7 @@ class Trainer(Facts):
     host_keys: tuple[str | int, ...] = argument("Keys of a batch that stay on the host.")
     nan_policy: str = argument("What a non-finite loss or gradient does.")
     precision: str = argument("The dtypes of a step.")
-    resume: str | Path | None = argument("Which checkpoint a fit goes on from, None for none.")
+    resume: str | Path | None = argument("Which checkpoint a fit continues from, None for none.")
     seed: int = argument("The seed of a lazy module's `rngs`.")
     debug: bool = argument("Whether every batch and step is checked.")
     callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")

@@ -1,4 +1,4 @@
-"""What is said when training has ended: what came of it, where it is, and how to go on."""
+"""What is said when training has ended: what came of it, where it is, and how to continue."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ class Somewhere(Logger):
 
 
 def at_five(do):
-    """Return a callback that does something behind the fifth step, in the second epoch."""
+    """Return a callback that does something after the fifth step, in the second epoch."""
     return hooks(on_train_batch_end=lambda t, *rest: do(t) if t.global_step == 5 else None)
 
 

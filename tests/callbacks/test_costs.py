@@ -57,7 +57,7 @@ def test_a_step_pays_for_a_callback_its_hook_and_no_more(name: str, bare: float)
     "name", thinned(MADE, "DeviceStatsMonitor", "ModelCheckpoint", "ThroughputMonitor", "Profiler", "RunReport")
 )
 def test_nothing_is_read_from_a_device_between_rows(name: str) -> None:
-    """Rows are due behind the batches 9 and 19, and read one step late; only there may anything be read."""
+    """Rows are due after the batches 9 and 19, and read one step late; only there may anything be read."""
     at: list[int] = []
     with reads() as seen:
         count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))

@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_from_the_beginning_is_said_once(capsys):
     for step in range(3):
         logger.on_log(make_trainer(default_root_dir="run"), {"a": 1.0}, step)
     (line,) = capsys.readouterr().out.splitlines()
-    assert str(path) in line and "No space left on device" in line and "Training goes on" in line
+    assert str(path) in line and "No space left on device" in line and "Training continues" in line
     path.unlink()
     assert log(logger, {"a": 1.0}, 3) == [["step", "epoch", "a"], ["3", "", "1"]]
     logger.teardown(None, None, "fit")

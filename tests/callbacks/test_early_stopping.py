@@ -114,7 +114,7 @@ def test_attributes_tell_what_happened_and_a_second_fit_counts_from_zero(make_tr
 def test_patience_does_not_run_while_min_epochs_or_min_steps_blocks(make_trainer) -> None:
     # Epochs 0 to 3 are blocked: the first check that counts is that of the epoch that ends min_epochs.
     assert stopped_at(EarlyStopping("val/loss", patience=2), make_trainer(min_epochs=5), [1] * 9) == 5
-    # Epochs of 4 steps: the check that ends epoch 2 is the first one with 10 steps behind it.
+    # Epochs of 4 steps: the check that ends epoch 2 is the first one with 10 steps after it.
     assert stopped_at(EarlyStopping("val/loss", patience=1), make_trainer(min_steps=10), [1] * 9) == 2
 
 

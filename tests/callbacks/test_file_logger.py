@@ -93,7 +93,7 @@ def test_a_row_that_fits_only_in_part_is_dropped_and_later_ones_follow(kind, cap
                 log(logger, step)
                 assert path.read_bytes() == whole
         (line,) = capsys.readouterr().out.splitlines()
-        assert f"{kind.__name__} cannot write {path}" in line and "File too large" in line and "goes on" in line
+        assert f"{kind.__name__} cannot write {path}" in line and "File too large" in line and "continues" in line
     with file_size_limit(len(whole) + 4):
         refuses(LoggerError, lambda: log(raises, 1), r"cannot write .*Free the disk.*logger=False")
     assert path.read_bytes() == whole and capsys.readouterr().out == ""
@@ -239,13 +239,13 @@ def test_wrong_arguments_are_refused_by_name(kind):
         refuses(ArgumentError, lambda value=value: kind(on_error=value), words)
 
 
-# Trainings that end and go on
+# Trainings that end and continue
 
 
 def train(folder, *more, **arguments):
     """Train 12 steps in two epochs, with a row of each and one of every validation; checkpoints stand at 5 and 10."""
 
-    def tell(trainer, *rest):  # also behind a checkpoint
+    def tell(trainer, *rest):  # also after a checkpoint
         if trainer.global_step % 4 == 3:
             trainer.loggers[1].log_histogram("told", [trainer.global_step] * 3, bins=1)
 
@@ -257,7 +257,7 @@ def train(folder, *more, **arguments):
 
 
 def train_until_killed():
-    """End the process as a power cut does, behind the row of a step."""
+    """End the process as a power cut does, after the row of a step."""
 
     def kill(trainer, values, step):
         if step == 8 and "loss" in values:

@@ -42,7 +42,7 @@ def test_each_epoch_has_the_windows_of_the_nearest_key_below_it(schedule: Any, l
     steps: list[int] = []
     watch = hooks(on_train_epoch_end=lambda trainer, module: steps.append(trainer.global_step))
     trainer = make_trainer(callback, watch, max_epochs=4, **BARE)
-    for _ in range(2):  # a second fit begins anew
+    for _ in range(2):  # a second fit starts again
         steps.clear()
         model.w[...] = np.zeros(1, np.float32)
         trainer.fit(model, numbered(5))
@@ -116,9 +116,9 @@ def test_a_window_that_a_stop_has_cut_is_gone_on_with_from_a_checkpoint_behind_t
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_without_it_a_resume_goes_by_the_trainers_number(accumulate: int) -> None:
     trainer = fit(Mean(), numbered(8), None, GradientAccumulationScheduler({0: 4, 1: 2}), max_epochs=2, **BARE)
-    trainer.save_checkpoint("behind")
+    trainer.save_checkpoint("after")
     arguments = BARE | {"max_epochs": 3, "accumulate_grad_batches": accumulate}
-    assert fit(Mean(), numbered(8), ckpt_path="behind", **arguments).global_step == 2 + 4 + 8 // accumulate
+    assert fit(Mean(), numbered(8), ckpt_path="after", **arguments).global_step == 2 + 4 + 8 // accumulate
 
 
 def test_without_it_a_resume_in_an_epoch_goes_by_the_trainers_number_and_ends_no_window_it_has_no_room_for() -> None:

@@ -1,4 +1,4 @@
-"""MLFlowLogger: what a store holds behind a training; a stand-in for MLflow's client keeps it."""
+"""MLFlowLogger: what a store holds after a training; a stand-in for MLflow's client keeps it."""
 
 import signal
 import sys

@@ -53,7 +53,7 @@ def listing(callback: Any) -> list[str]:
 def train(
     *callbacks: Any, scores: Any = (), epochs: int | None = None, per_epoch: int = 1, model: Any = None, **given: Any
 ) -> Scores:
-    """Train, with a validation and so a score behind each epoch; returns what was written and left on the way."""
+    """Train, with a validation and so a score after each epoch; returns what was written and left on the way."""
     watch = Scores(scores)
     given = {"default_root_dir": "run", "max_epochs": epochs or len(scores) or 1} | given
     with faults(".") as seen:

@@ -33,7 +33,7 @@ def fail(*_: Any) -> None:
     raise KeyError("x")
 
 
-def behind(step: int, do: Any) -> jl.Callback:
+def after(step: int, do: Any) -> jl.Callback:
     return hooks(on_train_batch_end=lambda trainer, *_: do() if trainer.global_step == step else None)
 
 
@@ -45,8 +45,8 @@ CASES = {
     "a validation between": ((2, 3), {"val_check_interval": 3}, None, [2, 3, 4]),
     "the end": ((14, 5), {}, None, [14, 15]),
     "a stop": ((3, 5), {"max_epochs": None, "max_steps": 5}, None, [3, 4]),
-    "an error": ((3, 5), {}, behind(5, fail), [3, 4]),
-    "Ctrl-C": ((3, 5), {}, behind(5, lambda: signal.raise_signal(signal.SIGINT)), [3, 4]),
+    "an error": ((3, 5), {}, after(5, fail), [3, 4]),
+    "Ctrl-C": ((3, 5), {}, after(5, lambda: signal.raise_signal(signal.SIGINT)), [3, 4]),
     "looked into": ((2, 2), {"log_every_n_steps": 1}, jl.callbacks.GradientNorm(), [2, 3]),
 }
 
@@ -77,8 +77,8 @@ def test_a_resumed_training_traces_what_is_left_of_the_window(caplog: pytest.Log
     assert not warnings_of(caplog)
     assert run(3, Profiler(4, 4)).location is None
     assert run(4, Profiler(99)).location is None
-    behind, never = (text for text in warnings_of(caplog) if "Profiler" in text)
-    assert "goes on at step 8" in behind and "ended behind step 15" in never
+    after, never = (text for text in warnings_of(caplog) if "Profiler" in text)
+    assert "continues at step 8" in after and "ended after step 15" in never
 
 
 def test_the_closing_lines_name_the_folder(capsys: pytest.CaptureFixture[str]) -> None:

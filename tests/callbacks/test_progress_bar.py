@@ -345,7 +345,7 @@ def test_the_rate_is_that_of_training_alone(begin, capsys, clock):
             clock.seconds += 60.0
             bar.on_validation_end(trainer, trainer.module)
     bar.on_train_epoch_end(trainer, trainer.module)
-    # Ten batches behind the first, of half a second each.
+    # Ten batches after the first, of half a second each.
     assert "11/11  2.00 it/s" in epoch_lines(capsys)[0]
 
 

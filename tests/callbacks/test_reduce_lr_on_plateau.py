@@ -117,7 +117,7 @@ def test_the_state_of_one_that_saw_nothing_survives_json(mode, worst) -> None:
 @pytest.mark.parametrize(
     ("interval", "weight", "rate"),
     [
-        # The first validation is the best; each one behind it halves the rate.
+        # The first validation is the best; each one after it halves the rate.
         (1, -(1 + 1 + 0.5 + 0.25), 0.125),
         (2, -(2 * 1 + 2 * 1), 0.5),
         (0.5, -(2 * 1 + 2 * 1), 0.5),

@@ -1,4 +1,4 @@
-"""What a callback holds behind a training that was cut and resumed is what it holds behind one that was not."""
+"""What a callback holds after a training that was cut and resumed is what it holds after one that was not."""
 
 import json
 import re

@@ -82,7 +82,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(throughput_monitor, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(compile_log, "_EVENTS", ())  # one that is counted begins the rates anew
+        monkeypatch.setattr(compile_log, "_EVENTS", ())  # one that is counted begins the rates again
 
     def add(self, seconds: float) -> None:
         self.now += seconds
@@ -108,7 +108,7 @@ def test_operations_are_those_of_a_formula_also_under_scans_and_strategies(
     trainer = fit(kind(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
     found = trainer.step_flops["train_step"]
     assert (found.count, found.exact, found.by_dtype) == (FORMULAS[kind], True, {"float32 fast": FORMULAS[kind]})
-    # A row is read behind the next step's hook, that of the last step alone at the end of the epoch.
+    # A row is read after the next step's hook, that of the last step alone at the end of the epoch.
     assert rows_of(trainer, "train/flops_per_sec") == pytest.approx(
         {1: FORMULAS[kind] / 2, 2: FORMULAS[kind] * 2 / 3, 3: FORMULAS[kind]}
     )
@@ -135,7 +135,7 @@ def test_rates_are_what_was_taken_over_the_seconds_without_validations(
     given = BARE | arguments | {"max_epochs": 2, "log_every_n_steps": every, "num_sanity_val_steps": 0}
     trainer = fit(Linear(), batches, batches[:1], clock.hooks(), monitor, Rows(), **given)
     scale = 2 if of else 1
-    taken = np.cumsum([0, *sizes * 2])  # rows behind each batch
+    taken = np.cumsum([0, *sizes * 2])  # rows after each batch
     steps = [step for step in range(len(sizes) * 2 // window) if (step + 1) % every == 0]
     assert rows_of(trainer, "train/samples") == {s: scale * taken[(s + 1) * window] for s in steps}
     assert rows_of(trainer, "train/lengths") == {s: 3 * taken[(s + 1) * window] for s in steps}

@@ -1,4 +1,4 @@
-"""A Timer stops in the step in which its time is over, counts on behind a resume, and tells how long stages took."""
+"""A Timer stops in the step in which its time is over, counts on after a resume, and tells how long stages took."""
 
 import datetime
 import itertools
@@ -29,7 +29,7 @@ def ticks(clock: Clock, seconds: float, hook: str = "on_train_batch_end") -> Any
     return hooks(**{hook: tick})
 
 
-# Four batches of 3 s an epoch, and the steps that are taken: the first that ends behind the duration is the last.
+# Four batches of 3 s an epoch, and the steps that are taken: the first that ends after the duration is the last.
 DURATIONS = [
     ("00:00:00:10", {}, 4),
     ({"seconds": 10}, {}, 4),

@@ -238,7 +238,7 @@ def test_an_offline_run_that_opens_late_keeps_nobody_waiting_and_has_every_row(m
             found.setdefault(step := row.pop(STEP), {"step": step}).update(row)
     assert [*found.values()] == rows and len(rows) == 4 and summary()["exit_code"] == 0
     *told, longer, said = capsys.readouterr().out.split("\n  ")[:3]
-    assert told == ["W&B offline: the run is not open after 0 s, training goes on"]
+    assert told == ["W&B offline: the run is not open after 0 s, training continues"]
     assert longer == "rows: metrics.csv and metrics.jsonl in run, and run/wandb as soon as it is"
     said, *others = said.splitlines()
     assert said == "WandbLogger(init_timeout=...) waits longer"

@@ -189,7 +189,7 @@ def test_log_model_chooses_the_checkpoints_and_one_that_is_refused_is_said(serve
 
 
 def fit_or_go_on():
-    """Go on, or end by SIGKILL."""
+    """Continue, or end by SIGKILL."""
 
     def die(trainer, *rest):
         if not begun[0] and trainer.global_step == 5:
@@ -215,7 +215,7 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
     assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
     lines, rows = lines_of(tmp_path / "run"), joined(rows_of(run))
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 7]
-    # It goes on at step 4; what the killed process had not sent is in the files only.
+    # It continues at step 4; what the killed process had not sent is in the files only.
     tail = [line for line in lines if line["step"] >= 4]
     assert rows[-len(tail) :] == tail
     before = [row for row in rows[: -len(tail)] if row["step"] < 4]

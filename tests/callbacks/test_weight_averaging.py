@@ -34,7 +34,7 @@ class Validated(Linear):
 
 
 def by_hand(steps: int) -> list[list[np.ndarray]]:
-    """Return the weights behind each step of plain SGD, in float64."""
+    """Return the weights after each step of plain SGD, in float64."""
     start = Linear()
     params, found = [np.asarray(start.kernel[...], np.float64), np.zeros(1)], []
     for k in range(steps):

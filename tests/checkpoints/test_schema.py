@@ -25,7 +25,7 @@ RIGHT |= {f"{section} number" for section in ("accumulate", "window_replicas", "
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint behind the first epoch; tests work on copies."""
+    """A checkpoint after the first epoch; tests work on copies."""
     root = tmp_path_factory.mktemp("trained") / "run"
     train(root, 1)
     return root / "checkpoints" / OLDER
@@ -129,7 +129,9 @@ def test_what_is_wrong_inside_a_section_is_refused_by_its_place(state):
 
 def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder):
     edit(folder, lambda state: state.pop("format"))
-    with pytest.raises(CheckpointError, match=r"state\.json.* is of format 1, .* reads format 2\. Go on from it with"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json.* is of format 1, .* reads format 2\. Continue from it with"
+    ):
         train("run", 2, resume=folder)
 
 
@@ -188,7 +190,7 @@ def test_the_names_of_checkpoints_in_a_callbacks_state_delete_nothing_else(folde
 
 
 def test_the_newest_of_strange_orders_is_read(folder):
-    """One whose order tells nothing is looked at first, and gone on from; what is written then is newer than it."""
+    """One whose order tells nothing is looked at first, and continued from; what is written then is newer than it."""
     for order in (None, "1", 10**30, -5):
         seal(folder, order=order)
         assert [path.name for path in files.candidates(folder.parent)] == [OLDER]

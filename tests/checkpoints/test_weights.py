@@ -368,7 +368,7 @@ class Uncompared:
 
 
 class Several(Mean):
-    """A constructor with any number of arguments behind one whose default cannot be kept."""
+    """A constructor with any number of arguments after one whose default cannot be kept."""
 
     def __init__(self, init=lambda x: x, width=8, *layers):
         super().__init__()

@@ -33,7 +33,7 @@ from jaxlit.checkpoints import files, manifest, writing
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Crash, faults
 
-# What orbax leaves of a save that a fault has ended, behind the error that it raised.
+# What orbax leaves of a save that a fault has ended, after the error that it raised.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -147,7 +147,7 @@ def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, ever
     with faults("counted") as seen:
         save("counted/step_00000002", state, 2.0, order=2).wait()
     text = [f"{what} {os.path.relpath(path, 'counted')}" for what, path in seen.operations]
-    named = text.index("jaxlit.fsync .") + 1  # behind it, it can only be deleted
+    named = text.index("jaxlit.fsync .") + 1  # after it, it can only be deleted
     found = []
     for at in range(1, len(text) + 1) if every else some(text):
         folder, error = shutil.copytree("first", f"{at}"), None
@@ -311,7 +311,7 @@ def test_small_arrays_that_several_devices_hold_are_saved_without_a_program_for_
 
 
 def crash(root, at):
-    """Go on to the second epoch, whose save replaces that of the first, on a file system that fails."""
+    """Continue to the second epoch, whose save replaces that of the first, on a file system that fails."""
     crashes = contextlib.nullcontext() if at is None else pytest.raises((Crash, CheckpointError))
     with faults(root / "checkpoints", at=at) as seen, crashes:
         train(root, 2, resume="auto")
@@ -326,7 +326,7 @@ def operations(half, tmp_path_factory):
 
 
 def crash_at(at, half, operations, whole, folder):
-    """Crash at an operation and go on; returns the step of the checkpoint that was left."""
+    """Crash at an operation and continue; returns the step of the checkpoint that was left."""
     root = Path(shutil.copytree(half, folder / str(at)))
     seen = crash(root, at)
     assert len(seen.operations) >= at, f"the crash at {at} did not happen"

@@ -195,7 +195,7 @@ def test_clipping_is_optaxs(arguments: dict[str, Any], clip: Any) -> None:
 
 
 class Writes(Linear):
-    """Writes to its kernel, or to a frozen copy of it that trails behind."""
+    """Writes to its kernel, or to a frozen copy of it that trails after."""
 
     def __init__(self, target: str) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ READ: dict[str, Any] = {
     ),
 }
 UNREAD: dict[str, Any] = {
-    "lars": optax.lars,  # its momentum comes behind the rate
+    "lars": optax.lars,  # its momentum comes after the rate
     "rmsprop, momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
     "apply_if_finite": lambda lr: optax.apply_if_finite(optax.adam(lr), 3),
     "polyak": lambda lr: optax.polyak_sgd(),

@@ -69,7 +69,7 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "a float sum": (lambda old, b: old + (b["x"] > 0).sum(), 0.0),
     "decayed counts by label": (lambda old, b: 0.9 * old + jax.nn.one_hot(b["label"], 4).sum(0), [1.0] * 4),
     "whole counts by label": (lambda old, b: old.at[b["label"]].add(1), [0] * 4),
-    "a sum that begins anew now and then": (
+    "a sum that starts again now and then": (
         lambda old, b: jax.lax.cond(old > 10, lambda: jnp.zeros(()), lambda: old) + (b["x"] ** 0).sum(),
         0.0,
     ),
@@ -113,7 +113,7 @@ def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "a sum that its own value resets": WRITES["a sum that begins anew now and then"],
+    "a sum that its own value resets": WRITES["a sum that starts again now and then"],
     "a maximum": (lambda old, b: jnp.maximum(old, b["x"].max()), 0.0),
     "a variance": (lambda old, b: b["x"].var(0), [0.0] * 3),
     "a ratio of sums": (lambda old, b: (b["x"][:, 0] * b["label"]).sum() / b["label"].sum(), 0.0),

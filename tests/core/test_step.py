@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, ac
     assert float(model.of_x[...]) == pytest.approx(running(used, "x"), rel=1e-5)
     assert float(model.of_y[...]) == pytest.approx(running(used, "y"), rel=1e-5)
     if policy == "skip":
-        assert int(model.count[...]) == 6 and trainer.global_step == len(windows)  # counts, random ones too, go on
+        assert int(model.count[...]) == 6 and trainer.global_step == len(windows)  # counts, random ones too, continue
         of_epoch = np.mean([batch["x"].mean() for batch in used])
         assert trainer.callback_metrics["mean"] == pytest.approx(of_epoch, rel=1e-4)
 

@@ -35,7 +35,7 @@ class Loader:
 
     Args:
         count: How many batches.
-        clock: What goes on by the seconds of each draw.
+        clock: What continues by the seconds of each draw.
         seconds: How long each draw takes; a dict tells it by the batch's number.
         instead: What comes in the place of a batch, by number: another one, or OSError.
     """

@@ -182,7 +182,7 @@ def test_a_limit_beyond_the_loader_is_told_of_once_with_both_numbers(caplog):
     trainer.fit(Mean(), counted(2, 2, 2), counted(2, 2, 2))
     trainer.test(Mean(), counted(2, 2, 2))
     trainer.predict(Mean(), counted(2, 2, 2))
-    trainer.fit(Mean(), Stream(counted(2, 2, 2)))  # which is known behind its first epoch
+    trainer.fit(Mean(), Stream(counted(2, 2, 2)))  # which is known after its first epoch
     told = warnings_of(caplog)
     arguments = [*limits, "limit_train_batches"]
     assert all(name in text and "100" in text for name, text in zip(arguments, told, strict=True))

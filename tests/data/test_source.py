@@ -1,4 +1,4 @@
-"""Where an iteration stands: it goes on behind the last batch that was used, of the same data only."""
+"""Where an iteration stands: it continues after the last batch that was used, of the same data only."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ class Stateful:
     """Keeps its own epochs and position, as torchdata's StatefulDataLoader does.
 
     Args:
-        lives: Whether `state_dict` returns the one dict that the iteration goes on to change.
+        lives: Whether `state_dict` returns the one dict that the iteration continues to change.
     """
 
     def __init__(self, lives=False):
@@ -130,8 +130,8 @@ def test_a_generator_is_not_drawn_again_and_a_thousand_batches_are_not_to_come_t
     assert source_of(iter(batches()), "train").again(0, None, 1) == []
     assert source_of(Again(), "train").again(0, 1000, 1) == []
     stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
-    (_, behind), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
-    assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, behind, 1)) == rows_of([second])
+    (_, after), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
+    assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, after, 1)) == rows_of([second])
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -264,7 +264,7 @@ class OwnIterator:
 
 
 class Goes(OwnIterator):
-    """Is its own iterator, and goes on where it is."""
+    """Is its own iterator, and continues where it is."""
 
     k, opened = -1, 1
 

@@ -115,7 +115,7 @@ def test_a_hook_that_hangs_ends_the_process_with_76_its_stack_and_a_checkpoint_o
     train(hooks(on_train_batch_end=waits_for_a_lock))
     assert {*clock.codes} == {76}
     told = capfd.readouterr().err
-    what = "Nothing has moved for Trainer(hang_timeout=1) seconds, in on_train_batch_end, behind step 2 of epoch 0."
+    what = "Nothing has moved for Trainer(hang_timeout=1) seconds, in on_train_batch_end, after step 2 of epoch 0."
     first = told.index(what)
     assert "in waits_for_a_lock" in told[first:]
     saved = told.index("The newest checkpoint is ", first)

@@ -22,12 +22,12 @@ SENTENCES = sentences(16, 2)
 
 
 def own(batches: Any) -> Any:
-    """Return every second row: what the two processes give one behind the other are microbatches of neighbours."""
+    """Return every second row: what the two processes give one after the other are microbatches of neighbours."""
     return jax.tree.map(lambda x: x[jax.process_index() :: jax.process_count()], batches)
 
 
 def joined(batch: Any) -> Any:
-    """Return the rows of a batch whose microbatches are cut out of one process's rows behind the other's."""
+    """Return the rows of a batch whose microbatches are cut out of one process's rows after the other's."""
     return jax.tree.map(lambda x: np.concatenate([x[0::2], x[1::2]]), batch)
 
 

@@ -36,7 +36,7 @@ ROWS = 103  # over two processes 52 and 51
 STREAMS, MORE = ("fsdp lazy dropout", "shard_map", "hsdp lazy"), ("explicit", "tensor")
 LISTS = (("shard_map", 24), ("zero1", 26))  # the second one with more streams
 TAILS = (("arrays", 1), ("generator", 4))
-RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two go on
+RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two continue
 
 
 class Slow(Net):
@@ -256,7 +256,7 @@ def meet_a_damaged_checkpoint():
 
 
 def be_taken():
-    """Train until the machine of process 1 is taken, and go on."""
+    """Train until the machine of process 1 is taken, and continue."""
 
     def tell(trainer, *_):
         if trainer.global_step == 3 and jax.process_index() == 1:
@@ -419,7 +419,7 @@ def test_two_processes_go_on_where_two_or_one_stopped_and_one_where_two_did(alon
         said, errors = process.said, process.errors
         for strategy, expected in weights.items():
             if RESUMED[strategy] == "two":
-                assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many go on bit by bit"
+                assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many continue bit by bit"
             close(said[f"{strategy} resumed"], expected)
         assert said["step"][0] == said["step"][1] and "step_00000099" in errors and "state.json is damaged" in errors
         assert "middle of an epoch in 1 process" in said["refused"] and "ArrayLoader" in said["refused"]

@@ -113,7 +113,7 @@ def test_the_module_of_a_state_is_a_copy_that_later_steps_leave_alone(strategy) 
     first.kernel[...] = jnp.zeros((8, 1))
     assert_same(params_in(after), history[2])
     # What the step took is gone, in whichever state it was; the copy is not, and trains alike.
-    words = r"a state that an earlier step has overwritten\. Go on with the one"
+    words = r"a state that an earlier step has overwritten\. Continue with the one"
     refuses(StateError, lambda: step(state, BATCHES[1]), words)
     refuses(ArgumentTypeError, lambda: step(None, BATCHES[1]), "takes the state of compile_step, got NoneType")
     for old in (state, rebuilt):

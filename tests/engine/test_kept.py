@@ -37,7 +37,7 @@ class Line(Linear):
 
 
 class Asks(Line):
-    """Its steps read what the Trainer tells of the run that goes on."""
+    """Its steps read what the Trainer tells of the run that continues."""
 
     def validation_step(self, batch: Any) -> None:
         if not self.trainer.sanity_checking:
@@ -311,7 +311,7 @@ def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
     for data in (*kinds[:8], kinds[0], kinds[8]):
         trainer.validate(module, data)
     with compiles() as found:
-        trainer.validate(module, kinds[0])  # used again behind the others
+        trainer.validate(module, kinds[0])  # used again after the others
         assert steps(found) == []
         trainer.validate(module, kinds[1])
     assert steps(found) == ["jit(eval_step)"]

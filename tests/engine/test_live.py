@@ -220,7 +220,7 @@ def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer, inner) -> None:
     first = mean([[1], [2], [9], [1], [2]])
     assert found == pytest.approx([mean([[1], [2]]), first], rel=1e-5)
     assert weight(model) == pytest.approx(mean([[9]], first), rel=1e-6)
-    assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer goes on from there
+    assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer continues from there
 
 
 def test_a_second_trainer_may_validate_in_a_batch_hook_and_fail_in_any() -> None:
@@ -290,7 +290,7 @@ def test_fsdp_places_shards_again_without_a_whole_copy(second, lazy, monkeypatch
 )
 def test_after_an_error_the_module_holds_the_arrays_of_the_last_step(strategy, where, reads) -> None:
     def step(self: Any, batch: Any) -> jax.Array:
-        if batch["x"].shape[0] == 4:  # of a tail, whose step is traced anew
+        if batch["x"].shape[0] == 4:  # of a tail, whose step is traced again
             raise ZeroDivisionError
         return jnp.mean(self.error(batch) ** 2)
 

@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_is_told_so_and_is_not_compiled_again() -> None:
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [
-        (lambda: small("train_step", 3), "behind step 2 of epoch 0"),
+        (lambda: small("train_step", 3), "after step 2 of epoch 0"),
         (lambda: small("eval_step", 1), "in eval_step, in its first call"),
         (lambda: small("create", 1), "in making the state of step 0"),
     ],
@@ -118,7 +118,7 @@ def test_a_hook_without_memory_is_named_and_every_callback_hears_of_the_error_th
     heard: list[BaseException] = []
     listens = hooks(on_exception=lambda trainer, module, error: heard.append(error))
     error = error_of("single", hooks(on_train_batch_end=exhaust), listens)
-    assert "ran out of memory behind step 1 of epoch 0: " in str(error) and heard == [error]
+    assert "ran out of memory after step 1 of epoch 0: " in str(error) and heard == [error]
 
 
 def test_other_errors_of_jax_are_left_as_they_are() -> None:

@@ -20,7 +20,7 @@ OLDER, NEWER = "step_00000003", "step_00000006"
 
 
 def loader() -> jl.ArrayLoader:
-    """Return three batches of eight rows for `Linear`, in an order that each epoch draws anew."""
+    """Return three batches of eight rows for `Linear`, in an order that each epoch draws again."""
     (batch,) = random(1, rows=8 * STEPS)
     return jl.ArrayLoader(batch, 8, shuffle=True)
 

@@ -151,7 +151,7 @@ def feeder_of(prefetch: int) -> Feeder:
 
 
 def evaluated(trainer: jl.Trainer) -> Any:
-    """Return the flat state that the evaluation which goes on takes its arrays from."""
+    """Return the flat state that the evaluation which continues takes its arrays from."""
     return trainer._session.active.state  # type: ignore[union-attr]
 
 

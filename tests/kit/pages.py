@@ -16,7 +16,7 @@ PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 
 
 def blocks(page: str) -> list[str]:
-    """Return the blocks of a page that run one behind the other."""
+    """Return the blocks of a page that run one after the other."""
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
 
 

@@ -69,7 +69,7 @@ class Net(jl.TrainModule):
 
 
 class InEveryHook(jl.Callback):
-    """Calls `at(trainer, hook, arguments)` in every hook of fit, behind those of the module."""
+    """Calls `at(trainer, hook, arguments)` in every hook of fit, after those of the module."""
 
     runs_last = True
 
@@ -257,7 +257,7 @@ def loaders(batches: int = BATCHES) -> tuple[Any, list[Any]]:
 
 
 def watchers() -> list[jl.Callback]:
-    """Return callbacks whose states decide how training goes on."""
+    """Return callbacks whose states decide how training continues."""
     name = "val_loss/dataloader_idx_0"
     return [
         LogsInHooks(),

@@ -29,9 +29,9 @@ def cut_and_resume(
 
     Args:
         folder: Where both run.
-        data: Makes the loaders, for each Trainer anew.
+        data: Makes the loaders, for each Trainer again.
         strategy: The strategy.
-        stops: Where exceptions come, each in a Trainer that goes on from the one before.
+        stops: Where exceptions come, each in a Trainer that continues from the one before.
         more: Makes further callbacks.
         arguments: The Trainer's.
     """
@@ -70,7 +70,7 @@ class KillsAt(InEveryHook):
 def start_child(
     root: Path, number: int, strategy: str, *, epochs: int, every: int, kill: tuple[str, int] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a process that trains, or goes on, in a folder; all are given the same Trainer.
+    """Start a process that trains, or continues, in a folder; all are given the same Trainer.
 
     Args:
         root: The run's folder.
@@ -121,7 +121,7 @@ def problems_of(folder: Path, reference: Path, count: int) -> dict[str, Any]:
         whole, reached = _training(reference / "journal0", kind), 0
         for number in range(count):
             mine = _training(folder / f"journal{number}", kind)
-            # A process begins nowhere behind what the one before has reached: nothing is left out.
+            # A process begins nowhere after what the one before has reached: nothing is left out.
             begins = [at for at in range(reached + 1 if number else 1) if whole[at : at + len(mine)] == mine]
             if not begins:
                 found[f"{kind} of journal{number}"] = f"are no part of the whole: {_difference(whole, mine, number)}"
@@ -151,7 +151,7 @@ def _difference(whole: list[Any], mine: list[Any], number: int) -> Any:
 
 
 def run_child(root: str, number: int, strategy: str, epochs: int, every: int, kill: Sequence[Any] | None) -> None:
-    """Train in this process, or go on."""
+    """Train in this process, or continue."""
     jl.testing.fake_devices(DEVICES)
     saves = jl.callbacks.ModelCheckpoint(every_n_train_steps=every)
     callbacks = [saves] if kill is None else [saves, KillsAt(*kill)]

@@ -27,7 +27,7 @@ class Layer(nnx.Module):
 
 
 class Layered(jl.TrainModule):
-    """Layers one behind the other, without a mark: `batch["y"]` (rows, 1) of `batch["x"]` (rows, 3)."""
+    """Layers one after the other, without a mark: `batch["y"]` (rows, 1) of `batch["x"]` (rows, 3)."""
 
     def __init__(self, layers: int = 4, tx: Any = None, *, rngs: nnx.Rngs) -> None:
         self.inward = nnx.Linear(3, WIDTH, rngs=rngs)

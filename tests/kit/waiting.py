@@ -1,4 +1,4 @@
-"""What hangs until a test lets it go on, and the Ctrl-C of somebody who does not wait."""
+"""What hangs until a test lets it continue, and the Ctrl-C of somebody who does not wait."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def held() -> Iterator[threading.Event]:
-    """Give an event that what hangs waits for; at the end it goes on in any case."""
+    """Give an event that what hangs waits for; at the end it continues in any case."""
     event = threading.Event()
     try:
         yield event

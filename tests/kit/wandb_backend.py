@@ -1,7 +1,7 @@
 """A W&B server: it keeps what the real SDK sends over HTTP, and may die.
 
 It understands GraphQL (runs and artifacts), `file_stream` (history, summary) and PUT (the contents of files), which is
-all that the SDK uses while a run goes on. Seen with wandb 0.22.3 to 0.31.
+all that the SDK uses while a run continues. Seen with wandb 0.22.3 to 0.31.
 """
 
 import gzip
@@ -26,7 +26,7 @@ class ReceivedRun(SimpleNamespace):
     """A run as the server knows it.
 
     In shared mode the SDK says by a header which process sends something, and every process counts its lines from 0;
-    otherwise a resumed process goes on where the run ended. So lines are kept by client and offset, "" for no client.
+    otherwise a resumed process continues where the run ended. So lines are kept by client and offset, "" for no client.
 
     Attributes:
         sessions: How many times a process has opened the run.

@@ -127,7 +127,7 @@ def run_files(folder: str | Path = "run") -> list[Path]:
 def records(folder: str | Path = "run") -> list[dict[str, Any]]:
     """Return every record of the newest run that has ended, in order."""
     deadline = time.monotonic() + 60
-    while True:  # the SDK writes the last of them a little behind `finish`
+    while True:  # the SDK writes the last of them a little after `finish`
         found = [json.loads(line) for line in _inspect(folder).splitlines()]
         if "exit" in {record["type"] for record in found}:
             return found

@@ -53,7 +53,7 @@ class Trapped(Linear):
 
 
 def trapped(kind: str, where: str) -> list[dict[str, np.ndarray]]:
-    """Return batches of which the fourth behind the first is a trap."""
+    """Return batches of which the fourth after the first is a trap."""
     batches = [batch | {"trap": np.zeros((8, 2), np.float32)} for batch in random(COUNT)]
     batches[BAD]["trap"][0, ("loss", "gradient").index(where)] = KINDS[kind]
     return batches
@@ -154,7 +154,7 @@ def test_what_was_saved_is_the_state_of_before_the_step_bit_by_bit(accumulate) -
     trainer = make_trainer(default_root_dir="run", **given)
     with pytest.raises(NonFiniteError):
         trainer.fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches)
-    # Stopped inside the epoch, whose sums go on.
+    # Stopped inside the epoch, whose sums continue.
     given |= {"max_steps": trainer.global_step, "enable_checkpointing": False}
     reference = fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches[:good], **given, max_epochs=None)
     assert bytes_of(trainer) == bytes_of(reference)
@@ -329,7 +329,7 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
 
 @pytest.mark.full
 def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoint_bit_by_bit() -> None:
-    save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's second batch
+    save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's second batch
     batches = trapped("nan", "gradient")
     batches[4], batches[5] = batches[5], batches[4]
     given: Any = {"accumulate_grad_batches": 3}
@@ -350,7 +350,7 @@ def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoi
 
 
 def test_a_window_that_was_bad_where_its_checkpoint_was_taken_is_told_so_and_skipped() -> None:
-    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # behind the window's first batch
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's first batch
     given: Any = {"accumulate_grad_batches": 2}
     with pytest.raises(NonFiniteError, match="\nBatch 2, run again .* gave the same"):
         fit(Mean(), spoilt(6, 2), None, save, **given)
@@ -384,7 +384,7 @@ def test_a_logger_that_meets_a_bad_step_does_not_stand_aside_for_it() -> None:
 
 @pytest.mark.full
 def test_half_a_window_is_undone_with_its_statistics() -> None:
-    batches = random(12)  # windows behind the bad one run before anybody looks
+    batches = random(12)  # windows after the bad one run before anybody looks
     batches[4]["x"][:] = np.nan
     model = Net(rngs=nnx.Rngs(0))
     with pytest.raises(NonFiniteError, match=r"Batch 4, run again"):

@@ -237,7 +237,7 @@ def test_a_resume_tells_of_callbacks_that_are_new_or_gone_and_refuses_other_shap
     trainer = train(first, batches)
     trainer.save_checkpoint("kept")
     later = train(keeper, batches, "fsdp", max_epochs=2, ckpt_path="kept")
-    assert "has no arrays of 'Slow', which was not among the callbacks: they begin anew, from" in caplog.text
+    assert "has no arrays of 'Slow', which was not among the callbacks: they start again, from" in caplog.text
     assert "keeps the arrays of 'EMA', which is not among the callbacks now." in caplog.text
     assert bits(keeper.held) == bits(trainer.state.params), "of the restored parameters"
     assert keeper.held["kernel"].sharding == later.state.params["kernel"].sharding
@@ -252,8 +252,8 @@ def test_a_resume_tells_of_callbacks_that_are_new_or_gone_and_refuses_other_shap
     other = type("EMA", (jl.Callback,), {"init_arrays": begin, "update_arrays": keep})()
     with pytest.raises(CheckpointError, match=r"extras\['EMA'\]\.kernel"):
         train(other, batches, max_epochs=2, ckpt_path="kept")
-    anew = train(other, batches, ckpt_path="kept", strict=False)
-    assert bits(anew.callback_arrays(other)[0]) == bits(trainer.state.params["kernel"])
+    again = train(other, batches, ckpt_path="kept", strict=False)
+    assert bits(again.callback_arrays(other)[0]) == bits(trainer.state.params["kernel"])
 
 
 def test_a_strategy_that_knows_nothing_of_extras_trains() -> None:

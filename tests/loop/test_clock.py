@@ -118,6 +118,6 @@ def train_in_a_process() -> None:
 def test_two_processes_of_other_clocks_validate_and_stop_at_one_step(tmp_path: Path) -> None:
     ended = launch(train_in_a_process, tmp_path)
     assert [one.code for one in ended] == [0, 0], ended[0].errors + ended[1].errors
-    # 3 s a batch, by the slower: 10 s are over in the fourth, anew in the eighth; 20 s in the seventh, which validates.
+    # 3 s a batch, by the slower: 10 s are over in the fourth and the eighth; 20 s in the seventh, which validates.
     for name in ("max_time", "Timer"):
         assert [one.said[name] for one in ended] == [[7, [4, 7], name]] * 2

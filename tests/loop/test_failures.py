@@ -1,4 +1,4 @@
-"""An error in a hook says where it was raised; a logger that raises stands aside, and training goes on."""
+"""An error in a hook says where it was raised; a logger that raises stands aside, and training continues."""
 
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def test_a_logger_that_raises_is_told_of_once_and_changes_nothing_else(hook: str
         assert found == []
     else:
         (line,) = found
-        assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "goes on" in line
+        assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "continues" in line
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
     assert (
         len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8
@@ -187,7 +187,7 @@ def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_t
     other = {"on_train_batch_end": "batch", "on_train_end": "end", "teardown": "teardown"}
     bad = logger_with(on_log=row, **{k: lambda *_, v=v: calls.append(v) for k, v in other.items()})
     trainer = fit(Mean(), numbered(4), logger=bad, log_every_n_steps=2)
-    # The row of the second step is logged behind the third.
+    # The row of the second step is logged after the third.
     assert calls == ["batch", "batch", "batch", "on_log", "teardown"]
     assert len(warnings_of(caplog)) == 1
     trainer.fit(Mean(), numbered(1))

@@ -1,4 +1,4 @@
-"""A checkpoint of any hook brings everything back: training goes on as if it had never stopped, bit by bit."""
+"""A checkpoint of any hook brings everything back: training continues as if it had never stopped, bit by bit."""
 
 import contextlib
 from pathlib import Path
@@ -11,7 +11,7 @@ from kit.trainers import thinned
 import jaxlit as jl
 
 # The n-th call of a hook. An epoch has 23 batches, 8 optimizer steps, 3 validations of 3 and 2 batches.
-WINDOW = ("on_train_batch_end", 32)  # behind a window's first batch, and a row that is not read yet
+WINDOW = ("on_train_batch_end", 32)  # after a window's first batch, and a row that is not read yet
 EPOCHS = ("on_safe_point", 22)  # between two of them
 OFTEN = {"fsdp": [WINDOW, EPOCHS]}
 # Every hook once, in a training of one device, of global arrays or of replicas.
@@ -39,8 +39,8 @@ CASES = {mark: [(s, p) for s, places in by.items() for p in places] for mark, by
 PLACES = CASES["often"] + CASES["full"]
 
 
-def behind(reference: list[Any], place: tuple[str, int], mark: int) -> list[Any]:
-    """Return what a resume must do: what a training without a stop did behind a place in its journal.
+def after(reference: list[Any], place: tuple[str, int], mark: int) -> list[Any]:
+    """Return what a resume must do: what a training without a stop did after a place in its journal.
 
     The hook in which the checkpoint was taken has run, and is not called again.
     """
@@ -105,7 +105,7 @@ def test_resume_from_a_checkpoint_of_any_hook_is_exact(
 ) -> None:
     lines, end, saver = trained(strategy)
     resumed = fit(make_trainer(strategy, tmp_path / "run", logger=False), ckpt_path=saver.path(place))
-    assert_same(journal(resumed), behind(lines, place, saver.marks[place]))
+    assert_same(journal(resumed), after(lines, place, saver.marks[place]))
     assert final(resumed) == end
 
 

@@ -1,4 +1,4 @@
-"""Resumed data: every kind of loader goes on behind the last batch that a step has used; and after SIGKILL."""
+"""Resumed data: every kind of loader continues after the last batch that a step has used; and after SIGKILL."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ COUNT, BATCHES, BATCH_SIZE = 101, 13, 8  # rows and batches of an epoch, of whic
 
 
 class Again:
-    """Begins anew each time it is iterated, and tells nothing of where it is."""
+    """Begins again each time it is iterated, and tells nothing of where it is."""
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, COUNT, BATCH_SIZE):
@@ -31,7 +31,7 @@ class Again:
 
 
 class KeepsState:
-    """Shuffles anew in each epoch, which it counts itself; it goes on where its state says."""
+    """Shuffles again in each epoch, which it counts itself; it continues where its state says."""
 
     def __init__(self) -> None:
         self.epoch, self.next = 0, 0

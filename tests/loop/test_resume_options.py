@@ -1,4 +1,4 @@
-"""Training goes on exactly whatever the Trainer is told, and however it has ended."""
+"""Training continues exactly whatever the Trainer is told, and however it has ended."""
 
 import contextlib
 import signal
@@ -41,7 +41,7 @@ def training(lines: list[Any]) -> list[Any]:
 
 
 def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> None:
-    """Check that a resume is what an uninterrupted training did behind so many batches."""
+    """Check that a resume is what an uninterrupted training did after so many batches."""
     resumed, whole = training(resumed), training(whole)
     assert resumed
     first = next(line for line in resumed if line[0] == "on_train_batch_end")

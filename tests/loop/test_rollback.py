@@ -42,13 +42,13 @@ def train(values: list[float], *callbacks: Any, made: Any = None, **arguments: A
 @pytest.mark.parametrize(
     ("strategy", "bad"),
     thinned([("single", 2), ("single", 3), ("fsdp", 3), ("pmap", 2)], ("single", 2), ("fsdp", 3)),
-)  # right behind the checkpoint, or a step later
+)  # right after the checkpoint, or a step later
 def test_training_goes_back_and_on_without_the_bad_batch(bad: int, strategy: str) -> None:
     steps: list[int] = []
     note = hooks(on_train_batch_end=lambda t, *_: steps.append(t.global_step))
     values = [BAD if k == bad else k + 1.0 for k in range(8)]
     trainer, made = train(values, note, ModelCheckpoint(every_n_train_steps=2), strategy=strategy)
-    # Behind the fall-back the count goes on from 2: what the last run of 3, 4, ... belongs to was learnt from.
+    # After the fall-back the count continues from 2: what the last run of 3, 4, ... belongs to was learnt from.
     back = max(k for k in range(1, len(steps)) if steps[k] <= steps[k - 1])
     assert steps[back] == 3 and len(steps) == len(values)
     left = values[:2] + values[back:]
@@ -137,7 +137,7 @@ def test_a_checkpoint_behind_each_fall_back_counts_anew() -> None:
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to() -> None:
     with pytest.raises(NonFiniteError, match="no checkpoint yet to go back to.*every_n_train_steps"):
         train([1.0, BAD, 3.0, 4.0])
-    assert names() == ["step_00000001"]  # to go on from
+    assert names() == ["step_00000001"]  # to continue from
     with pytest.raises(NonFiniteError, match="no checkpoint yet"):
         fit(Mean(), batches([BAD]), nan_policy="rollback", fast_dev_run=True)
 

@@ -183,7 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 # How long a batch and a validation take, the interval and other arguments, and at which steps it validates.
 BY_CLOCK = [
-    # 2 seconds are over at 2.4; each validation begins them anew: 4.8, 7.2.
+    # 2 seconds are over at 2.4; each validation begins them again: 4.8, 7.2.
     *((0.8, 0, x, {}, 5, [3, 6, 9]) for x in ("00:00:00:02", {"seconds": 2}, datetime.timedelta(seconds=2))),
     (3, 0, {"seconds": 2}, {"max_epochs": 4, "check_val_every_n_epoch": 2}, 2, [3, 4, 7, 8]),
     (1, 10, {"seconds": 3}, {"max_epochs": 1}, 7, [3, 6]),  # one longer than it does not come after every batch

@@ -299,7 +299,7 @@ def test_an_error_in_on_trace_ends_training() -> None:
         fit(Fails(2))
 
 
-# Behind a resume, and behind a step that was not finite ----------------------------------------------
+# After a resume, and after a step that was not finite ----------------------------------------------
 
 # A hook, and the steps taken when it comes: beside steps that fire, rows, a validation, and the end of an epoch.
 PLACES = (

@@ -179,7 +179,7 @@ def test_a_step_that_is_left_out_shows_zero_updates(policy: str) -> None:
         assert np.isnan(bad["updates/kernel"]).any() and np.isnan(after["params/kernel"]).any()
         return
     assert not bad["updates/kernel"].any() and not bad["updates/bias"].any()
-    # The others go on as if it had not been.
+    # The others continue as if it had not been.
     expected = by_hand([batches[0], *batches[2:]])
     assert_seen({i: looks.seen[k] for i, k in enumerate((0, 2, 3))}, expected, [0, 1, 2])
     for name, x in bad.items():

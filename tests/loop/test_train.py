@@ -87,7 +87,7 @@ def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: 
     model = (
         Mean() if owner == "callback" else module(on_train_batch_start=lambda self, batch, i: -1 if i == 1 else None)
     )
-    # Every callback is asked, also behind the one that skips.
+    # Every callback is asked, also after the one that skips.
     journals = [Journal(), Journal()]
     callbacks = [journals[0], *([skip] if owner == "callback" else []), journals[1]]
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False}

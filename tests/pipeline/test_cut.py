@@ -40,7 +40,7 @@ def cut_of(
 
 
 def run(found: Cut, args: Sequence[Any]) -> list[Any]:
-    """Run the pieces one behind the other, each with what it says that it needs."""
+    """Run the pieces one after the other, each with what it says that it needs."""
     sent, results = dict[Any, Any](), dict[int, Any]()
     for piece in found.pieces:
         outs, made = found.runner(piece)([args[i] for i in piece.inputs], [sent[x] for x in piece.ins])

@@ -1,4 +1,4 @@
-"""Ranks in several processes, and where a module goes behind a fit."""
+"""Ranks in several processes, and where a module goes after a fit."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -20,10 +20,10 @@ def test_bubble_and_live_microbatches_are_those_of_the_formulas(ranks: int, coun
     waits = (ranks - 1) / (count + ranks - 1)
     for schedule in (S.GPipe(ranks), S.Std1F1B(ranks), S.Eager1F1B(ranks)):
         assert simulate(schedule, count).bubble == pytest.approx(waits)
-    behind = [ranks - 1 - rank for rank in range(ranks)]
+    after = [ranks - 1 - rank for rank in range(ranks)]
     assert simulate(S.GPipe(ranks), count).peak_live == (count,) * ranks
-    assert simulate(S.Std1F1B(ranks), count).peak_live == tuple(min(count, n + 1) for n in behind)
-    assert simulate(S.Eager1F1B(ranks), count).peak_live == tuple(min(count, 2 * n + 1) for n in behind)
+    assert simulate(S.Std1F1B(ranks), count).peak_live == tuple(min(count, n + 1) for n in after)
+    assert simulate(S.Eager1F1B(ranks), count).peak_live == tuple(min(count, 2 * n + 1) for n in after)
     if count % ranks == 0:
         for chunks in (2, 3):
             found = simulate(S.Interleaved1F1B(chunks * ranks, ranks), count)

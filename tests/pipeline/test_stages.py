@@ -40,9 +40,9 @@ def test_a_backward_pass_in_two_parts_is_that_in_one(stages: list[Stage]) -> Non
     (a, b, scale, x), (first, last) = arrays(), stages
     expected = jax.grad(loss, argnums=(0, 1))(a, b, scale, x)
     (sent,), _, residuals = first.forward([a, x], [])
-    _, (value,), behind = last.forward([b, scale], [sent])
+    _, (value,), after = last.forward([b, scale], [sent])
     np.testing.assert_allclose(value, loss(a, b, scale, x), rtol=1e-6)
-    kept = last.keep([b, scale], [sent], behind)
+    kept = last.keep([b, scale], [sent], after)
     given = (kept.inputs, kept.ins), kept.residuals, []
     (back,), crossing = last.backward_input(*given)
     zeros, rows = [jnp.zeros((5, 5))], jnp.float32(3)
@@ -70,10 +70,10 @@ def test_each_product_of_a_backward_pass_is_in_one_of_its_parts(stages: list[Sta
 def test_weights_are_not_among_what_a_microbatch_keeps(stages: list[Stage]) -> None:
     a, b, scale, x = arrays()
     (sent,), _, residuals = stages[0].forward([a, x], [])
-    behind = stages[1].forward([b, scale], [sent])[2]
-    assert a.shape not in [r.shape for r in (*residuals, *behind)]
-    kept = stages[1].keep([b, scale], [sent], behind)
-    assert kept.inputs[0] is b and kept.nbytes == sum(r.nbytes for r in (sent, *behind))  # b is the state's own
+    after = stages[1].forward([b, scale], [sent])[2]
+    assert a.shape not in [r.shape for r in (*residuals, *after)]
+    kept = stages[1].keep([b, scale], [sent], after)
+    assert kept.inputs[0] is b and kept.nbytes == sum(r.nbytes for r in (sent, *after))  # b is the state's own
 
 
 def test_gradients_go_along_what_depends_on_parameters_and_reaches_the_loss() -> None:

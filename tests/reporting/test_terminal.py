@@ -49,7 +49,7 @@ def environment(folder, **more):
 
 
 def kinds(lines):
-    """Return what each line is, a line that goes on being that of the one before; unknown ones as they are."""
+    """Return what each line is, a line that continues being that of the one before; unknown ones as they are."""
     found = []
     for line in lines:
         kind = next((name for name, pattern in LINES.items() if re.match(pattern, line)), line)

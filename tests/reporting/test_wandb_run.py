@@ -99,7 +99,7 @@ def test_a_run_that_lags_behind_too_far_is_given_up(monkeypatch, capsys):
         found = WandbRun(run, 30.0, raises=False)
         for step in range(50):
             found.log({STEP: step})
-        assert capsys.readouterr().out == "W&B: off for the rest of this run (it is 20 rows behind)\n"
+        assert capsys.readouterr().out == "W&B: off for the rest of this run (it is 20 rows after)\n"
     found.finish(failed=True)
     assert len(run.rows) <= 1 and run.codes == [1] and capsys.readouterr().out == ""
 

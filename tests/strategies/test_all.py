@@ -138,7 +138,7 @@ def test_the_training_step_is_traced_once(run: Any) -> None:
 
 @pytest.mark.smoke
 def test_a_step_donates_the_whole_state(run: Any) -> None:
-    # But for the first of an epoch: the sums of its metrics begin anew, and a checkpoint may be written meanwhile.
+    # But for the first of an epoch: the sums of its metrics start again, and a checkpoint may be written meanwhile.
     assert [run.alive[i] for i in range(2 * len(SIZES)) if i % len(SIZES)] == [[]] * 2 * (len(SIZES) - 1)
 
 

@@ -279,7 +279,7 @@ def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
 
 
 class Dropped(Line):
-    """A line behind a dropout, which one of nnx's transforms may run."""
+    """A line after a dropout, which one of nnx's transforms may run."""
 
     def __init__(self, transform: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__()

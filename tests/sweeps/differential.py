@@ -98,7 +98,7 @@ def _quietly(case: Any) -> Any:
 
 
 def _is_in(failure: tuple[Any, Any, list[Any]], case: Any, outcome: Any) -> bool:
-    """Tell whether a failure that is known is part of a case that failed in the same way."""
+    """Return whether a failure that is known is part of a case that failed in the same way."""
     from sweeps.mixed.case import KINDS, PER_REPLICA
 
     smallest, known, _ = failure

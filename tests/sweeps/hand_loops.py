@@ -31,7 +31,7 @@ def train(case: Any, strategy: str, devices: int, kept: Any) -> None:
         case: The case.
         strategy: The strategy's name.
         devices: Devices, or replicas of "simulate".
-        kept: A new `Trained`, filled as training goes on.
+        kept: A new `Trained`, filled as training continues.
     """
     import jaxlit as jl
 

@@ -2,8 +2,9 @@
 
     python tests/sweeps/resume.py [steps between the kills of fsdp] [those of the others]
 
-Each run is a process or two that kill themselves in some hook at some step, and another one with the same command that
-goes on from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state differs.
+Each run is a process or two that kill themselves in some hook at some step, and another one with the same command
+that continues from what is on the disk. Prints each run, and fails if a batch, a row, the CSV file or the final state
+differs.
 """
 
 import json
@@ -41,7 +42,7 @@ def run(root: Path, strategy: str, step: int) -> str:
     every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
     hook = (
         "on_train_epoch_end" if step == EPOCHS * STEPS_PER_EPOCH else hook
-    )  # behind the last step there is no validation
+    )  # after the last step there is no validation
     reference = root / f"{strategy}-whole"
     folder = root / f"{strategy}-{step}"
     start = time.monotonic()

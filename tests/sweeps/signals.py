@@ -79,7 +79,7 @@ class Draws:
 
 
 def train(folder: Path, number: int, moment: tuple[str, int], numbers: list[int]) -> None:
-    """Train in this process, or go on."""
+    """Train in this process, or continue."""
     jl.testing.fake_devices(1)
     for handled in ("SIGINT", "SIGTERM", "SIGHUP"):  # whatever the parent had
         default = signal.default_int_handler if handled == "SIGINT" else signal.SIG_DFL

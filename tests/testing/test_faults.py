@@ -92,7 +92,7 @@ def test_a_crash_stops_at_its_operation_and_leaves_the_folder_alone_ever_after(a
         for change in (lambda: (folder / "z").write_text("1"), folder.mkdir, lambda: os.rename(folder, tmp_path / "y")):
             with pytest.raises(Crash):
                 change()
-        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-copy")  # reading goes on
+        shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-copy")  # reading continues
     assert kept() == before
     assert len(seen.operations) == at + 3
     assert not issubclass(Crash, Exception), "no except catches it"

@@ -355,5 +355,7 @@ def begins_with(path: str) -> float:
 
 def test_a_checkpoint_that_does_not_fit_a_resume_names_the_way_to_a_new_training(run) -> None:
     wide = module(base=Line, name="Wide", init=lambda self: setattr(self, "w", nnx.Param(np.zeros(2))))
-    with pytest.raises(CheckpointError, match=r"For a new training .* pass fit\(init_from=path\)\. To go on with this"):
+    with pytest.raises(
+        CheckpointError, match=r"For a new training .* pass fit\(init_from=path\)\. To continue with this"
+    ):
         fit(wide, numbered(1), None, default_root_dir="new", max_epochs=4, ckpt_path="run")

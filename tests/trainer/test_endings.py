@@ -1,4 +1,4 @@
-"""However a training ends, everything is torn down, and it goes on from its last checkpoint as if nothing had happened.
+"""However a training ends, everything is torn down, and it continues from its last checkpoint as if it had not.
 
 Real signals in real processes are in test_signals.py.
 """
@@ -164,7 +164,7 @@ def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog) -
     thinned(
         [
             ("on_train_epoch_start", 2, signal.SIGINT),
-            ("on_train_batch_end", 2, signal.SIGTERM),  # behind which a validation is due
+            ("on_train_batch_end", 2, signal.SIGTERM),  # after which a validation is due
             ("on_train_batch_end", 5, None),
             ("on_train_batch_start", 4, None),
             ("on_validation_batch_end", 1 + 2, signal.SIGINT),  # the sanity check has two

@@ -168,7 +168,7 @@ def test_callbacks_are_told_once_of_each_checkpoint_that_is_whole() -> None:
 
     kinds = [ModelCheckpoint("a", monitor="val", save_top_k=-1), ModelCheckpoint("b", every_n_train_steps=3)]
     trainer = fit(hooks("Told", on_checkpoint_saved=tell), *kinds, enable_checkpointing=True)
-    # The one behind the last step is that of the training's end.
+    # The one after the last step is that of the training's end.
     expected = [(kinds[0], "a", 4), (kinds[0], "a", 8), (kinds[1], "b", 3), (kinds[1], "b", 6), (kinds[1], "b", 8)]
     assert sorted(told, key=lambda x: x[2:]) == [(c, trainer.module, *where) for c, *where in expected]
     assert times(trainer)["Told", "on_checkpoint_saved"][0] == 5

@@ -103,10 +103,10 @@ def test_a_loss_that_is_not_finite_ends_it_unless_nothing_may() -> None:
 
 def fallen(losses: list[float], k: int, width: int) -> float | None:
     """Return the fall at a step in plain Python, None where it may be noise."""
-    before, behind = losses[:k], losses[k : k + width]
+    before, after = losses[:k], losses[k : k + width]
     seconds = [a - 2 * b + c for a, b, c in zip(before, before[1:], before[2:], strict=False)]
     noise = math.sqrt(sum(x * x for x in seconds) / len(seconds) / 6)
-    level = sum(behind) / len(behind)
+    level = sum(after) / len(after)
     if not sum(before) / k - level > 3 * noise * math.sqrt(1 / k + 1 / width):
         return None
     near = before[-width:]

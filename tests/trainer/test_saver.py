@@ -55,7 +55,7 @@ def test_a_checkpoint_can_be_saved_in_hooks_and_after_fit() -> None:
     for name in ("batch_1", "epoch_0"):
         again = fit(Mean(), numbered(2), default_root_dir=f"again/{name}", ckpt_path=f"kept/{name}", **given)
         assert again.global_step == 4 and float(again.module.w[...][0]) == mean([[1.0], [2.0]] * 2), name
-    # Whatever is written to the module behind the fit, what is saved is the training; a validation changes nothing.
+    # Whatever is written to the module after the fit, what is saved is the training; a validation changes nothing.
     trainer.module.w[...] = jnp.zeros(1)
     trainer.callbacks = [hooks(on_validation_end=lambda t, m: t.saver.begin("kept/validated").wait())]
     trainer.validate(trainer.module, numbered(1))

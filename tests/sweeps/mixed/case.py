@@ -50,8 +50,8 @@ class Case:
         val_every: `val_check_interval`, 0 for the end of the epoch.
         nested: Whether the module that holds the network is held by another TrainModule.
         again: The strategy of a second fit of the same module; empty for none.
-        cut: Optimizer steps after which training ends and a new Trainer goes on; 0 for none.
-        resume_on: The strategy that goes on; empty for the same.
+        cut: Optimizer steps after which training ends and a new Trainer continues; 0 for none.
+        resume_on: The strategy that continues; empty for the same.
         strategy: One of STRATEGIES.
         devices: Devices, or replicas of "simulate".
         loss_reduction: What a per-replica strategy is told of the loss: "" or "sum".
@@ -126,7 +126,7 @@ class Case:
 
 
 def is_sound(case: Case) -> bool:
-    """Tell whether a case is one whose numbers are promised."""
+    """Return whether a case is one whose numbers are promised."""
     has, count = {*case.parts}, case.num_batches
     rules = (
         case.parts and len(has) == len(case.parts),

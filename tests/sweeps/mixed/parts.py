@@ -12,7 +12,7 @@ Batch = dict[str, jax.Array]
 
 
 class Layer(nnx.Module):
-    """A layer of flax with a tanh behind it."""
+    """A layer of flax with a tanh after it."""
 
     def __init__(self, layer: nnx.Module) -> None:
         self.layer = layer

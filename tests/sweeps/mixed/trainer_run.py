@@ -86,7 +86,7 @@ class Listen(jl.Callback):
 
     def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
         if "loss_step" in values:
-            # The row of the step before a checkpoint comes once more when training goes on.
+            # The row of the step before a checkpoint comes once more when training continues.
             self.record.steps[self.fit, step] = values["loss_step"]
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -97,7 +97,7 @@ class Listen(jl.Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         named = {name: "loss_epoch" if name == "loss" else name for name in LOGS}
         found = {name: float(trainer.callback_metrics[shown]) for name, shown in named.items()}
-        # An epoch that was cut ends again where training goes on, with all of its batches.
+        # An epoch that was cut ends again where training continues, with all of its batches.
         self.record.epochs[self.fit, trainer.current_epoch] = found
 
 

@@ -121,7 +121,7 @@ class Mixed(Shared):
 
 
 class Carried(Mixed):
-    """A scan whose carry begins with a frozen array and goes on with a trained one."""
+    """A scan whose carry begins with a frozen array and continues with a trained one."""
 
     def weights(self) -> jax.Array:
         def body(carry: Any, scale: jax.Array) -> Any:

@@ -19,7 +19,7 @@ SMOOTHING = 0.1
 
 
 class Block(nnx.Module):
-    """Attention and a two-layer perceptron, each behind a LayerNorm and beside an identity."""
+    """Attention and a two-layer perceptron, each after a LayerNorm and beside an identity."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.norms = nnx.List([nnx.LayerNorm(C, rngs=rngs) for _ in range(2)])

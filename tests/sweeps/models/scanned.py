@@ -31,7 +31,7 @@ class Block(nnx.Module):
 
 
 class Scanned(Shared):
-    """Reads the sum of a row's words, by a scan over layers that computes activations anew in the backward pass."""
+    """Reads the sum of a row's words, by a scan over layers that computes activations again in the backward pass."""
 
     rate = 0.0
 

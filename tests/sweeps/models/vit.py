@@ -18,13 +18,13 @@ class Encoder(nnx.Module):
     """One layer, with its norms in front."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.before, self.behind = nnx.LayerNorm(C, rngs=rngs), nnx.LayerNorm(C, rngs=rngs)
+        self.before, self.after = nnx.LayerNorm(C, rngs=rngs), nnx.LayerNorm(C, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(2, C, decode=False, rngs=rngs)
         self.mlp = nnx.Sequential(nnx.Linear(C, 2 * C, rngs=rngs), nnx.gelu, nnx.Linear(2 * C, C, rngs=rngs))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.before(x))
-        return x + self.mlp(self.behind(x))
+        return x + self.mlp(self.after(x))
 
 
 class ViT(Shared):
