@@ -20,7 +20,7 @@ from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
-from jaxlit.strategies.program import Out, Program, Whole, lay, named, state_shardings
+from jaxlit.strategies.program import Out, Program, ReplicatedBatch, constrain, named, state_shardings
 
 
 class Strategy(Configured, ABC):
@@ -193,7 +193,7 @@ class Strategy(Configured, ABC):
             how: "sum" or "mean".
             to: What `grad_sharding` returned.
         """
-        return lay(replica.reduce(grads, how), to)
+        return constrain(replica.reduce(grads, how), to)
 
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
         """Return the user's step as it is to be traced into a program; here as it is.
@@ -290,14 +290,14 @@ class Strategy(Configured, ABC):
         On one device the host arrays go straight into the step, which is cheaper.
 
         Args:
-            batch: The batch, or in several processes this process's rows of it; `Whole` if it has them all.
+            batch: The batch, or in several processes this process's rows of it; `ReplicatedBatch` if it has them all.
         """
         if self.mesh.size == 1:
             return batch
-        given, processes = (batch.batch, 1) if isinstance(batch, Whole) else (batch, self.num_processes)
+        given, processes = (batch.batch, 1) if isinstance(batch, ReplicatedBatch) else (batch, self.num_processes)
         split = num_rows(given) * processes % self.num_replicas == 0
         lies = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, given)
-        return sharding.place_whole(given, lies) if isinstance(batch, Whole) else sharding.place(given, lies)
+        return sharding.place_whole(given, lies) if isinstance(batch, ReplicatedBatch) else sharding.place(given, lies)
 
     def splits_by_process(self, batch: Any) -> bool:
         """Return whether each process places rows that no other does; otherwise it places what it needs of all rows.

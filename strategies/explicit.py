@@ -15,7 +15,7 @@ from jaxlit.core.replica import Replica
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.program import SHARED, Lying, Program, named, state_shardings
+from jaxlit.strategies.program import SHARED, ArraySpec, Program, named, state_shardings
 from jaxlit.strategies.replicas import ByDivision
 from jaxlit.strategies.shard_map import ShardMapDDP
 
@@ -77,7 +77,7 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
         if program.parts is None:
             return super().compile(program)
         gradients, apply = program.parts
-        grads = SHARED if program.grads is None else jax.tree.map(Lying, program.grads)
+        grads = SHARED if program.grads is None else jax.tree.map(ArraySpec, program.grads)
         state, _, loss, outputs, *_ = program.outputs
         first = replace(program, fn=gradients, outputs=(state, grads, SHARED, loss, outputs), parts=None)
 
@@ -98,14 +98,14 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
         """Return the body of a program, which gathers what is split."""
         closed, treedef = self.traced(partial(program.fn, replica), *args)
         run, jaxpr = jaxpr_as_fun(closed), closed.jaxpr
-        lies = [lying for state in program.inputs for lying in state]
-        dims = [None if lying.own else self._dim(lying.sharding) for lying in lies]
+        lies = [spec for state in program.inputs for spec in state]
+        dims = [None if spec.per_replica else self._dim(spec.sharding) for spec in lies]
         dims += [None] * (len(jaxpr.invars) - len(dims))  # of the batch
         as_given = {var: i for i, var in enumerate(jaxpr.invars)}
         outputs = jax.tree.leaves(program.outputs[0])  # the state, first of all that leaves a step
 
         def part(i: int, var: Any, result: Any, blocks: list[Any]) -> Any:
-            dim = self._dim(outputs[i].sharding) if i < len(outputs) and not outputs[i].own else None
+            dim = self._dim(outputs[i].sharding) if i < len(outputs) and not outputs[i].per_replica else None
             if dim is None:
                 return result
             if (place := as_given.get(var)) is not None and dims[place] == dim:

@@ -30,7 +30,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import ROWS, Lying, Program, Whole, named
+from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -274,7 +274,7 @@ class Pipeline(Strategy):
 
     def shard_batch(self, batch: Any) -> Any:
         """Return the batch as it is: each rank is sent the microbatches of what it uses."""
-        if isinstance(batch, Whole):
+        if isinstance(batch, ReplicatedBatch):
             return batch.batch
         if (count := self.num_processes) == 1:
             return batch
@@ -344,7 +344,7 @@ class Pipeline(Strategy):
 def _shardings(program: Program) -> list[NamedSharding]:
     """Return those of the state that leaves a program first."""
     first = program.outputs[0]
-    return [x.sharding for x in first if isinstance(x, Lying)]
+    return [x.sharding for x in first if isinstance(x, ArraySpec)]
 
 
 _POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable")

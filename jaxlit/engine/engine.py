@@ -41,7 +41,7 @@ from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
 from jaxlit.engine.window_start import WindowStart
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay
+from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program, constrain
 
 _logger = logging.getLogger("jaxlit")
 
@@ -117,7 +117,7 @@ class Engine:
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
-        self._next_epoch = epoch_starter(strategy.home)
+        self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.laid)
 
     def evaluator(self) -> "Engine":
@@ -145,7 +145,7 @@ class Engine:
             rates=self.rates,
             wrap=self._wrap,
             reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
-            lay_window=partial(lay, to=None if state.has_own else state.laid_grads),
+            constrain_window=partial(constrain, to=None if state.has_own else state.laid_grads),
         )
         table, written = self.pure.table("training"), self._written()
         fits = self._restored is not None and self._restored.metrics == table.metrics
@@ -161,8 +161,8 @@ class Engine:
             name="train_step",
             kind="train",
             fn=step.update,
-            inputs=(state.lying,),
-            outputs=(state.lying, SHARED, loss, out),
+            inputs=(state.array_specs,),
+            outputs=(state.array_specs, SHARED, loss, out),
             donate=(0,),
             parts=(step.gradients, step.apply),
             grads=state.laid_grads,
@@ -174,7 +174,7 @@ class Engine:
                 state.put(at.window.metrics, state.stacked(table.empty()))
             passes = Passes(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
-            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
+            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
         # Under "raise" a bad window is undone whole: what its batches have written has to be there.
@@ -291,7 +291,7 @@ class Engine:
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
         # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.home)]
+        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.replicated)]
 
     # Evaluation -------------------------------------------------------------------------------------
 
@@ -319,13 +319,13 @@ class Engine:
 
         trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
         step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
-        sums = [Lying(state.own, own=state.has_own), Lying(self.strategy.home)]
+        sums = [ArraySpec(state.own, per_replica=state.has_own), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
             fn=step.run,
-            inputs=([state.lying[i] for i in state.eval_at], sums),
+            inputs=([state.array_specs[i] for i in state.eval_at], sums),
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
