@@ -13,7 +13,6 @@ from jaxlit.pipeline.schedules import (
 from jaxlit.pipeline.zbv import ZBV
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
-from jaxlit.strategies.explicit import ExplicitFSDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.pipeline import Pipeline
@@ -34,7 +33,6 @@ __all__ = [
     "FSDP",
     "ZBV",
     "Eager1F1B",
-    "ExplicitFSDP",
     "GPipe",
     "Interleaved1F1B",
     "PMap",

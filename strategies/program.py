@@ -19,7 +19,7 @@ class Program:
         kind: "train" for an optimizer step, "micro" for a batch of a window that continues, "eval" for an evaluation.
         fn: The body.
         inputs: The spec of each array of each state.
-        outputs: The specs of the results: a list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
+        outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
         parts: Of an optimizer step its two halves, whose composition `fn` is, for a strategy that runs them apart:
             `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
@@ -82,9 +82,13 @@ def state_shardings(program: Program) -> tuple[Any, ...]:
     return tuple([spec.sharding for spec in x] if is_state(x) else None for x in program.outputs)
 
 
-def constrain(tree: Any, to: Any) -> Any:
-    """Constrain the arrays of a tree inside a step to a tree of shardings; None lets XLA choose."""
-    return tree if to is None else jax.tree.map(jax.lax.with_sharding_constraint, tree, to)
+def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
+    """Compile a program with collectives over a mesh by `jax.jit`, which takes the options."""
+    if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
+        # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
+        # for each other, and the process is ended.
+        options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    return jax.jit(fn, **options)
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

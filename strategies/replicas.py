@@ -59,6 +59,8 @@ class PerReplica(Strategy, ABC):
         loss_reduction: What the loss is over the rows, "mean" or "sum".
     """
 
+    per_replica = True
+
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
         owner, known = type(self).__name__, isinstance(sync_batchnorm, bool)
         check.require(known, "sync_batchnorm", sync_batchnorm, "must be True or False", owner=owner)
@@ -91,11 +93,6 @@ class PerReplica(Strategy, ABC):
         return self.batch_axes[0]
 
     @property
-    def window_replicas(self) -> int | None:
-        """One window a replica."""
-        return self.num_replicas
-
-    @property
     def replica(self) -> Replica:
         """One of the replicas."""
         return Replica(
@@ -109,7 +106,7 @@ class PerReplica(Strategy, ABC):
         """Place a host batch, or mark it as whole if its rows do not divide."""
         if isinstance(batch, ReplicatedBatch):
             return ReplicatedBatch(self.place(batch.batch, whole=True))
-        if num_rows(batch) * self.num_processes % self.num_replicas:
+        if num_rows(batch) * jax.process_count() % self.num_replicas:
             return ReplicatedBatch(self.place(batch, whole=True))
         return self.place(batch, whole=False)
 

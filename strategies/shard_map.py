@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.program import EACH, ArraySpec, Program, named, state_shardings
+from jaxlit.strategies.program import EACH, ArraySpec, Program, jit, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 
@@ -45,7 +45,7 @@ class ShardMapDDP(PerReplica):
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
         mapped, out = self.mapped(program, replica), state_shardings(program)
-        return self.jit(named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
+        return jit(self.mesh, named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
 
     def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under shard_map."""

@@ -38,8 +38,8 @@ class Simulated(PerReplica):
         check.require(whole, "replicas", replicas, "must be a positive int", owner="Simulated")
         self.replicas = replicas
 
-    def choose_devices(self, devices: int | None) -> list[jax.Device]:
-        """Return the first device, and take the number of replicas.
+    def setup(self, devices: int | None = None) -> None:
+        """Take the first device, and the number of replicas.
 
         Raises:
             ArgumentError: `devices` differs from the number of replicas.
@@ -50,7 +50,7 @@ class Simulated(PerReplica):
                 "Leave devices out."
             )
         self._count = self.replicas or devices or jax.device_count()
-        return jax.devices()[:1]
+        super().setup(1)
 
     @property
     def num_replicas(self) -> int:

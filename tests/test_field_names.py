@@ -314,7 +314,7 @@ def test_an_argument_may_be_said_as_in_lightning(argument: str, given: Any, take
         (jl.EarlyStopping("val/loss", patience=5), "EarlyStopping('val/loss', patience=5)"),
         (jl.callbacks.CSVLogger(), "CSVLogger()"),
         (jl.strategies.FSDP(stage=2), "FSDP(stage=2)"),
-        (jl.strategies.FSDP(body="explicit"), "ExplicitFSDP()"),
+        (jl.strategies.FSDP(body="explicit"), "FSDP(body='explicit')"),
         (jl.strategies.DDP(), "DDP()"),
         (Printer(), "Printer()"),
     ],

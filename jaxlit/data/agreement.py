@@ -37,7 +37,7 @@ class Agreement:
         self._count = 0
 
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
-        """Return the global batch's shapes, and the batch to place: this process's rows, or `ReplicatedBatch` of all rows.
+        """Return the global batch's shapes, and what to place: this process's rows, or a `ReplicatedBatch` of all.
 
         Args:
             batch: This process's part.

@@ -238,7 +238,7 @@ class FlatState:
     @property
     def has_own(self) -> bool:
         """Whether each replica has a window and sums of its own."""
-        return self.strategy.window_replicas is not None
+        return self.strategy.replica.stack_size is not None
 
     @property
     def own(self) -> NamedSharding:
@@ -248,7 +248,7 @@ class FlatState:
 
     def stacked(self, table: np.ndarray) -> np.ndarray:
         """Return one copy of a table of metrics for each replica that has its own."""
-        n = self.strategy.window_replicas
+        n = self.strategy.replica.stack_size
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
     def _state_sharding(self, abstract: TrainState, example: Any) -> TrainState:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from jaxlit import checks as check
@@ -154,7 +155,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if check.boolean("return_predictions", return_predictions) and settings.host_keys and strategy.num_processes > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and jax.process_count() > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."
