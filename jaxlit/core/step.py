@@ -154,11 +154,11 @@ class TrainStep:
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
-    def waits(self, state: TrainState) -> list[frozenset[int]]:
+    def waits(self, state: TrainState) -> list[int]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
         given = state.params, state.opt_state, state.params, loss, epoch
-        return waits(self._optimize, *given, whole=holds_weights(self.tx, state.params))
+        return waits(self._optimize, *given, wait_for_all=holds_weights(self.tx, state.params))
 
     @property
     def table(self) -> Table:
@@ -303,9 +303,9 @@ class TrainStep:
         """
         finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
         ok = early & jnp.stack(finite).all()
-        known, whole = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
+        known, wait_for_all = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
         given = grads, old.opt_state, new.params, loss, old.epoch
-        opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
+        opt_state, (params, updates) = guarded(self._optimize, *given, **known, wait_for_all=wait_for_all)
         params, extras = self._update_extras(old, params, grads)
         params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
         held, written = ((x.frozen, x.model_state) for x in (old, new))

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.marks import mark_of
 from jaxlit.pipeline.segments import Segments, segments_of
-from jaxlit.programs.inline import run_equations, value_of
-from jaxlit.programs.jaxpr import bind
+from jaxlit.programs.jaxpr import bind, value_of, variables, walk, walk_back
 
 _TINY = 16  # elements of a result of weights alone that is sent, where otherwise the weights would be
 
@@ -86,7 +85,7 @@ class Cut:
         def run(inputs: Sequence[Any], ins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values = dict(zip(jaxpr.constvars, consts, strict=True))
             values.update(zip([*names, *piece.ins], [*inputs, *ins], strict=True))
-            run_equations(piece.eqns, values, _without_marks)
+            walk(piece.eqns, values, _without_marks)
             results = [value_of(jaxpr.outvars[i], values) for i in piece.results]
             return [values[x] for x in piece.outs], results
 
@@ -130,6 +129,17 @@ def cut(
     return second.cut()
 
 
+class _Place(NamedTuple):
+    """Where a value is computed: the stage, if it is computed once; the weights, if it depends on these alone."""
+
+    stage: int | None = None
+    weights: frozenset[int] = frozenset()
+    of_batch: bool = False
+
+
+_NOWHERE = _Place()
+
+
 class _Cutting:
     def __init__(
         self,
@@ -146,7 +156,6 @@ class _Cutting:
         self.last, self.segments, self.known, self.pins = num_stages - 1, segments, homes, pins
         self.stage: dict[Any, int] = {}  # of what is computed once
         self.weights: dict[Any, frozenset[int]] = {}  # the inputs of what depends on weights alone
-        self.batch: set[Any] = set()  # what depends on the batch
         self.effects: dict[int, int] = {}  # where equations run that print or call back, by their identity
         self.pieces = [Piece(stage) for stage in range(num_stages)]
 
@@ -167,37 +176,31 @@ class _Cutting:
     # Where equations go -----------------------------------------------------------------------------
 
     def _place(self) -> None:
+        values = dict[Any, _Place]()
         for i, (var, given) in enumerate(zip(self.jaxpr.invars, self.inputs, strict=True)):
             if given.role is Role.WEIGHT:
-                self.weights[var] = frozenset([i])
+                values[var] = _Place(weights=frozenset([i]))
             elif given.role is Role.BATCH:
-                self.batch.add(var)
-                if given.stage is not None:
-                    self.stage[var] = given.stage
-        for eqn in self.jaxpr.eqns:
-            self._place_equation(eqn)
+                values[var] = _Place(given.stage, of_batch=True)
+        read = lambda x, values: _NOWHERE if isinstance(x, Literal) else values.get(x, _NOWHERE)  # noqa: E731
+        walk(self.jaxpr.eqns, values, self._place_equation, read)
+        self.stage = {var: x.stage for var, x in values.items() if x.stage is not None}
+        self.weights = {var: x.weights for var, x in values.items() if x.stage is None and x.weights}
 
-    def _place_equation(self, eqn: Any) -> None:
-        given = [x for x in eqn.invars if not isinstance(x, Literal)]
-        placed = [self.stage[x] for x in given if x in self.stage]
-        roots = [self.weights[x] for x in given if x in self.weights]
-        of_batch = any(x in self.batch for x in given)
-        mark = None if self.segments is None else self.segments.stage_behind(eqn)
+    def _place_equation(self, eqn: Any, given: list["_Place"]) -> list["_Place"]:
+        placed = [x.stage for x in given if x.stage is not None]
+        roots = frozenset[int]().union(*(x.weights for x in given))
+        of_batch = any(x.of_batch for x in given)
+        mark = None if self.segments is None else self.segments.stage_after(eqn)
         if placed or mark is not None or (roots and of_batch):
             at = max([*placed, 0 if mark is None else mark])
         elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
-            at = max((self.known[i] or 0 for i in frozenset().union(*roots)), default=0)
+            at = max((self.known[i] or 0 for i in roots), default=0)
         else:
             at = None
         if eqn.effects:
             self.effects[id(eqn)] = self.last if at is None else at
-        for var in eqn.outvars:
-            if at is not None:
-                self.stage[var] = at
-            elif roots:
-                self.weights[var] = frozenset().union(*roots)
-            if of_batch:
-                self.batch.add(var)
+        return [_Place(at, roots if at is None else frozenset(), of_batch)] * len(eqn.outvars)
 
     # What each stage computes -----------------------------------------------------------------------
 
@@ -224,27 +227,27 @@ class _Cutting:
         """Fill a piece with what it must compute, and tell the stages before it what it must be sent."""
         places = {var: i for i, var in enumerate(self.jaxpr.invars)}
         while True:
-            needed, eqns, ins = set(wanted[piece.stage]), [], dict[Any, None]()
-            for eqn in reversed(self.jaxpr.eqns):
-                if self.effects.get(id(eqn)) != piece.stage and not any(x in needed for x in eqn.outvars):
-                    continue
-                at = next((self.stage[x] for x in eqn.outvars if x in self.stage), None)
-                if at not in (None, piece.stage):
-                    ins |= dict.fromkeys(x for x in eqn.outvars if x in needed)
-                    continue
-                eqns.append(eqn)
-                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
+            needed, ins = dict.fromkeys(wanted[piece.stage]), dict[Any, None]()
+
+            def takes(eqn: Any, used: list[Any], ins: dict[Any, None] = ins) -> bool:
+                if not used and self.effects.get(id(eqn)) != piece.stage:
+                    return False
+                elsewhere = any(self.stage.get(x, piece.stage) != piece.stage for x in eqn.outvars)
+                ins.update(dict.fromkeys(used if elsewhere else []))
+                return not elsewhere
+
+            eqns = walk_back(self.jaxpr.eqns, needed, takes)
             used = sorted(places[x] for x in needed if x in places)
             sent = [i for i in used if self.stage.get(self.jaxpr.invars[i], piece.stage) != piece.stage]
             ins |= {self.jaxpr.invars[i]: None for i in sent}
             piece.inputs = [i for i in used if i not in sent]
             # A stage that uses a state follows its updates: they are computed of what it has.
             more = {x for i in self._updates(piece) if self.stage.get(x := self.jaxpr.outvars[i]) is None}
-            more = {x for x in more if not isinstance(x, Literal)}
+            more = {*variables(list(more))}
             if more <= wanted[piece.stage]:
                 break
             wanted[piece.stage] |= more
-        piece.eqns, piece.ins = eqns[::-1], list(ins)
+        piece.eqns, piece.ins = eqns, list(ins)
         for var in piece.ins:
             before = self.pieces[self.stage[var]]
             wanted[before.stage].add(var)

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.errors import StateError
 from jaxlit.pipeline.places import Places
-from jaxlit.programs.inline import inline, run_equations, value_of
+from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 _SMALL = 4096  # bytes that may be sent to where they meet arrays of another rank
 
@@ -115,7 +115,7 @@ class _Plan:
         def body(given: list[Any], rest: list[Any]) -> list[Any]:
             values = dict(zip(jaxpr.constvars, consts, strict=True))
             values.update(zip([*donated, *others], [*given, *rest], strict=True))
-            run_equations(part.eqns, values)
+            walk(part.eqns, values)
             return [values[x] for x in part.made]
 
         return body
@@ -173,23 +173,25 @@ class _Placing:
         self.home, self.name, self.follows = home, name, follows
         self.at: dict[Any, tuple[int, int]] = {}
         self.effects: dict[int, tuple[int, int]] = {}
-        self._held = set[Any]()  # what is computed of none but held arrays
+        self._held = set[Any]()  # values computed of arrays with a rank alone
         for x, rank in zip(jaxpr.invars, ranks, strict=True):
             if rank is not None:
                 self.at[x] = rank, 0
                 self._held.add(x)
         for eqn in jaxpr.eqns:
-            given = [x for x in eqn.invars if not isinstance(x, Literal)]
-            if eqn.effects:
-                self.effects[id(eqn)] = self.home, 0
-            if placed := [x for x in given if x in self.at]:
-                rank = self._rank_of(eqn, placed)
-                turn = max(self.at[x][1] + (self.at[x][0] != rank) for x in placed)
-                self.at |= dict.fromkeys(eqn.outvars, (rank, turn))
-                if eqn.effects:
-                    self.effects[id(eqn)] = rank, turn
-                if len(placed) == len(given) and all(x in self._held for x in placed):
-                    self._held |= {*eqn.outvars}
+            self._place(eqn)
+
+    def _place(self, eqn: Any) -> None:
+        given = variables(eqn.invars)
+        placed = [x for x in given if x in self.at]
+        if placed:
+            rank = self._rank_of(eqn, placed)
+            turn = max(self.at[x][1] + (self.at[x][0] != rank) for x in placed)
+            self.at |= dict.fromkeys(eqn.outvars, (rank, turn))
+            if len(placed) == len(given) and self._held.issuperset(placed):
+                self._held |= {*eqn.outvars}
+        if eqn.effects:
+            self.effects[id(eqn)] = (rank, turn) if placed else (self.home, 0)
 
     def _rank_of(self, eqn: Any, given: Sequence[Any]) -> int:
         """Return where an operation runs."""
@@ -243,14 +245,13 @@ def _fill(
     placing: _Placing,
     wanted: dict[tuple[int, int], dict[Any, None]],
 ) -> None:
-    at, effects, needed, eqns = placing.at, placing.effects, dict(wanted[key]), []
-    for eqn in reversed(jaxpr.eqns):
-        if effects.get(id(eqn)) == key or any(x in needed and at.get(x, key) == key for x in eqn.outvars):
-            eqns.append(eqn)
-            needed |= {x: None for x in eqn.invars if not isinstance(x, Literal)}
+    at, effects, needed = placing.at, placing.effects, dict(wanted[key])
+    eqns = walk_back(
+        jaxpr.eqns, needed, lambda eqn, used: effects.get(id(eqn)) == key or any(at.get(x, key) == key for x in used)
+    )
     made = {x for eqn in eqns for x in eqn.outvars}
     held, inputs = set(jaxpr.constvars), set(jaxpr.invars)
-    part.eqns, part.made = eqns[::-1], list(wanted[key])
+    part.eqns, part.made = eqns, list(wanted[key])
     part.given = [x for x in needed if x not in made and x not in held]
     for x in part.given:
         if x not in inputs:

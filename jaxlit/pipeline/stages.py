@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from jaxlit.core.passes import Passes
 from jaxlit.pipeline.cut import Cut, Piece
-from jaxlit.programs.inline import inline, run_equations, value_of
+from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,13 @@ class Flow:
 def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
     """Return what the gradient of a program's first output goes along, by the places of the parameters."""
     is_real = lambda x: not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)  # noqa: E731
-    below = {jaxpr.invars[i] for i in params}
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(x, Literal) and x in below for x in eqn.invars):
-            below |= {x for x in eqn.outvars if is_real(x)}
-    above = {x for x in jaxpr.outvars[:1] if is_real(x)}
-    for eqn in reversed(jaxpr.eqns):
-        if any(x in above for x in eqn.outvars) and eqn.primitive.name != "stop_gradient":
-            above |= {x for x in eqn.invars if is_real(x)}
-    return Flow(frozenset(below & above), frozenset(i for i in params if jaxpr.invars[i] in above))
+    depends = {x: i in {*params} for i, x in enumerate(jaxpr.invars)}
+    read = lambda x, values: not isinstance(x, Literal) and values.get(x, False)  # noqa: E731
+    walk(jaxpr.eqns, depends, lambda eqn, given: [any(given) and is_real(x) for x in eqn.outvars], read)
+    below = {x for x, is_below in depends.items() if is_below}
+    above = dict.fromkeys(x for x in jaxpr.outvars[:1] if is_real(x))
+    walk_back(jaxpr.eqns, above, lambda eqn, used: any(map(is_real, used)) and eqn.primitive.name != "stop_gradient")
+    return Flow(frozenset(below & above.keys()), frozenset(i for i in params if jaxpr.invars[i] in above))
 
 
 @dataclass
@@ -151,7 +149,7 @@ class Stage:
         closed, args = self._traced_pull(kept, residuals, cotangents)
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
         first, _, crossing = self._halves(closed.jaxpr)
-        run_equations(first, values)
+        walk(first, values)
         return [value_of(x, values) for x in closed.jaxpr.outvars[len(self.wrt) :]], [values[x] for x in crossing]
 
     def _backward_weight(
@@ -161,7 +159,7 @@ class Stage:
         _, second, names = self._halves(closed.jaxpr)
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
         values.update(zip(names, crossing, strict=True))
-        run_equations(second, values)
+        walk(second, values)
         return self._add(totals, [value_of(x, values) for x in closed.jaxpr.outvars[: len(self.wrt)]], rows, scale)
 
     def _traced_pull(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[Any, list[Any]]:
@@ -171,19 +169,8 @@ class Stage:
 
     def _halves(self, jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the equations of the first part, those of the second, and what the second needs of the first."""
-        needed = {x for x in jaxpr.outvars[len(self.wrt) :] if not isinstance(x, Literal)}
-        first, rest = list[Any](), list[Any]()
-        for eqn in reversed(jaxpr.eqns):
-            is_first = any(x in needed for x in eqn.outvars)
-            (first if is_first else rest).append(eqn)
-            if is_first:
-                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
-        made = {x for eqn in first for x in eqn.outvars}
-        wanted = {x for x in jaxpr.outvars[: len(self.wrt)] if not isinstance(x, Literal)}
-        second = list[Any]()
-        for eqn in rest:
-            if any(x in wanted for x in eqn.outvars):
-                second.append(eqn)
-                wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-        crossing = [x for eqn in first for x in eqn.outvars if x in wanted and x in made]
-        return first[::-1], second[::-1], crossing
+        count = len(self.wrt)
+        first = walk_back(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars[count:])))
+        is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(jaxpr.outvars[:count]))
+        second = walk_back([eqn for eqn in jaxpr.eqns if id(eqn) not in is_first], wanted)
+        return first, second, [x for eqn in reversed(first) for x in eqn.outvars if x in wanted]

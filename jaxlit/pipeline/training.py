@@ -23,7 +23,7 @@ from jaxlit.pipeline.segments import holds_mark
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.stages import Stage, flow_of
 from jaxlit.pipeline.tasks import FusedTask, Kind, Task
-from jaxlit.programs.inline import inline
+from jaxlit.programs.jaxpr import inline
 
 
 class Held(NamedTuple):

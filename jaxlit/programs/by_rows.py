@@ -1,12 +1,12 @@
 """Whether a program is the same computation for every number of rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from jaxlit.programs.jaxpr import CALLS, inner_jaxprs
+from jaxlit.programs.jaxpr import CALLS, equations
 
 # Operations on shapes, of which a dim of size 1 needs others than a longer one.
 _OF_SHAPES = (*CALLS, "broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
@@ -33,12 +33,11 @@ def same_computation(programs: Sequence[tuple[int, Any]]) -> bool:
     return True
 
 
-def _operations(jaxpr: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name and the numbers of each operation, those of inner programs too."""
-    yield "", []
-    for eqn in jaxpr.eqns:
-        for inner in inner_jaxprs(eqn):
-            yield from _operations(getattr(inner, "jaxpr", inner))
+def _operations(jaxpr: Any) -> list[tuple[str, list[Any]]]:
+    """Return the name and the numbers of each operation, those of inner programs too."""
+    found = [("", list[Any]())]
+    for eqn in equations(jaxpr):
         if eqn.primitive.name not in _OF_SHAPES:
             literals = (x.val for x in eqn.invars if isinstance(x, core.Literal))
-            yield eqn.primitive.name, [x for x in literals if np.ndim(x) == 0]
+            found.append((eqn.primitive.name, [x for x in literals if np.ndim(x) == 0]))
+    return found
