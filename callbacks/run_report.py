@@ -20,8 +20,8 @@ from jaxlit.callbacks.wandb_config import config_of, monitored
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import curves_svg, together
-from jaxlit.reporting.table import count
 from jaxlit.reporting.terminal import absolute, clock, short_path
+from jaxlit.table import count
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

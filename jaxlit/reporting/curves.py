@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from jaxlit.reporting.table import count
+from jaxlit.table import count
 
 WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # around the lines

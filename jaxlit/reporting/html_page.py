@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from jaxlit.reporting.curves import colors
-from jaxlit.reporting.table import count
+from jaxlit.table import count
 
 # One look for light and dark: the colors are named here, and nowhere else.
 _STYLE = """
