@@ -23,6 +23,8 @@ GROUND = (
     "shown",
     "version",
     "leaf_names",
+    "background",
+    "table",
     "checks",
     "control",
     "mesh_context",
