@@ -23,6 +23,7 @@ GROUND = (
     "shown",
     "version",
     "leaf_names",
+    "to_json",
     "checks",
     "control",
     "mesh_context",
