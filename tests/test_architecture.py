@@ -27,9 +27,7 @@ GROUND = (
     "checks",
     "control",
     "mesh_context",
-    "field_names",
-    "field_arguments",
-    "unknown",
+    "porting",
     "configured",
     "sharding",
 )  # the files on the ground floor, which is one room
