@@ -11,6 +11,7 @@ from jaxlit.pipeline.schedules import (
     ZeroBubbleH1,
 )
 from jaxlit.pipeline.zbv import ZBV
+from jaxlit.porting import no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
@@ -26,7 +27,6 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.strategies.tensor import TensorParallel
-from jaxlit.unknown import no_such_name
 
 __all__ = [
     "DDP",

@@ -13,8 +13,8 @@ from flax import nnx
 from jaxlit.core.groups import groups_of, labels_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, note_place
 from jaxlit.leaf_names import leaf_name
+from jaxlit.porting import refuse_unknown
 from jaxlit.shown import shown
-from jaxlit.unknown import refuse_unknown
 
 
 @dataclass(frozen=True)

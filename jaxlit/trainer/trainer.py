@@ -17,6 +17,7 @@ from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
+from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
@@ -27,7 +28,6 @@ from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts, title
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
-from jaxlit.unknown import no_such_name, takes_only_its_arguments
 
 
 class Trainer(Facts):
