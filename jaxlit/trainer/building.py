@@ -49,7 +49,7 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         None,
         settings.limits,
         intake=settings.intake,
-        pinned=stage.verb == "fit" and bool(settings.overfit_batches),
+        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
         asked=not settings.fast_dev_run,
     )
 
