@@ -21,10 +21,9 @@ from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
-from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.training import Homes, Microbatched
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
@@ -155,7 +154,7 @@ class Pipeline(Strategy):
         self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
         self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
         given = self._schedule
-        self.schedule = given if isinstance(given, Schedule) else named_schedule(given, ranks, owner="Pipeline")
+        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
         if self.schedule.num_ranks != ranks:
             raise ArgumentError(
                 f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
