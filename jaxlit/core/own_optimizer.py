@@ -3,16 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import flax.errors
 from flax import nnx
 
+from jaxlit.core.step_notes import RETURN_THE_LOSS
 from jaxlit.errors import ModuleError, StateError
-
-_WAY_OUT = (
-    "The Trainer takes the optimizer's step, with the gradient of the loss that training_step returns: return the loss "
-    "alone, and the transform from configure_optimizers: return optax.adam(1e-3). To take all steps yourself, return "
-    "jax.lax.stop_gradient(loss) and optax.set_to_zero(), or write a loop of your own with jl.compile_step."
-)
 
 
 def counts_of_steps(module: nnx.Module) -> list[tuple[str, nnx.Optimizer, Any]]:
@@ -42,10 +36,4 @@ def check_own_steps(before: list[tuple[str, nnx.Optimizer, Any]], check: Callabl
 
 def second_step(path: str, step: str) -> ModuleError:
     """Return the error of a step that updates parameters by an optimizer in its module, and has the Trainer do so."""
-    return ModuleError(f"{step} has updated parameters by self.{path}, an optimizer of nnx. {_WAY_OUT}")
-
-
-def note_own_optimizer(error: BaseException) -> None:
-    """Note on the error of an optimizer of nnx that belongs to another module, and is updated in the step."""
-    if isinstance(error, flax.errors.TraceContextError) and "Cannot mutate Opt" in str(error):
-        error.add_note(f"An optimizer of nnx was updated in the step. {_WAY_OUT}")
+    return ModuleError(f"{step} has updated parameters by self.{path}, an optimizer of nnx. {RETURN_THE_LOSS}")

@@ -1,7 +1,6 @@
 """A module taken apart once, and the user's step of it as a pure function."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,14 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.closures import note_trace_level
 from jaxlit.core.device_sums import Table
-from jaxlit.core.layer_note import note_layer
 from jaxlit.core.leaves import Leaf, leaves_of
-from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
-from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps, note_own_optimizer
+from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Sharing
@@ -26,7 +22,7 @@ from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
-from jaxlit.core.tensors import note_torch
+from jaxlit.core.step_notes import note_step_error
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -151,10 +147,14 @@ class PureModule:
         steps = counts_of_steps(module) if training else []
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
-            self._noting(stage, batch),
             reading() as reads,
         ):
-            output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
+            try:
+                output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
+            except Exception as error:
+                if not isinstance(error, JaxlitError):
+                    note_step_error(error, name, batch)
+                raise
         loss, outputs = read_output(output, stage, self.name)
         stepped = check_own_steps(steps, partial(before.check, module, name), name)
         put_back()
@@ -174,29 +174,6 @@ class PureModule:
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
-
-    @contextlib.contextmanager
-    def _noting(self, stage: str, batch: Any) -> Iterator[None]:
-        """Note on whatever a step raises what it was given, and what a traced step can do instead."""
-        try:
-            yield
-        except JaxlitError:
-            raise
-        except Exception as error:
-            shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
-            error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
-            note_layer(error)
-            note_linen(error)
-            note_torch(error)
-            note_own_optimizer(error)
-            note_trace_level(error)
-            if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
-                error.add_note(
-                    "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "
-                    "some. Use jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at "
-                    "values under jax.disable_jit()."
-                )
-            raise
 
     def _check_structure(self, old: Any, new: Any) -> None:
         before, after = _describe(old), _describe(new)

@@ -23,8 +23,8 @@ from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import noting_place
 from jaxlit.leaf_names import is_key
+from jaxlit.notes import noting_place
 
 
 @dataclass(frozen=True)
