@@ -16,7 +16,7 @@ from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
-from jaxlit.core.reduction import Sharing
+from jaxlit.core.reduction import Reduction
 from jaxlit.core.replica import Replica, is_row, num_rows
 from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
@@ -37,7 +37,7 @@ class Traced:
     changed: tuple[bool, ...] = ()  # which leaves of (params, frozen, model_state) a training step wrote to
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
     batch: Any = None  # the structure of the batch
-    sharing: Sharing | None = None  # how what replicas make becomes one; None where there is one
+    reduction: Reduction | None = None  # how values of replicas become those of the batch; None without replicas
     reads: Reads = field(default_factory=Reads)  # of the Trainer
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
 
@@ -194,7 +194,7 @@ class PureModule:
             )
 
     def _check_batch(self, stage: str, first: Traced, now: Traced) -> None:
-        if first.sharing is not None and first.batch != now.batch:
+        if first.reduction is not None and first.batch != now.batch:
             raise ModuleError(
                 f"{self.name}.{STAGES[stage].step} is given batches of another structure than the first, {now.batch}, "
                 "and each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader "
@@ -220,7 +220,7 @@ class PureModule:
         else:
             self._check_outputs(stage, known.outputs, traced.outputs)
             self._check_batch(stage, known, traced)
-            traced.changed, traced.rows_of, traced.sharing = known.changed, known.rows_of, known.sharing
+            traced.changed, traced.rows_of, traced.reduction = known.changed, known.rows_of, known.reduction
             traced.reads.add(known.reads)
         self.traced[stage, loader] = traced
 
