@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
+from jaxlit.porting import no_such_name
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.shown import shown
-from jaxlit.unknown import no_such_name
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlit import checks as check
+from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.reporting.background import Background
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute, say
@@ -99,7 +99,7 @@ class MLFlowLogger(Logger):
         self.run_id, self.experiment_id = run_id, None
         self._given_id, self._client = run_id, _NO_CLIENT
         self._key = ""  # a tag of the run, which is known before its id is
-        self._sender: Background | None = None
+        self._sender: BackgroundQueue | None = None
         self._error: Exception | None = None
         self._copies = 0
 
@@ -168,9 +168,9 @@ class MLFlowLogger(Logger):
         ended = "FAILED" if status == "failed" else "KILLED" if trainer.interrupted else "FINISHED"
         self._send(lambda: self._client.set_terminated(self.run_id, status=ended))
         sender, self._sender = self._sender, None
-        if not sender.join(self.finish_timeout):
+        if not sender.wait_idle(self.finish_timeout):
             say(f"MLFlowLogger waited {self.finish_timeout:g} s for MLflow: {len(sender)} rows or files are not sent.")
-        sender.close()
+        sender.stop()
         self._raise()
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class MLFlowLogger(Logger):
                 shutil.rmtree(drop, ignore_errors=True)
             return
         if self._sender is None:
-            self._sender = Background("mlflow", self._fail)
+            self._sender = BackgroundQueue("mlflow", self._fail)
         name, folder = self.run_name or trainer.run_dir.name, drop
 
         def work() -> None:

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
@@ -132,7 +134,7 @@ class ModelCheckpoint(Callback):
             return
         self._reset()
         self._folder, self._fitting = self.folder(trainer.run_dir), True
-        if self.train_time_interval is not None and trainer.strategy.num_processes > 1:
+        if self.train_time_interval is not None and jax.process_count() > 1:
             raise ArgumentError(
                 "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
                 "every_n_train_steps in several processes."
@@ -167,7 +169,7 @@ class ModelCheckpoint(Callback):
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time, and tell of one that could not be written."""
-        if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
+        if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
         if not trainer.saver.may_begin:
             return
@@ -182,7 +184,7 @@ class ModelCheckpoint(Callback):
 
     def _has_rested(self, trainer: "Trainer") -> bool:
         """Return whether writing another checkpoint leaves the training nine tenths of the time."""
-        if trainer.strategy.num_processes > 1:  # each has a clock of its own
+        if jax.process_count() > 1:  # each has a clock of its own
             return True
         return self._saving is None and time.monotonic() >= self._rests_until
 
@@ -191,7 +193,7 @@ class ModelCheckpoint(Callback):
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
         # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
         # them read off the device.
-        meets = trainer.strategy.num_processes == 1 or isinstance(exception, NonFiniteError)
+        meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
         if not (self.save_on_exception and self._fitting and kept and meets):
             return
         if self._lock is None and trainer.is_global_zero:  # training has not begun

@@ -98,7 +98,7 @@ def run_arguments(
         module: The module.
         folder: Where W&B writes its files.
     """
-    rank, several = jax.process_index(), trainer.strategy.num_processes > 1
+    rank, several = jax.process_index(), jax.process_count() > 1
     arguments = {
         "project": logger.project,
         "entity": logger.entity,

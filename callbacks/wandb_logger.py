@@ -357,7 +357,7 @@ class WandbLogger(Logger):
         if self._id is None and trainer.resume == "auto":  # a training that was killed before its first checkpoint
             self._id = read_id(Path(trainer.run_dir), self._key)
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if self.processes != "first" and trainer.strategy.num_processes > 1:
+        if self.processes != "first" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
 
     def _finish(self, *, failed: bool) -> None:

@@ -11,9 +11,9 @@ from jaxlit.pipeline.schedules import (
     ZeroBubbleH1,
 )
 from jaxlit.pipeline.zbv import ZBV
+from jaxlit.porting import no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
-from jaxlit.strategies.explicit import ExplicitFSDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.pipeline import Pipeline
@@ -27,14 +27,12 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.strategies.tensor import TensorParallel
-from jaxlit.unknown import no_such_name
 
 __all__ = [
     "DDP",
     "FSDP",
     "ZBV",
     "Eager1F1B",
-    "ExplicitFSDP",
     "GPipe",
     "Interleaved1F1B",
     "PMap",

@@ -43,7 +43,7 @@ class TrainStep:
         rates: The learning rates, which leave the optimizer step beside its table.
         wrap: What the strategy makes of the user's step.
         reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
-        lay_window: Shards a window's gradients inside the step.
+        constrain_window: Shards a window's gradients inside the step.
     """
 
     pure: PureModule
@@ -57,7 +57,7 @@ class TrainStep:
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
     reduce_grads: Callable[[Replica, Any, str], Any] = Replica.reduce
-    lay_window: Callable[[Any], Any] = same
+    constrain_window: Callable[[Any], Any] = same
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -218,7 +218,7 @@ class TrainStep:
         weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        window = Window(self.constrain_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
         return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:

@@ -14,7 +14,7 @@ from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import agree, join_rows
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import DataError
-from jaxlit.strategies.program import Whole
+from jaxlit.strategies.program import ReplicatedBatch
 
 
 class Agreement:
@@ -37,7 +37,7 @@ class Agreement:
         self._count = 0
 
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
-        """Return the global batch's shapes, and the batch to place: this process's rows, or `Whole` of all rows.
+        """Return the global batch's shapes, and what to place: this process's rows, or a `ReplicatedBatch` of all.
 
         Args:
             batch: This process's part.
@@ -113,14 +113,14 @@ class Agreement:
         return sizes
 
 
-def joined(batch: Any, rows: Sequence[int]) -> Whole:
+def joined(batch: Any, rows: Sequence[int]) -> ReplicatedBatch:
     """Return a batch of all processes' rows.
 
     Args:
         batch: This process's part.
         rows: How many each has.
     """
-    return Whole(jax.tree.map(lambda x: join_rows(x, rows) if x.ndim else x, batch))
+    return ReplicatedBatch(jax.tree.map(lambda x: join_rows(x, rows) if x.ndim else x, batch))
 
 
 def _digest(batch: Any) -> str:

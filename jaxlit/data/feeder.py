@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from jaxlit.control import Control, Interrupted
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.intake import Intake
@@ -47,7 +49,6 @@ class Feeder:
         place: Puts what goes to the step onto the devices.
         intake_of: Returns what takes in the batches of a source.
         splits: See `Agreement`.
-        num_processes: How many processes feed the same steps.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch.
         control: Returns whether a wait for data is to be given up, and is told of one that a signal may cut.
@@ -65,13 +66,12 @@ class Feeder:
         *,
         intake_of: Callable[[Source], Intake] = lambda source: Intake(source.argument),
         splits: Callable[[Any], bool],
-        num_processes: int,
         prefetch: int | str,
         watchdog: Watchdog,
         control: Control,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._splits, self._several = place, splits, num_processes > 1
+        self._place, self._splits, self._several = place, splits, jax.process_count() > 1
         self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxlit.background import Background
 from jaxlit.control import Control
-from jaxlit.reporting.background import within
 
 EXIT_CODE = 76
 """The exit code of a process that the watchdog ended."""
@@ -87,7 +87,7 @@ class Watchdog:
                 _tell(f"{what} The stacks of all threads follow, then the process ends with code {EXIT_CODE}.")
                 faulthandler.dump_traceback(file=_stderr(), all_threads=True)
             try:
-                saved = within(patience, self._rescue, late=lambda _: None)
+                saved = Background("jaxlit-rescue", self._rescue).start().result(patience)
             except Exception as error:
                 saved = f"Nothing could be saved: {error!r}."
             with contextlib.suppress(Exception):

@@ -36,7 +36,7 @@ class Look:
     ) -> None:
         counters: Any = state.at.counters
         self._state, self._step, self._written = state, step, [counters, *written]
-        outputs = ([state.lying[i] for i in self._written], SHARED, SHARED)
+        outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
         look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
         self._compile = partial(
             compile, replace(look, parts=None, donate=(), passes=Passes(step, tuple(written), "look"))

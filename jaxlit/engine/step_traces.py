@@ -36,7 +36,7 @@ def trace_step(
         batch: The first batch.
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
-    batch = strategy.part_of(batch) if stage == "training" else batch
+    batch = strategy.replica.part_of(batch) if stage == "training" else batch
     several = strategy.replica.splits and strategy.num_replicas > 1
     traces = _of_replica(pure, strategy, states, stage, loader, batch) if several else None
     strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,7 +37,7 @@ def go_back(run: Run, error: BaseException) -> None:
         error: The error. If it is that of the step, it is told what a second look at the step's batches finds.
     """
     engine, position = run.engine, run.position
-    if engine.strategy.num_processes > 1 and not isinstance(error, NonFiniteError):
+    if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
         return  # the others may be elsewhere: reading the mark would wait for a step that they never take
     if engine.nan_policy != "raise" or not engine.state.is_whole:
         return
@@ -85,7 +86,7 @@ def _look_again(run: Run, first: int, end: int) -> tuple[str, list[str]]:
     Returns:
         What was found, and the arrays of the optimizer's state that have taken the step.
     """
-    look, several = run.engine.look, run.engine.strategy.num_processes > 1
+    look, several = run.engine.look, jax.process_count() > 1
     if several or run.control.interrupted:  # the processes may be elsewhere; whoever interrupts waits for the end
         return "", look.took(None)
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"

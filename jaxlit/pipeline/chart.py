@@ -5,7 +5,7 @@ from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import LATENCY, simulate
 from jaxlit.pipeline.tasks import Kind, flat
 from jaxlit.pipeline.words import SCHEDULES
-from jaxlit.reporting.table import table
+from jaxlit.table import table
 
 _LETTER = {Kind.FWD: "F", Kind.BWD: "B", Kind.BWD_INPUT: "I", Kind.BWD_WEIGHT: "W"}
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError
-from jaxlit.sharding import carry, place, place_whole
+from jaxlit.sharding import carry, place, place_replicated
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Places:
             return place(x.own, to)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return carry(x, to)
-        return place_whole(x, to)
+        return place_replicated(x, to)
 
 
 def _room(device: jax.Device) -> float:

@@ -11,7 +11,7 @@ from jaxlit.pipeline.cut import Cut
 from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.programs.flops import count_flops
-from jaxlit.reporting.table import size, table
+from jaxlit.table import size, table
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxlit.reporting.background import Background
+from jaxlit.background import Background, BackgroundQueue
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.reporting.wandb_start import MARGIN, PATIENCE, WandbError, first_line, limit_exit
 
@@ -42,10 +41,10 @@ class WandbRun:
     """
 
     def __init__(
-        self, run: "wandb.Run | Future[wandb.Run]", finish_timeout: float, *, raises: bool, own: bool = True
+        self, run: "wandb.Run | Background[wandb.Run]", finish_timeout: float, *, raises: bool, own: bool = True
     ) -> None:
-        self._opening = run if isinstance(run, Future) else None
-        self.run: Any = None if isinstance(run, Future) else run
+        self._opening = run if isinstance(run, Background) else None
+        self.run: Any = None if isinstance(run, Background) else run
         self._finish_timeout, self._raises, self.own = finish_timeout, raises, own
         self._error: Exception | None = None
         self._copies = 0  # of checkpoints, until they are sent
@@ -54,7 +53,7 @@ class WandbRun:
         self._late: list[tuple[str, Exception]] = []  # what failed while the run was being finished
         self._told: set[str] = set()
         self._send_until = math.inf  # what is not sent by then is left out
-        self._rows, self._uploads = Background("wandb", self._fail), Background("wandb-upload", self._fail)
+        self._rows, self._uploads = BackgroundQueue("wandb", self._fail), BackgroundQueue("wandb-upload", self._fail)
         if self._opening is not None:
             self._rows.submit(self._open)
             self._uploads.submit(self._open)
@@ -174,13 +173,13 @@ class WandbRun:
         return "" if self.folder is None else f"; later: wandb sync {short_path(self.folder)}"
 
     def _finish(self, start: float, problems: list[Exception], *, failed: bool) -> None:
-        if self._opening is not None and not self._opening.done():
+        if self._opening is not None and not self._opening.is_done:
             say("W&B: training has ended, and waits for the offline run to open; Ctrl-C leaves it")
-            wait([self._opening], PATIENCE)
+            self._opening.join(PATIENCE)
             start = time.monotonic()
         # Half of it for what is still to be sent, then the SDK's own limit.
         self._send_until = start + self._finish_timeout / 2
-        self._uploads.join(self._finish_timeout / 2)
+        self._uploads.wait_idle(self._finish_timeout / 2)
 
         def close() -> None:
             try:
@@ -190,12 +189,12 @@ class WandbRun:
                 problems.append(error)
 
         self._rows.submit(close)
-        self._rows.close()
-        self._uploads.close()
-        if not self._rows.join(self._finish_timeout + MARGIN):
+        self._rows.stop()
+        self._uploads.stop()
+        if not self._rows.wait_idle(self._finish_timeout + MARGIN):
             problems.append(TimeoutError(f"no end after {time.monotonic() - start:.0f} s"))
         # The outcome of what was on its way is known by now.
-        if not self._uploads.join(_LAST) or self._cut:
+        if not self._uploads.wait_idle(_LAST) or self._cut:
             problems.append(TimeoutError("there was no time left"))
         if not problems:
             for what, error in self._late:

@@ -9,12 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit.background import Background
 from jaxlit.errors import JaxlitError
-from jaxlit.reporting.background import begin, when_done, within
 from jaxlit.reporting.terminal import join, say, short_path
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def open_run(
     offline: bool,
     raises: bool,
     rows: str = "",
-) -> "wandb.Run | Future[wandb.Run] | None":
+) -> "wandb.Run | Background[wandb.Run] | None":
     """Open a run online; if that fails, offline; if that fails as well, do without. One line tells which it is.
 
     A run on the disk may still open when this returns, on a busy machine.
@@ -65,7 +64,12 @@ def open_run(
     if not (offline or earlier or os.environ.get("WANDB_MODE") == "offline"):
         try:
             with _without_prompt():
-                run = within(settings["init_timeout"] + MARGIN, _init(arguments, settings), late=_give_up)
+                opening = Background("wandb-init", _init(arguments, settings))
+                try:
+                    run = opening.start().result(settings["init_timeout"] + MARGIN)
+                except BaseException:  # too late, or a Ctrl-C: nobody waits for it any more
+                    opening.then(_give_up)
+                    raise
             _tell(run, wanted, "")
             return run
         except BaseException as error:
@@ -89,24 +93,23 @@ def open_run(
 
 def _open_offline(
     arguments: Mapping[str, Any], settings: Mapping[str, Any], tell: Callable[["wandb.Run"], Any], rows: str
-) -> "wandb.Run | Future[wandb.Run]":
+) -> "wandb.Run | Background[wandb.Run]":
     start, limit = time.monotonic(), settings["init_timeout"] + MARGIN
-    opening: Future[wandb.Run] = Future()
+    opening = Background("wandb-init", _init(arguments, {**settings, "mode": "offline", "init_timeout": PATIENCE}))
     try:
         with _without_prompt():
-            begin(_init(arguments, {**settings, "mode": "offline", "init_timeout": PATIENCE}), opening)
-            wait([opening], limit)
+            opening.start().join(limit)
     except BaseException:  # a Ctrl-C
-        when_done(opening, _give_up)
+        opening.then(_give_up)
         raise
-    if opening.done():
+    if opening.is_done:
         tell(opening.result())
         return opening.result()
     said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training continues"
     there = short_path(Path(arguments["dir"]) / "wandb")
     rows = f"rows: {rows}, and {there} as soon as it is" if rows else f"rows: {there} as soon as it is"
     say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"], in_file=100))
-    when_done(opening, tell)
+    opening.then(tell)
     return opening
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxlit.core.reads import READS
 from jaxlit.errors import did_you_mean
-from jaxlit.field_names import ADVICE
 from jaxlit.loop.settings import Settings
+from jaxlit.porting import advice
 from jaxlit.shown import shown
 
 _ARGUMENTS = {field.name for field in dataclasses.fields(Settings)}
@@ -71,8 +71,8 @@ def check_known(trainer: type, name: str, value: Any) -> None:
         return
     if name in _ARGUMENTS:
         refuse(name, value)
-    if advice := ADVICE["Trainer"].get(name):
-        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {shown(value)}. {advice}")
+    if text := advice("Trainer").get(name):
+        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {shown(value)}. {text}")
     if hint := did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")]):
         raise AttributeError(
             f"Trainer has no attribute {name!r}, which would be set to {shown(value)}.{hint} Keep what is your own in "

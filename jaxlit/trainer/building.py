@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import linen, nnx
 
 from jaxlit import checks as check
@@ -19,17 +20,17 @@ from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
+from jaxlit.to_json import to_json
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import Given
 
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
-    """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
-    plain = (bool, int, float, str, type(None))
-    found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
+    """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
     loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
     lists = {"callbacks": callbacks.callbacks, "logger": loggers}
-    return found | {name: [type(c).__name__ for c in several] for name, several in lists.items()}
+    named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
+    return to_json({**given, **named}, lenient=True)
 
 
 def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
@@ -154,7 +155,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if check.boolean("return_predictions", return_predictions) and settings.host_keys and strategy.num_processes > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and jax.process_count() > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from jaxlit.callbacks.backbone_freeze import held_parts
 from jaxlit.callbacks.gradient_accumulation_scheduler import scheduler_in
 from jaxlit.core.module import TrainModule
@@ -109,7 +111,7 @@ class Engines:
         self._kept.forget()
         assert run.train is not None
         example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
-        if example is not None and (processes := self._strategy.num_processes) > 1:
+        if example is not None and (processes := jax.process_count()) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)
         # A later epoch may need room for a window; a subclass need not know which.

@@ -17,7 +17,7 @@ from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import devices_of, placement
-from jaxlit.reporting.table import count, duration, size, table
+from jaxlit.table import count, duration, size, table
 
 
 @dataclass(frozen=True)

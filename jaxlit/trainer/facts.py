@@ -47,7 +47,7 @@ def state(session: Session) -> TrainState:
     """The training state as global arrays; the next step overwrites them, so copy what you keep."""
     if session.engine is None:
         raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-    return session.strategy.canonical(session.engine.state.unflatten())
+    return session.engine.state.unflatten()
 
 
 def hyperparams(session: Session) -> Hyperparams:

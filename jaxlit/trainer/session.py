@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
+
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.callbacks.logger import Logger
@@ -178,7 +180,7 @@ class Session:
         # A job that was started again continues from its own checkpoint, which is further on.
         weights = find(None, init_from, *where, argument="init_from") if found is None else None
         files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
-        several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
+        several, fitting = jax.process_count() > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, found, several=several, fitting=fitting)
         return found, weights
 
@@ -277,7 +279,7 @@ class Session:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
-        clock = Clock(self.strategy.num_processes > 1)
+        clock = Clock(jax.process_count() > 1)
         given = self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock
         return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
 
@@ -362,7 +364,6 @@ class Session:
             self.strategy.shard_batch,
             intake_of=run.loaders.intake_of,
             splits=self.strategy.splits_by_process,
-            num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             control=self.control,
@@ -385,10 +386,10 @@ class Session:
     @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        extras = {} if self.engine is None else self.engine.extras
+        engine, extras = self.engine, {} if self.engine is None else self.engine.extras
         for key, keeper in extras.items():
-            if keeper is callback and self.engine is not None:
-                return self.strategy.canonical(self.engine.state.unflatten()).extras[key]
+            if keeper is callback and engine is not None:
+                return engine.state.unflatten().extras[key]
         raise ArgumentError(
             f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
             f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."

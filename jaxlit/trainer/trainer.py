@@ -17,6 +17,7 @@ from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
+from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
@@ -27,7 +28,6 @@ from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.facts import Facts, title
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
-from jaxlit.unknown import no_such_name, takes_only_its_arguments
 
 
 class Trainer(Facts):
@@ -151,7 +151,7 @@ class Trainer(Facts):
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given).of_trial()
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
-        strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
+        strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
         self._session.results.history.title = partial(title, self._session)

@@ -13,8 +13,8 @@ from kit.refusals import refuses
 from kit.waiting import held, interrupts
 from kit.wandb_runs import STEP, FakeRun, files_of
 
+from jaxlit.background import BackgroundQueue
 from jaxlit.reporting import wandb_run
-from jaxlit.reporting.background import Background
 from jaxlit.reporting.wandb_run import WandbError, WandbRun
 
 SYNC = "later: wandb sync /there"
@@ -63,7 +63,7 @@ def test_what_fails_is_said_once_and_not_tried_again_or_raised_if_asked(call, ca
     refuses(WandbError, lambda: send(FakeRun(**{call: fail}), raises=True), "the service is gone")
     run = WandbRun(FakeRun(log=fail), 30.0, raises=True)
     run.log({})
-    assert run._rows.join(30)
+    assert run._rows.wait_idle(30)
     refuses(WandbError, lambda: run.log({}), "the service is gone")  # at a later row already
     assert capsys.readouterr().out == ""
 
@@ -77,15 +77,17 @@ def test_what_hangs_keeps_nobody_waiting_and_says_nothing_more_when_it_goes_on(c
         assert returned == []
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("W&B: the upload did not finish (no end after") and line.endswith(SYNC)
-    assert found._rows.join(30) and run.codes == [0]
+    assert found._rows.wait_idle(30) and run.codes == [0]
     assert len(run.rows) == (1 if call == "log" else 50) and capsys.readouterr().out == ""
 
 
 def test_rows_that_there_was_no_time_for_are_said_in_one_line(monkeypatch, capsys):
-    join = Background.join
+    wait_idle = BackgroundQueue.wait_idle
     with held() as release:
         monkeypatch.setattr(wandb_run, "MARGIN", 30.0)
-        monkeypatch.setattr(Background, "join", lambda self, timeout: release.set() or join(self, timeout))
+        monkeypatch.setattr(
+            BackgroundQueue, "wait_idle", lambda self, timeout: release.set() or wait_idle(self, timeout)
+        )
         run = FakeRun(log=lambda row: release.wait(30))
         send(run, 50, 1e-6)
     assert len(run.rows) <= 1 and run.codes == [0]
@@ -117,7 +119,7 @@ def test_a_failure_of_what_is_no_row_of_numbers_is_said_once_and_stops_no_rows(c
         found.log({"note": "a text"}, what="note")
         found.log(full, what="image")
         found.log({STEP: step})
-    assert found._uploads.join(30)
+    assert found._uploads.wait_idle(30)
     found.finish(failed=False)
     assert [row[STEP] for row in run.rows if STEP in row] == [0, 1, 2]
     assert len(run.rows) == 6 and next(paths) == 3  # each may succeed
@@ -182,7 +184,7 @@ def test_a_run_that_gets_nowhere_keeps_three_copies_at_most(patience, most, caps
         found = WandbRun(run, patience, raises=False)
         for step in range(3):  # which arrive
             upload(found, step)
-            assert found._uploads.join(30)
+            assert found._uploads.wait_idle(30)
         for step in range(7):
             upload(found, 3 + step)
             assert begun.wait(30) and copies() == min(step + 1, most)
@@ -203,7 +205,7 @@ def test_an_upload_that_fails_is_said_by_its_name_or_raised_and_a_run_that_is_of
     assert copies() == 2  # which a later sync needs
     found = WandbRun(FakeRun(log=fail), 30.0, raises=False)
     found.log({})
-    assert found._rows.join(30)
+    assert found._rows.wait_idle(30)
     upload(found, 6)
     assert copies() == 2
     found.finish(failed=False)

@@ -78,7 +78,7 @@ def test_a_run_on_the_disk_is_waited_for_and_its_timeouts_are_those_of_a_busy_ma
     with held() as release:
         answers.append(lambda: release.wait(30) and run)
         opening = opened(offline=True, rows="run/metrics.csv")
-        assert not opening.done()
+        assert not opening.is_done
         line = capsys.readouterr().out
         assert "not open after 0 s" in line and "rows: run/metrics.csv, and wandb as soon as it is" in line
         found = WandbRun(opening, 30.0, raises=False)

@@ -223,7 +223,7 @@ def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
     meshes = [jl.sharding.mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4)]
     shardings = [NamedSharding(mesh, spec) for mesh in meshes for spec in (P("data"), P())]
     strategy = jl.strategies.DDP()
-    strategy.use(4)
+    strategy.setup(4)
 
     def init(key: jax.Array, x: jax.Array) -> list[jax.Array]:
         return [x * 2, x + 1, jax.random.normal(key, (4,)), x.sum()]
