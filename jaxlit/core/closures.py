@@ -25,7 +25,8 @@ def check_closures(module: nnx.Module) -> None:
     Raises:
         ModuleError: Naming the attribute.
     """
-    for name, value in each_attribute(module, of=nnx.Pytree):
+    for name, attributes, key in each_attribute(module, of=nnx.Pytree):
+        value = attributes[key]
         if (held := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
             raise ModuleError(

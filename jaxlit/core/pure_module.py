@@ -13,12 +13,11 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
-from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps
+from jaxlit.core.plain_attributes import AttributesOfStep
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Reduction
 from jaxlit.core.replica import Replica, is_row, num_rows
-from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
@@ -143,8 +142,9 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        before, name = Before(module), f"{self.name}.{STAGES[stage].step}"
-        steps = counts_of_steps(module) if training else []
+        attributes, name = AttributesOfStep(module), f"{self.name}.{STAGES[stage].step}"
+        optimizers = {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Optimizer)}
+        steps = {path: x.step.get_value() for path, x in optimizers.items()}
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
             reading() as reads,
@@ -156,7 +156,12 @@ class PureModule:
                     note_step_error(error, name, batch)
                 raise
         loss, outputs = read_output(output, stage, self.name)
-        stepped = check_own_steps(steps, partial(before.check, module, name), name)
+        # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
+        stepped = next(
+            (leaf_name(path) for path, x in optimizers.items() if x.step.get_value() is not steps[path]), None
+        )
+        if stepped is None:
+            attributes.check(module, name)
         put_back()
         new = self.split(module)
         if training:
@@ -221,7 +226,7 @@ class PureModule:
             self._check_outputs(stage, known.outputs, traced.outputs)
             self._check_batch(stage, known, traced)
             traced.changed, traced.rows_of, traced.reduction = known.changed, known.rows_of, known.reduction
-            traced.reads.add(known.reads)
+            traced.reads += known.reads
         self.traced[stage, loader] = traced
 
 

@@ -97,10 +97,10 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
     """
     name, leaves = type(module).__name__, jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
-        held = next((path for path, x in each_attribute(module) if isinstance(x, linen.Module)), None)
-        linen = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {LINEN_AS_NNX}"
+        held = next((path for path, at, name in each_attribute(module) if isinstance(at[name], linen.Module)), None)
+        why = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {LINEN_AS_NNX}"
         raise ModuleError(
-            f"{name} has no variable to train{linen}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
+            f"{name} has no variable to train{why}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
         )
     for path, x in leaves:
         if not jnp.issubdtype(x.dtype, jnp.floating):
