@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest first: a room imports itself and the rooms before it.
 GROUND = (
     "errors",
+    "notes",
     "shown",
     "version",
     "leaf_names",

@@ -12,11 +12,11 @@ from flax import nnx
 
 from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
-from jaxlit.core.own_optimizer import second_step
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
-from jaxlit.errors import StateError
+from jaxlit.core.step_notes import RETURN_THE_LOSS
+from jaxlit.errors import ModuleError, StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
 
@@ -43,7 +43,10 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     _check_rounding(pure, *args[:3])
     reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
     if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):
-        raise second_step(traced.stepped, f"{pure.name}.training_step")
+        raise ModuleError(
+            f"{pure.name}.training_step has updated parameters by self.{traced.stepped}, an optimizer of nnx. "
+            f"{RETURN_THE_LOSS}"
+        )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
     _warn_of_constants(closed, pure.origin)

@@ -20,11 +20,11 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Part
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
-from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
+from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import noting_place
 from jaxlit.leaf_names import is_key
+from jaxlit.notes import noting_place
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class TrainStep:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
         batch = replica.constrain_batch(batch)
         held = state.params, state.frozen, state.model_state
-        params, frozen, rest = hand_out(replica, held, self.pure.trace_of("training").sharing)
+        params, frozen, rest = scatter_state(replica, held, self.pure.trace_of("training").reduction)
         objective = self.objective(replica, state, frozen, rest, batch)
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
@@ -201,11 +201,13 @@ class TrainStep:
         """Return the state after a batch, its table, and its outputs."""
         traced = self.pure.trace_of("training")
         new, (_, *values), weights, outputs = aux
-        new = gather(replica, new, traced.sharing)
+        new = reduce_state(replica, new, traced.reduction)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
-        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
+        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, traced.sharing), share)
+        entry = self.table.entry(
+            *share_of_metrics(replica, self.table, [loss, *values], weights, traced.reduction), share
+        )
         return state, entry, outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:

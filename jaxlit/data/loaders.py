@@ -13,7 +13,8 @@ from jaxlit.data.intake import Intake
 from jaxlit.data.kinds import check_rows, doubt_of, each_loader, source_of
 from jaxlit.data.source import Source, length_of, located
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, noting_place
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+from jaxlit.notes import noting_place
 
 _logger = logging.getLogger("jaxlit")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxlit.data.array_loader import differences
 from jaxlit.data.copies import copied
-from jaxlit.errors import DataError, note_place
+from jaxlit.errors import DataError
+from jaxlit.notes import note_place
 
 _logger = logging.getLogger("jaxlit")
 

@@ -366,7 +366,7 @@ class Engine:
                 share_hparams(module, origin)
                 with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
-                reads.add(found)
+                reads.extend(found)
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
+from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
@@ -64,8 +64,8 @@ def check_model(model: Any, stage: Stage) -> None:
     if not isinstance(model, (TrainModule, lazy)):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
-        if is_linen(model):
-            hint = f" It is a linen module, which a TrainModule can hold: {AS_NNX}."
+        if isinstance(model, linen.Module):
+            hint = f" It is a linen module, which a TrainModule can hold: {LINEN_AS_NNX}."
         elif isinstance(model, nnx.Module):
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")

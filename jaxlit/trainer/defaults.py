@@ -15,9 +15,10 @@ from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.core.hparams import hparams_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
+from jaxlit.notes import noting_place
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 

@@ -28,7 +28,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
@@ -39,6 +39,7 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.notes import note_step
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
