@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
-from jaxlit.callbacks.measure import Measure, Measured
+from jaxlit.callbacks.measure import Measured
 from jaxlit.errors import NonFiniteError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
@@ -66,7 +65,7 @@ def log_pending(run: Run) -> None:
 
 def bind_measures(hooks: Hooks) -> None:
     """Find the callbacks that add to rows, by hooks that only they have."""
-    owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
+    owners: list[Any] = [c for c in hooks.callbacks if callable(getattr(type(c), "fill_row", None))]
     for name in ("begin_row", "fill_row") if owners else ():
         found = hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
         setattr(hooks, name, found)
@@ -89,13 +88,14 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
 
 def note_monitor(run: Run) -> None:
     """Note in which rows the learning rate is to be, and tell if it cannot be read off the optimizer."""
-    monitor = next((c for c in run.hooks.callbacks if isinstance(c, LearningRateMonitor)), None)
-    run.rates_in = None if monitor is None else monitor.logging_interval
+    monitor = next((c for c in run.hooks.callbacks if c.rates_in is not None), None)
+    run.rates_in = None if monitor is None else monitor.rates_in
     if monitor is not None and not run.engine.rates.names:
         _logger.warning(
-            "LearningRateMonitor: the learning rate cannot be read off what %s.configure_optimizers returns, and is in "
-            "no row. Return jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
+            "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "
+            "jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            type(monitor).__name__,
             type(run.module).__name__,
         )
 

@@ -10,9 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
@@ -326,4 +324,4 @@ def _configured(configure: Callable[[], Any] | None) -> list[Callback]:
 
 def _of_a_step(callbacks: Sequence[Callback]) -> list[Callback]:
     """Return the callbacks that change what a step is."""
-    return [c for c in callbacks if isinstance(c, (BackboneFreeze, GradientAccumulationScheduler))]
+    return [c for c in callbacks if c.changes_step]
