@@ -309,7 +309,7 @@ def test_each_extra_installs_what_something_imports() -> None:
 
 
 def test_loops_and_trainer_know_no_concrete_callback() -> None:
-    """What they ask a callback is in `Traits`, for callbacks of users too; only the defaults are made by their class."""
+    """What they ask is in `Traits`, for callbacks of users too; only the defaults are made by their class."""
     bases = {f"jaxlit.callbacks.{name}" for name in ("base", "traits", "measure")}
     wrong = [
         f"{one.where} imports {one.name} of {one.target}"

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxlit.callbacks.measure import Measured
-from jaxlit.errors import NonFiniteError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
-from jaxlit.loop.rollback import roll_back
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
@@ -106,31 +105,3 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
         run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
-
-
-def check_finite(run: Run) -> None:
-    """Look at the guard's mark; waits for the device.
-
-    Raises:
-        NonFiniteError: Under nan_policy="raise", if a step was not finite, at each look until training has ended. The
-            parameters are those before it. Under "rollback" only if there is nothing to go back to.
-    """
-    policy = run.settings.nan_policy
-    if policy == "ignore":
-        return
-    if (bad := run.engine.bad_step()) < 0:
-        run.found_finite(run.position.global_step)
-    if bad == run.seen_bad_step:
-        return
-    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
-    if policy == "skip":
-        run.seen_bad_step = bad  # told of once
-        _logger.warning("%s The update was skipped.", what)
-        return
-    if policy == "rollback":
-        roll_back(run, what)
-        return
-    raise NonFiniteError(
-        f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
-        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
-    )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlit.checkpoints import files
-from jaxlit.loop.bad_step import go_back
+from jaxlit.loop.rewind import end_before_bad_step
 from jaxlit.loop.run import Run
 
 
@@ -20,7 +20,7 @@ def rescue(trainer: Any, run: Run) -> str:
         What came of it, in words.
     """
     with contextlib.suppress(Exception):  # else what is saved would be after a step that was not finite
-        go_back(run, TimeoutError("nothing moves"))
+        end_before_bad_step(run, TimeoutError("nothing moves"))
     before, told = run.progress, []
     savers: list[Any] = [c for c in run.hooks.callbacks if c.role == "checkpoint"]
     for callback in savers:
