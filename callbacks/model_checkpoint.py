@@ -14,6 +14,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
 from jaxlit.callbacks.monitor import Monitor
+from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
@@ -65,6 +66,7 @@ class ModelCheckpoint(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=best)
     """
 
+    role = "checkpoint"
     runs_last = True
     in_fast_dev_run = False
 
@@ -85,8 +87,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
         self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
-        interval = train_time_interval
-        if interval is not None:
+        if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
@@ -125,6 +126,11 @@ class ModelCheckpoint(Callback):
     def folder(self, run_dir: Path) -> Path:
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one folder."""
+        same = isinstance(other, ModelCheckpoint) and self.dirpath == other.dirpath
+        return "The callbacks hold two ModelCheckpoints of one folder. Give one another dirpath." if same else None
 
     # When -------------------------------------------------------------------------------------------
 

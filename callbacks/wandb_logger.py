@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
 from jaxlit.callbacks.wandb_place import cannot_write, check_room, open_already, rows_beside
 from jaxlit.distributed.exchange import agree
@@ -75,7 +76,7 @@ class WandbLogger(Logger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
 
-    hyperparams_of_module = False  # the config holds them
+    hyperparams_of_module, may_lose_rows = False, True  # the config has the hyperparameters
 
     def __init__(
         self,
@@ -117,6 +118,11 @@ class WandbLogger(Logger):
         self._last: wandb.Run | None = None  # the newest that was finished
         self._asked: str | None = None  # the id that the newest should have
         self._opened = False
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one project."""
+        same = isinstance(other, WandbLogger) and (self.entity, self.project) == (other.entity, other.project)
+        return "The callbacks hold two WandbLoggers of one project. Leave one of them out." if same else None
 
     @property
     def id(self) -> str | None:

@@ -8,7 +8,6 @@ from flax import linen, nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
@@ -27,7 +26,7 @@ from jaxlit.trainer.defaults import Given
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
-    loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
+    loggers = [c for c in callbacks.callbacks if c.is_logger or c in callbacks.loggers]
     lists = {"callbacks": callbacks.callbacks, "logger": loggers}
     named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
     return to_json({**given, **named}, lenient=True)

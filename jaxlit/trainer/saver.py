@@ -14,7 +14,7 @@ from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.rows import check_finite
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.shown import shown

@@ -10,9 +10,6 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.file_logger import FileLogger
-from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.weights import load_variables
@@ -96,6 +93,12 @@ class Session:
         self.fitted: Run | None = None
         self.running = False
         self.media = media_of(trainer, self)
+        self.results.history.title = self._title
+
+    def _title(self) -> str:
+        """Return the title of pictures of the newest run: its module and its folder, if it has one."""
+        folder = self.folder.known
+        return type(self.module).__name__ + ("" if folder is None else f" · {folder.name}")
 
     @property
     def engine(self) -> Engine | None:
@@ -131,7 +134,7 @@ class Session:
         if found is not None:
             tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, start.strict, start.reset_optimizer)
-        writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
+        writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
@@ -179,7 +182,7 @@ class Session:
         found = find(self.settings.resume, ckpt_path, *where)
         # A job that was started again continues from its own checkpoint, which is further on.
         weights = find(None, init_from, *where, argument="init_from") if found is None else None
-        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
+        files = [name for c in self.callbacks for name in c.row_files]
         several, fitting = jax.process_count() > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, found, several=several, fitting=fitting)
         return found, weights
@@ -190,19 +193,18 @@ class Session:
 
     # A run ------------------------------------------------------------------------------------------
 
-    def set(self, where: str, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         """Set an argument, a field of the control, or the callbacks, from now on."""
-        if where == "control":
-            setattr(self.control, name, value)
-            return
-        if where == "callbacks":
+        if name == "callbacks":
             self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-            return
-        settings = dataclasses.replace(self.settings, **{name: value})
-        check_accumulation(self.active, settings)
-        self.settings = settings
-        if self.current is not None:
-            self.current.settings = self.settings
+        elif hasattr(self.control, name):
+            setattr(self.control, name, value)
+        else:
+            settings = dataclasses.replace(self.settings, **{name: value})
+            check_accumulation(self.active, settings)
+            self.settings = settings
+            if self.current is not None:
+                self.current.settings = settings
 
     def run(
         self,
@@ -272,23 +274,20 @@ class Session:
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _make_run(self, module: TrainModule, loaders: Loaders, position: Position) -> Run:
-        own = without(self.callbacks, self.added)
+        default = self.given.default_checkpoint
+        mine = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
-        self.callbacks = check_callbacks(self._with_default(own) + self.added)
-        for logger in (c for c in self.callbacks if isinstance(c, Logger)):
+        if default is not None and all(c.role != "checkpoint" for c in self.added):
+            mine.append(default)
+        self.callbacks = check_callbacks(mine + self.added)
+        loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
+        for logger in loggers:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         clock = Clock(jax.process_count() > 1)
         given = self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock
         return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
-
-    def _with_default(self, mine: list[Callback]) -> list[Callback]:
-        """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
-        default = self.given.default_checkpoint
-        mine = [c for c in mine if c is not default]
-        added = any(isinstance(c, ModelCheckpoint) for c in self.added)
-        return mine if default is None or added else [*mine, default]
 
     def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:
         hooks = run.hooks
