@@ -92,7 +92,7 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "whole_dims", "part"),
+    ("shape", "unsplit_dims", "part"),
     [
         ((64, 128), (), (64, 16)),
         ((128, 64), (), (16, 64)),
@@ -110,9 +110,9 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
         ((4, 4, 101), (), (1, 2, 101)),  # four devices along the first, two are left for the second
     ],
 )
-def test_the_largest_dim_that_divides_is_split_or_two_or_over_a_part_of_the_devices(shape, whole_dims, part) -> None:
+def test_the_largest_dim_that_divides_is_split_or_two_or_over_a_part_of_the_devices(shape, unsplit_dims, part) -> None:
     mesh, x = jl.sharding.mesh({"copies": 1, "data": 8}), np.arange(float(np.prod(shape))).reshape(shape)
-    lies = jl.sharding.by_size(x, mesh, ("data",), min_size=1024, whole_dims=whole_dims)
+    lies = jl.sharding.by_size(x, mesh, ("data",), min_size=1024, unsplit_dims=unsplit_dims)
     placed = jax.device_put(x, lies)
     assert lies.shard_shape(shape) == part and list(lies.mesh.devices.flat) == jax.devices()
     np.testing.assert_array_equal(placed, x)

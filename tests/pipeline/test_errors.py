@@ -187,7 +187,7 @@ ARGUMENTS = {
     "an inner object of replicas": (
         bad(inner=jl.strategies.ShardMapDDP()),
         ArgumentTypeError,
-        ("inner", "sees the whole batch", "ShardMapDDP"),
+        ("inner", "sees the entire batch", "ShardMapDDP"),
     ),
     "a pipeline in a pipeline": (bad(inner=jl.strategies.Pipeline()), ArgumentTypeError, ("inner", "Pipeline")),
     "an unknown balance": (bad(balance="bytes"), ArgumentError, ("balance", "'bytes'", "flops")),

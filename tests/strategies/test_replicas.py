@@ -212,7 +212,7 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
 
 
 def test_a_batch_spec_of_a_strategy_with_replicas_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees whole rows"):
+    with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees entire rows"):
         type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})
 
 

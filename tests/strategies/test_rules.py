@@ -113,7 +113,7 @@ def test_a_path_goes_before_names_and_names_before_the_size(rules: Any, names: A
     ("kind", "rules", "words"),
     [
         (ArgumentTypeError, ["tp"], r"takes a dict"),
-        (ArgumentTypeError, {3: "tp"}, r"no text: 3"),
+        (ArgumentTypeError, {3: "tp"}, r"no str: 3"),
         (ArgumentTypeError, {"kernel": 1}, r"'kernel': 1.*PartitionSpec.*mesh axis"),
         (ArgumentError, {"(": P("tp")}, r"'\(' is no regular expression"),
         (ArgumentError, {"kernel": P("model")}, r"the rule of 'kernel' names 'model'.*'tp': 2"),
