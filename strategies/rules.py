@@ -50,8 +50,6 @@ class Rules:
                     raise ArgumentError(
                         f"{owner}(rules=...): the rule of {key!r} has an unconstrained dim: {value}. Use None."
                     )
-                if len(set(axes_of(value))) < len(axes_of(value)):
-                    raise ArgumentError(f"{owner}(rules=...): the rule of {key!r} names an axis twice: {value}.")
                 self.paths[_expression(key, owner)] = value
             elif axes is None or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
                 self.names[key] = axes or ()

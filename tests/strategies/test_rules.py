@@ -272,7 +272,6 @@ def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
         (lambda: SequenceParallel(seq="all"), r"SequenceParallel\(seq=\.\.\.\)"),
         (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
         (lambda: FSDP(stage=True), r"FSDP\(stage=\.\.\.\)"),
-        (lambda: Rules({"x": P("tp", "tp")}), r"the rule of 'x' names an axis twice"),
         (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
         (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "has a multiple of 3 devices|has 3 devices"),
     ):
