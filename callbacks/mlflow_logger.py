@@ -142,7 +142,7 @@ class MLFlowLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        row, now, at = dict(metrics), int(time.time() * 1000), self._at(step)
+        row, now, at = dict(metrics), int(time.time() * 1000), self._step(step)
         self._send(lambda: self._log_metrics(row, now, at))
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
@@ -208,19 +208,15 @@ class MLFlowLogger(Logger):
         self._log_media(key, step, lambda files: files.log_figure(key, figure))
 
     def _log_media(self, key: str, step: int | None, write: Callable[[MediaFolder], None]) -> None:
-        folder, at = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-")), self._at(step)
+        folder, at = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-")), self._step(step)
         try:
-            write(MediaFolder(lambda: folder, lambda: at, tells=False))
+            write(MediaFolder(lambda: folder, lambda: at, announces=False))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._send(lambda: self._upload(folder / "media", "media", drop=folder), drop=folder)
 
     # Helpers, the last four in the thread -------------------------------------------------------------
-
-    def _at(self, step: int | None) -> int:
-        trainer = self._attached
-        return int(step) if step is not None else 0 if trainer is None else max(trainer.global_step - 1, 0)
 
     def _send(self, job: Callable[[], Any], *, drop: Path | None = None) -> None:
         """Have the thread do something with the run, which it opens first."""
