@@ -189,7 +189,7 @@ class Logger(Callback):
             text: The text.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_text", key, text, step=step)
+        self._take("log_text", key, text, step=step)
 
     @_never_ends_training
     def log_table(
@@ -203,7 +203,7 @@ class Logger(Callback):
             data: Its rows, each with a cell for each column.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_table", key, columns, data, step=step)
+        self._take("log_table", key, columns, data, step=step)
 
     @_never_ends_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
@@ -215,7 +215,7 @@ class Logger(Callback):
             bins: How many bins of equal width.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_histogram", key, values, bins=bins, step=step)
+        self._take("log_histogram", key, values, bins=bins, step=step)
 
     @_never_ends_training
     def log_image(
@@ -230,7 +230,7 @@ class Logger(Callback):
             caption: A list of a text for each.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_image", key, images, caption=caption, step=step)
+        self._take("log_image", key, images, caption=caption, step=step)
 
     @_never_ends_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
@@ -241,17 +241,20 @@ class Logger(Callback):
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._pass_on("log_figure", key, figure, step=step)
+        self._take("log_figure", key, figure, step=step)
 
-    def _pass_on(self, method: str, key: str, *args: Any, **named: Any) -> None:
+    def _stores(self, method: str) -> bool:
+        """Return whether this logger stores what a method of `_MEDIA` takes."""
+        return getattr(type(self), method) is not getattr(Logger, method)
+
+    def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
         """Give data that this logger cannot store to the first other one that can, or else to the run's folder."""
         if (media := self._media) is None:
             raise LoggerError(
                 f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
             )
-        can = lambda x: isinstance(x, Logger) and getattr(type(x), method) is not getattr(Logger, method)  # noqa: E731
-        others = () if self._attached is None else self._attached.loggers
-        other = next((x for x in others if can(x) and not can(self)), None)
+        loggers = () if self._attached is None or self._stores(method) else self._attached.loggers
+        other = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), None)
         try:
             getattr(media if other is None else other, method)(key, *args, **named)
         except (LoggerError, TypeError):  # after a run a logger may be closed; one of the user may take less arguments
