@@ -27,7 +27,7 @@ from jaxlit.callbacks.throughput_monitor import ThroughputMonitor
 from jaxlit.callbacks.timer import Timer
 from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.callbacks.weight_averaging import EMA, WeightAveraging
-from jaxlit.unknown import no_such_name
+from jaxlit.porting import no_such_name
 
 __all__ = [
     "EMA",

@@ -1,6 +1,5 @@
 """Leave a part of the module untrained for some epochs."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import optax
@@ -8,11 +7,10 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.groups import fits_none, labels_of, names_in
+from jaxlit.core.groups import fits_none, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import transform_of
-from jaxlit.core.parts import Part
-from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.shown import shown
 
 
@@ -46,6 +44,8 @@ class BackboneFreeze(Callback):
         >>> trainer = jl.Trainer(max_epochs=10, callbacks=freeze, logger=False)
     """
 
+    changes_step = True
+
     def __init__(
         self,
         part: Any = "backbone",
@@ -63,6 +63,11 @@ class BackboneFreeze(Callback):
                 raise ArgumentTypeError(f"BackboneFreeze(part=...) {rule}, got {part!r}.") from None
         self.part, self.tx = part, None if tx is None else transform_of("BackboneFreeze(tx=...)", tx)
 
+    @property
+    def frozen_part(self) -> Any:  # type: ignore[override]
+        """The part."""
+        return self.part
+
     def names(self, module: TrainModule, wrt: Any) -> frozenset[str]:
         """Return the names of the trained parameters that it holds; a rule of one's own overrides this.
 
@@ -78,54 +83,3 @@ class BackboneFreeze(Callback):
         if found := names_in(module, wrt, self.part):
             return frozenset(found)
         raise ArgumentError(f"BackboneFreeze(part={shown(self.part)}) {fits_none(module, wrt, self.part)}.")
-
-
-def _names_of(callback: BackboneFreeze, module: TrainModule, wrt: Any) -> frozenset[str]:
-    """Return what a callback, of which a subclass may have changed it, names; nothing that is not there."""
-    found, there = callback.names(module, wrt), names_in(module, wrt, ...)
-    whose = f"{type(callback).__name__}.names(...)"
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        raise ArgumentTypeError(
-            f"{whose} returns the names of parameters, got {shown(found)}. Return a frozenset of them."
-        )
-    found = frozenset(found)
-    some = f" One is called {there[0]!r}." if there else " There is none."
-    if unknown := sorted(map(str, found.difference(there))):
-        raise ArgumentError(
-            f"{whose} names {unknown[0]!r}, which is no trained parameter of {type(module).__name__}."
-            f"{did_you_mean(unknown[0], there)}{some}"
-        )
-    if not found:
-        raise ArgumentError(f"{whose} names no trained parameter of {type(module).__name__}.{some}")
-    return found
-
-
-def held_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
-    """Return the parts that the callbacks hold for some epochs.
-
-    Args:
-        callbacks: The callbacks of a fit.
-        module: Its module.
-        wrt: The filter of what is trained.
-
-    Raises:
-        ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
-    """
-    freezes = [c for c in callbacks if isinstance(c, BackboneFreeze)]
-    parts = list[Part]()
-    for callback, label in zip(freezes, labels_of([c.part for c in freezes], "part"), strict=True):
-        names = _names_of(callback, module, wrt)
-        if both := sorted(name for part in parts for name in part.names & names):
-            raise ArgumentError(
-                f"BackboneFreeze(part={shown(callback.part)}) names {both[0]}, which another one names as well. Give "
-                "each its own."
-            )
-        if label in {part.label for part in parts}:
-            raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
-        parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
-    if parts and not {*names_in(module, wrt, ...)} - {name for part in parts for name in part.names}:
-        raise ArgumentError(
-            f"BackboneFreeze(part={', '.join(shown(c.part) for c in freezes)}) holds every trained parameter of "
-            f"{type(module).__name__}. Name a part of them."
-        )
-    return tuple(parts)

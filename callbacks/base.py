@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlit.configured import Configured
+from jaxlit.callbacks.traits import Traits
 from jaxlit.core import log as metrics
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-class Callback(Configured):
+class Callback(Traits):
     """What a user adds to training: override the hooks that are needed.
 
     A callback's hook comes before the module's hook of the same name, a DataModule's before both. Only
@@ -97,15 +97,6 @@ class Callback(Configured):
         ...         if values.get("train/loss", float("inf")) <= self.target:
         ...             trainer.stop(f"train/loss reached {self.target}")
     """
-
-    runs_last: bool = False
-    """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
-
-    limits_time: bool = False
-    """Whether it ends every fit, by `trainer.stop_after(...)` say: no other limit is needed then."""
-
-    in_fast_dev_run: bool = True
-    """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value from a hook; the other arguments, and where it may be called, are those of `TrainModule.log`."""

@@ -1,6 +1,9 @@
 """What is said of programs that are compiled while training continues."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 from jaxlit.core.replica import num_rows
 from jaxlit.reporting.terminal import clock
@@ -19,13 +22,15 @@ class CompileLines:
         self._rows: dict[tuple[str, int | None], set[int]] = {}  # of the batches that each was compiled for, by loader
         self._first: dict[str, float] = {}  # seconds of those that were compiled once, and are not told of yet
 
-    def update(self, trainer: "Trainer", batch: Any, *, last: bool, loader: int | None = None) -> list[str]:
+    def update(
+        self, trainer: "Trainer", batch: Any, *, last: Callable[[], bool], loader: int | None = None
+    ) -> list[str]:
         """Take note of what was compiled for a batch.
 
         Args:
             trainer: The Trainer.
             batch: The host batch that a step has taken.
-            last: Whether it is known to be the last of its loader.
+            last: Returns whether it is known to be the last of its loader.
             loader: The loader of an evaluation; None in training.
 
         Returns:
@@ -44,7 +49,7 @@ class CompileLines:
             if not seen or (name in self._first and rows in seen):
                 self._first[name] = self._first.get(name, 0.0) + more
             else:
-                again = "again" if rows in seen else _batch(trainer, rows, last=last)
+                again = "again" if rows in seen else _batch(trainer, rows, last=last())
                 advice = _advice(trainer) if last and rows not in seen and loader is None else ""
                 lines += [self.rest(), f"compiled {name} {again} in {clock(more)}{advice}"]
             seen.add(rows)
@@ -58,7 +63,7 @@ class CompileLines:
 
 def _batch(trainer: "Trainer", rows: int, *, last: bool) -> str:
     which = "the last" if last else "a"
-    if trainer.strategy.num_processes > 1:  # the rows are those of this process
+    if jax.process_count() > 1:  # the rows are those of this process
         return f"for {which} batch of another size"
     return f"for {which} batch of {rows:,} row{'s' * (rows != 1)}"
 

@@ -27,6 +27,8 @@ class CSVLogger(FileLogger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.CSVLogger("rows.csv")])
     """
 
+    role = "csv_logger"
+
     def __init__(self, filename: str = "metrics.csv", *, on_error: str = "warn") -> None:
         super().__init__(filename, on_error=on_error)
         self._columns: list[str] = []

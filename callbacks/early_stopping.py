@@ -65,6 +65,7 @@ class EarlyStopping(Callback):
         >>> stop = jl.callbacks.EarlyStopping("val/loss", patience=5)
     """
 
+    role = "early_stopping"
     runs_last = True
     in_fast_dev_run = False
 

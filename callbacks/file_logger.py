@@ -57,6 +57,11 @@ class FileLogger(Logger, ABC):
         self._told = False  # of a failure
 
     @property
+    def row_files(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The file."""
+        return (self.filename,)
+
+    @property
     def location(self) -> str | None:
         """The file."""
         return None if self.path is None else str(self.path)

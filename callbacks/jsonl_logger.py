@@ -31,6 +31,8 @@ class JSONLLogger(FileLogger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.JSONLLogger()])
     """
 
+    role = "jsonl_logger"
+
     def __init__(self, filename: str = "metrics.jsonl", *, on_error: str = "warn") -> None:
         super().__init__(filename, on_error=on_error)
 

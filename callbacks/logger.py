@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
+from jaxlit.porting import no_such_name
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.shown import shown
-from jaxlit.unknown import no_such_name
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -81,15 +81,28 @@ class Logger(Callback):
                 setattr(cls, name, _never_ends_training(vars(cls)[name]))
 
     in_fast_dev_run = False
+    is_logger = True
     _attached: "Trainer | None" = None
     _media: MediaFolder | None = None  # the Trainer's
     _failed = False
     on_error: str = "warn"
-    """What an error in one of its hooks does: "warn" prints it once, calls no more of its hooks in this run but
-    `teardown`, and continues with training; "raise" ends training, as an error in any other callback does."""
+    """What an error in one of its hooks does: "warn" is `may_fail`, "raise" ends training."""
+
+    may_lose_rows: bool = False
+    """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger and a JSONLLogger."""
 
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
+
+    @property
+    def may_fail(self) -> bool:  # type: ignore[override]
+        """Whether training continues without it after an error in one of its hooks."""
+        return self.on_error != "raise"
+
+    @property
+    def takes_hyperparams(self) -> bool:
+        """Whether a fit can call `log_hyperparams`: only of a logger that overrides it."""
+        return type(self).log_hyperparams is not Logger.log_hyperparams or "log_hyperparams" in vars(self)
 
     @property
     def log_dir(self) -> Path | None:

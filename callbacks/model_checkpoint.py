@@ -8,10 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
 from jaxlit.callbacks.monitor import Monitor
+from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
@@ -63,6 +66,7 @@ class ModelCheckpoint(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=best)
     """
 
+    role = "checkpoint"
     runs_last = True
     in_fast_dev_run = False
 
@@ -83,8 +87,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
         self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
-        interval = train_time_interval
-        if interval is not None:
+        if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
@@ -124,6 +127,11 @@ class ModelCheckpoint(Callback):
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
 
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one folder."""
+        same = isinstance(other, ModelCheckpoint) and self.dirpath == other.dirpath
+        return "The callbacks hold two ModelCheckpoints of one folder. Give one another dirpath." if same else None
+
     # When -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -132,7 +140,7 @@ class ModelCheckpoint(Callback):
             return
         self._reset()
         self._folder, self._fitting = self.folder(trainer.run_dir), True
-        if self.train_time_interval is not None and trainer.strategy.num_processes > 1:
+        if self.train_time_interval is not None and jax.process_count() > 1:
             raise ArgumentError(
                 "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
                 "every_n_train_steps in several processes."
@@ -167,7 +175,7 @@ class ModelCheckpoint(Callback):
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time, and tell of one that could not be written."""
-        if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
+        if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
         if not trainer.saver.may_begin:
             return
@@ -182,7 +190,7 @@ class ModelCheckpoint(Callback):
 
     def _has_rested(self, trainer: "Trainer") -> bool:
         """Return whether writing another checkpoint leaves the training nine tenths of the time."""
-        if trainer.strategy.num_processes > 1:  # each has a clock of its own
+        if jax.process_count() > 1:  # each has a clock of its own
             return True
         return self._saving is None and time.monotonic() >= self._rests_until
 
@@ -191,7 +199,7 @@ class ModelCheckpoint(Callback):
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
         # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
         # them read off the device.
-        meets = trainer.strategy.num_processes == 1 or isinstance(exception, NonFiniteError)
+        meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
         if not (self.save_on_exception and self._fitting and kept and meets):
             return
         if self._lock is None and trainer.is_global_zero:  # training has not begun

@@ -56,6 +56,8 @@ class ModelSummary(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.ModelSummary(max_depth=1), logger=False)
     """
 
+    role = "model_summary"
+
     def __init__(self, max_depth: int | str = "auto") -> None:
         if max_depth != "auto" and (type(max_depth) is not int or max_depth < -1):
             raise ArgumentError(

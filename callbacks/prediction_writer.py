@@ -89,7 +89,7 @@ class PredictionWriter(Callback):
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
         self._clear()
-        if trainer.host_keys and trainer.strategy.num_processes > 1:
+        if trainer.host_keys and jax.process_count() > 1:
             raise ArgumentError(
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put what tells the rows apart, a number for example, into the batch as an "

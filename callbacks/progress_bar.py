@@ -12,6 +12,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.compile_lines import CompileLines
+from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
@@ -50,7 +51,14 @@ class ProgressBar(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.ProgressBar(refresh_rate=2)])
     """
 
+    role = "progress_bar"
     runs_last = True
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that only one can draw."""
+        if other.role != self.role:
+            return None
+        return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
         if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, (int, float)) or not 0 < refresh_rate <= 10:
@@ -135,7 +143,7 @@ class ProgressBar(Callback):
     ) -> None:
         """Count the batch; draw when it is time."""
         self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
-        lines = self._compiles.update(trainer, batch, last=batch_idx + 1 == trainer.num_training_batches)
+        lines = self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == trainer.num_training_batches)
         if self._first is None:
             self._first = batch_idx
             if not self._compiled:
@@ -237,7 +245,7 @@ class ProgressBar(Callback):
     ) -> None:
         total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
         last = batch_idx + 1 == total
-        self._tell_compiled(self._compiles.update(trainer, batch, last=last, loader=dataloader_idx))
+        self._tell_compiled(self._compiles.update(trainer, batch, last=lambda: last, loader=dataloader_idx))
         if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
             self._next = now + self._interval
             count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")

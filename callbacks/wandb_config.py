@@ -96,7 +96,7 @@ def run_arguments(
     names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
     arguments = {name: getattr(logger, name) for name in names}
     arguments |= {"dir": str(folder), "config": config_of(trainer, module, logger.config)}
-    if logger.processes == "group" and trainer.strategy.num_processes > 1:
+    if logger.processes == "group" and jax.process_count() > 1:
         rank = jax.process_index()
         arguments |= {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
         arguments |= {"id": f"{logger.id}-{rank}"} if rank else {}

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
@@ -72,7 +73,7 @@ class WandbLogger(Logger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
 
-    hyperparams_of_module = False  # the config contains them
+    hyperparams_of_module, may_lose_rows = False, True  # the config contains the hyperparameters
     name: str | None = None  # type: ignore[assignment]  # the argument, not that of the folder
 
     def __init__(
@@ -113,6 +114,11 @@ class WandbLogger(Logger):
         self._run: WandbRun | None = None
         self._last: wandb.Run | None = None  # the newest that was finished
         self._opened = False
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one project."""
+        same = isinstance(other, WandbLogger) and (self.entity, self.project) == (other.entity, other.project)
+        return "The callbacks hold two WandbLoggers of one project. Leave one of them out." if same else None
 
     @property
     def id(self) -> str | None:
@@ -296,7 +302,7 @@ class WandbLogger(Logger):
         run = self._given or open_already(self._wanted_id)
         own, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if self.processes == "group" and trainer.strategy.num_processes > 1:
+        if self.processes == "group" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
         if not trainer.is_global_zero and self.processes == "first":
             return

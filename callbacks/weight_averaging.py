@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.gradient_accumulation_scheduler import steps_of
+from jaxlit.callbacks.traits import steps_of
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.compiled import compile_step
 from jaxlit.engine.lazy import lazy
-from jaxlit.field_names import ADVICE
 from jaxlit.pipeline.marks import pipeline_yield
+from jaxlit.porting import advice, no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import register_strategy
 from jaxlit.trainer import Trainer
 from jaxlit.trainer.lr_find import lr_find
-from jaxlit.unknown import no_such_name
 from jaxlit.version import __version__
 
 __all__ = [
@@ -60,5 +59,5 @@ else:  # a type checker would take any name that it finds a __getattr__ for
     def __getattr__(name: str) -> Any:
         if name in callbacks.__all__:
             return getattr(callbacks, name)
-        owner = "jl.callbacks" if name in ADVICE["jl.callbacks"] else "jl"
+        owner = "jl.callbacks" if name in advice("jl.callbacks") else "jl"
         raise no_such_name(owner, name, [*__all__, *callbacks.__all__])

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlit.unknown import refuse_unknown
+from jaxlit.porting import refuse_unknown
 
 _PLAIN = (bool, int, float, str, Path, timedelta, dict, list, tuple)
 _short = reprlib.Repr()

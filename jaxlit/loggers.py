@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from jaxlit.unknown import no_such_name
+from jaxlit.porting import no_such_name
 
 __all__ = ["CSVLogger", "JSONLLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 

@@ -151,19 +151,24 @@ def place(batch: Any, sharding: Any) -> Any:
         raise _unplaceable(batch, sharding, lies, error) from error
 
 
-def place_whole(batch: Any, lies: Any) -> Any:
+def place_replicated(batch: Any, shardings: Any) -> Any:
     """Place a host batch of which every process has all rows.
 
     Args:
         batch: A pytree of numpy arrays.
-        lies: The same pytree, of shardings.
+        shardings: The same pytree, of shardings.
     """
 
     def put(x: Any, to: NamedSharding) -> jax.Array:
         x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
         return jax.make_array_from_callback(x.shape, to, lambda at: x[at])
 
-    return jax.tree.map(put, batch, lies)
+    return jax.tree.map(put, batch, shardings)
+
+
+def constrain(tree: Any, shardings: Any) -> Any:
+    """Constrain the arrays of a tree inside a step to a tree of shardings; None lets XLA choose."""
+    return tree if shardings is None else jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
 def carry(x: jax.Array, to: NamedSharding) -> jax.Array:

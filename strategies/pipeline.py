@@ -21,17 +21,15 @@ from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
-from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.training import Homes, Microbatched
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import ROWS, Lying, Program, Whole, named
-from jaxlit.strategies.replicas import PerReplica
+from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named
 
 
 class Pipeline(Strategy):
@@ -127,20 +125,17 @@ class Pipeline(Strategy):
                 "Give a divisor, or Trainer(devices=...)."
             )
         inner, count = self._check_inner(), device_count // stages
-        given: Any = inner.given_mesh
+        given: Any = inner._given_mesh
         shape: Any = inner.mesh_shape(count) if given is None else getattr(given, "shape", given)
         return {"stage": stages} | dict(shape)
 
-    def setup(self, devices: Sequence[jax.Device]) -> None:
+    def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
+        shape: Any = self.mesh_shape(len(devices)) if self._given_mesh is None else self._given_mesh
+        return mesh_within_processes(devices, shape) or super()._build_mesh(devices)
+
+    def setup(self, devices: int | None = None) -> None:
         """Build the mesh, and that of each rank."""
-        mesh = None
-        if not isinstance(self.given_mesh, Mesh):
-            shape: Any = self.mesh_shape(len(devices)) if self.given_mesh is None else self.given_mesh
-            mesh = mesh_within_processes(devices, shape)
-        if mesh is None:
-            super().setup(devices)
-        else:
-            self.mesh = mesh
+        super().setup(devices)
         if "stage" not in self.mesh.axis_names:
             raise ArgumentError(
                 f"{type(self).__name__} takes a mesh with an axis 'stage', whose size is the number of ranks, got axes "
@@ -159,7 +154,7 @@ class Pipeline(Strategy):
         self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
         self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
         given = self._schedule
-        self.schedule = given if isinstance(given, Schedule) else named_schedule(given, ranks, owner="Pipeline")
+        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
         if self.schedule.num_ranks != ranks:
             raise ArgumentError(
                 f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
@@ -172,12 +167,12 @@ class Pipeline(Strategy):
         """Return the strategy within a rank, on its mesh."""
         found = copy.copy(self._check_inner())
         if mesh is not None:
-            if self.given_mesh is None:  # its axes are the strategy's own
-                found.given_mesh = mesh
+            if self._given_mesh is None:  # its axes are the strategy's own
+                found._given_mesh = mesh
             else:
-                found.given_mesh = None
+                found._given_mesh = None
                 found.use_mesh(mesh)
-            found.setup(list(mesh.devices.flat))
+            found.setup()
             found.step_program = self.step_program  # the same for all ranks, and traced by this one
         return found
 
@@ -191,7 +186,7 @@ class Pipeline(Strategy):
         if isinstance(given, str):
             check.one_of("inner", given, [*_INNER], owner=type(self).__name__)
             given = _INNER[given]()
-        if not isinstance(given, Strategy) or isinstance(given, PerReplica | Pipeline):
+        if not isinstance(given, Strategy) or isinstance(given, Pipeline) or given.per_replica:
             raise ArgumentTypeError(
                 f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, not the rows of "
                 f"one device: 'fsdp', 'ddp', TensorParallel(...) say, got {given!r}."
@@ -199,14 +194,9 @@ class Pipeline(Strategy):
         return given
 
     @property
-    def home(self) -> NamedSharding:
-        """The last stage's rank, where the loss is."""
-        return NamedSharding(self.places.meshes[self._last_rank], P())
-
-    @property
     def replicated(self) -> NamedSharding:
-        """The same: nothing lies on all ranks."""
-        return self.home
+        """The last stage's rank, where the loss is: no array is on all ranks."""
+        return NamedSharding(self.places.meshes[self._last_rank], P())
 
     @property
     def _last_rank(self) -> int:
@@ -234,7 +224,9 @@ class Pipeline(Strategy):
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of arrays of the state, run in parts where they are."""
-        return Placed(self.in_mesh(fn), self.places, self._last_rank, self.jit_on, "on_state", follows=True)
+        run = Placed(self.in_mesh(fn), self.places, self._last_rank, self.jit_on, "on_state", follows=True)
+        as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)  # noqa: E731
+        return lambda arrays, *inputs: run(arrays, *jax.tree.map(as_array, inputs))
 
     def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """Return the arrays on the first device, or on the host where it has no room for them; one line says so."""
@@ -254,6 +246,7 @@ class Pipeline(Strategy):
             constrain_batch=self._abstract._constrain_batch,
             prepare=self._layers.mark,
             loss_reduction=self.loss_reduction,
+            passes=self.num_microbatches,
         )
 
     @property
@@ -268,15 +261,11 @@ class Pipeline(Strategy):
         """Into how many parts a batch is split."""
         return self.schedule.num_ranks if self.microbatches is None else self.microbatches
 
-    def part_of(self, batch: Any) -> Any:
-        """Return the shapes of the first microbatch."""
-        return with_rows(batch, -(-num_rows(batch) // self.num_microbatches))
-
     def shard_batch(self, batch: Any) -> Any:
         """Return the batch as it is: each rank is sent the microbatches of what it uses."""
-        if isinstance(batch, Whole):
+        if isinstance(batch, ReplicatedBatch):
             return batch.batch
-        if (count := self.num_processes) == 1:
+        if (count := jax.process_count()) == 1:
             return batch
         lies = self.inner[0]._batch_sharding
         return jax.tree.map(lambda x: Rows(x, count, lies(x)) if x.ndim else x, batch)
@@ -285,10 +274,6 @@ class Pipeline(Strategy):
         """Return whether each process places rows of each microbatch that no other does."""
         rows, count = num_rows(batch), self.num_microbatches
         return rows % count == 0 and self.inner[0].splits_by_process(with_rows(batch, rows // count))
-
-    def place_inputs(self, inputs: Any) -> Any:
-        """Return the inputs of `Trainer.apply` as they are."""
-        return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), inputs)
 
     # Programs ---------------------------------------------------------------------------------------
 
@@ -329,7 +314,7 @@ class Pipeline(Strategy):
     def jit_on(self, rank: int, fn: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
         """Compile a function for the devices of a rank, under a name and with options of `jax.jit`."""
         inner = self.inner[rank]
-        return inner.jit(named(name, inner.in_mesh(fn)), **options)
+        return jit(inner.mesh, named(name, inner.in_mesh(fn)), **options)
 
     def describe(self) -> str:
         """Return the mesh and the schedule, and once a fit has begun a table of the stages."""
@@ -344,7 +329,7 @@ class Pipeline(Strategy):
 def _shardings(program: Program) -> list[NamedSharding]:
     """Return those of the state that leaves a program first."""
     first = program.outputs[0]
-    return [x.sharding for x in first if isinstance(x, Lying)]
+    return [x.sharding for x in first if isinstance(x, ArraySpec)]
 
 
 _POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable")

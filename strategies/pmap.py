@@ -46,7 +46,7 @@ class PMap(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""
-        axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
+        axes = tuple([0 if spec.per_replica else None for spec in state] for state in program.inputs)
 
         def call(*args: Any) -> Any:
             *states, batch = args

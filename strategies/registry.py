@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jax
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
-from jaxlit.field_names import ADVICE
+from jaxlit.porting import advice
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
@@ -112,8 +112,8 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
         return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
-        advice = ADVICE["strategy"].get(name.lower())
-        hint = f" {advice}" if advice else did_you_mean(name.lower(), strategy_names())
+        text = advice("strategy").get(name.lower())
+        hint = f" {text}" if text else did_you_mean(name.lower(), strategy_names())
         raise ArgumentError(f"Unknown strategy {strategy!r}.{hint} Known: {', '.join(strategy_names())}.")
     if not colon:
         return _registry[name]()

@@ -20,7 +20,7 @@ from jaxlit.errors import ArgumentError
 from jaxlit.programs.alone import trace_alone
 from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, Lying, Program, Whole
+from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, ReplicatedBatch
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ByDivision:
     def __call__(self, *args: Any) -> Any:
         """Run the program that fits the batch, the last argument."""
         *states, batch = args
-        return self.whole(*states, batch.batch) if type(batch) is Whole else self.split(*args)
+        return self.whole(*states, batch.batch) if type(batch) is ReplicatedBatch else self.split(*args)
 
     def trace(self, *args: Any) -> Traced | None:
         """Return the trace of the program that fits the batch."""
         *states, batch = args
-        return trace(self.whole, *states, batch.batch) if type(batch) is Whole else trace(self.split, *args)
+        return trace(self.whole, *states, batch.batch) if type(batch) is ReplicatedBatch else trace(self.split, *args)
 
 
 class PerReplica(Strategy, ABC):
@@ -58,6 +58,8 @@ class PerReplica(Strategy, ABC):
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
     """
+
+    per_replica = True
 
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
         owner, known = type(self).__name__, isinstance(sync_batchnorm, bool)
@@ -91,11 +93,6 @@ class PerReplica(Strategy, ABC):
         return self.batch_axes[0]
 
     @property
-    def window_replicas(self) -> int | None:
-        """One window a replica."""
-        return self.num_replicas
-
-    @property
     def replica(self) -> Replica:
         """One of the replicas."""
         return Replica(
@@ -107,10 +104,10 @@ class PerReplica(Strategy, ABC):
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch, or mark it as whole if its rows do not divide."""
-        if isinstance(batch, Whole):
-            return Whole(self.place(batch.batch, whole=True))
-        if num_rows(batch) * self.num_processes % self.num_replicas:
-            return Whole(self.place(batch, whole=True))
+        if isinstance(batch, ReplicatedBatch):
+            return ReplicatedBatch(self.place(batch.batch, whole=True))
+        if num_rows(batch) * jax.process_count() % self.num_replicas:
+            return ReplicatedBatch(self.place(batch, whole=True))
         return self.place(batch, whole=False)
 
     @abstractmethod
@@ -150,8 +147,8 @@ class PerReplica(Strategy, ABC):
     def local(self, program: Program, replica: Replica, states: Sequence[Any], batch: Any) -> tuple[Any, ...]:
         """Return the shapes and dtypes of what one replica has of a program's states and of a global batch."""
 
-        def of(lying: Lying, x: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape[1:] if lying.own else x.shape, x.dtype)
+        def of(spec: ArraySpec, x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
 
         found = [list(map(of, lies, state)) for lies, state in zip(program.inputs, states, strict=True)]
         rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
@@ -166,8 +163,8 @@ class PerReplica(Strategy, ABC):
         """Return the results' layout: `own` where each replica has a part, else `shared`."""
 
         def layout(x: Any) -> Any:
-            if isinstance(x, Lying):
-                return own if x.own else shared
+            if isinstance(x, ArraySpec):
+                return own if x.per_replica else shared
             return own if x is EACH or (x is ROWS and replica.splits) else shared
 
         return jax.tree.map(layout, program.outputs)

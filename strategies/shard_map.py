@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.program import EACH, Lying, Program, named, state_shardings
+from jaxlit.strategies.program import EACH, ArraySpec, Program, jit, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica, row_specs
 
 
@@ -45,13 +45,13 @@ class ShardMapDDP(PerReplica):
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
         mapped, out = self.mapped(program, replica), state_shardings(program)
-        return self.jit(named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
+        return jit(self.mesh, named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
 
     def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under shard_map."""
-        specs = tuple([self._spec(lying) for lying in state] for state in program.inputs)
+        specs = tuple([self._spec(spec) for spec in state] for state in program.inputs)
         outs = self.out_tree(program, replica, own=P(self.axis), shared=P())
-        split = lambda x, out: self._spec(x) if isinstance(x, Lying) else out  # noqa: E731
+        split = lambda x, out: self._spec(x) if isinstance(x, ArraySpec) else out  # noqa: E731
         out_specs = jax.tree.map(split, program.outputs, outs)
 
         def call(*args: Any) -> Any:
@@ -71,21 +71,21 @@ class ShardMapDDP(PerReplica):
 
         return call
 
-    def _spec(self, lying: Lying) -> P:
+    def _spec(self, spec: ArraySpec) -> P:
         # What lies on another mesh, parts of which stand on several devices each, is whole on each of them.
-        return lying.sharding.spec if lying.sharding.mesh == self.mesh else P()
+        return spec.sharding.spec if spec.sharding.mesh == self.mesh else P()
 
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.
         *states, batch = args
         states = [
-            [x[0] if lying.own else x for x, lying in zip(state, lies, strict=True)]
+            [x[0] if spec.per_replica else x for x, spec in zip(state, lies, strict=True)]
             for state, lies in zip(states, program.inputs, strict=True)
         ]
         results = body(*states, batch)
 
         def stack(layout: Any, x: Any) -> Any:
-            own = layout.own if isinstance(layout, Lying) else layout is EACH
+            own = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
             return x[None] if own else x
 
         return jax.tree.map(stack, program.outputs, results)

@@ -8,7 +8,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.program import EACH, ROWS, Lying, Program, named
+from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -38,8 +38,8 @@ class Simulated(PerReplica):
         check.require(whole, "replicas", replicas, "must be a positive int", owner="Simulated")
         self.replicas = replicas
 
-    def choose_devices(self, devices: int | None) -> list[jax.Device]:
-        """Return the first device, and take the number of replicas.
+    def setup(self, devices: int | None = None) -> None:
+        """Take the first device, and the number of replicas.
 
         Raises:
             ArgumentError: `devices` differs from the number of replicas.
@@ -50,7 +50,7 @@ class Simulated(PerReplica):
                 "Leave devices out."
             )
         self._count = self.replicas or devices or jax.device_count()
-        return jax.devices()[:1]
+        super().setup(1)
 
     @property
     def num_replicas(self) -> int:
@@ -63,7 +63,7 @@ class Simulated(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and vmap."""
-        axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
+        axes = tuple([0 if spec.per_replica else None for spec in state] for state in program.inputs)
         n = self.num_replicas
 
         def call(*args: Any) -> Any:
@@ -77,7 +77,7 @@ class Simulated(PerReplica):
             def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
                 if layout is ROWS and replica.splits:
                     return x.reshape(-1, *x.shape[2:])
-                own = layout.own if isinstance(layout, Lying) else layout is EACH
+                own = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
                 # What is the same on every replica is that of the first, as on devices.
                 return x if own else jax.tree.map(lambda leaf: leaf[0], x)
 

@@ -20,17 +20,17 @@ ROOT = Path(__file__).parent.parent
 # Lowest first: a room imports itself and the rooms before it.
 GROUND = (
     "errors",
+    "notes",
     "shown",
     "version",
     "leaf_names",
     "background",
     "table",
+    "to_json",
     "checks",
     "control",
     "mesh_context",
-    "field_names",
-    "field_arguments",
-    "unknown",
+    "porting",
     "configured",
     "sharding",
 )  # the files on the ground floor, which is one room
@@ -309,3 +309,18 @@ def test_each_extra_installs_what_something_imports() -> None:
         for package in extras[extra]:
             name = called.get(package, package)
             assert re.search(rf"\b(import|from) {name}\b|import_module\(\W{name}\b", sources), (extra, package)
+
+
+def test_loops_and_trainer_know_no_concrete_callback() -> None:
+    """What they ask is in `Traits`, for callbacks of users too; only the defaults are made by their class."""
+    bases = {f"jaxlit.callbacks.{name}" for name in ("base", "traits", "measure")}
+    wrong = [
+        f"{one.where} imports {one.name} of {one.target}"
+        for one in imports()
+        if room(one.importer) in ("loop", "trainer", "engine")
+        and room(one.target) == "callbacks"
+        and one.kind != "annotation"
+        and one.target not in bases
+        and one.importer != "jaxlit.trainer.defaults"
+    ]
+    assert wrong == []

@@ -20,8 +20,7 @@ from kit.trainers import fit
 import jaxlit as jl
 from jaxlit.checkpoints.hparam_values import DEFAULT
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.field_arguments import ARGUMENTS
-from jaxlit.field_names import ADVICE
+from jaxlit.porting import _tables, advice
 
 
 class Printer(jl.callbacks.Logger):
@@ -86,7 +85,7 @@ def test_class_methods_of_the_field_say_what_takes_their_place_on_the_class() ->
 def test_no_advice_is_given_on_what_is_there() -> None:
     owners = OWNERS | {"TrainModule": OWNERS["module"], "DataModule": OWNERS["data"], "Logger": OWNERS["logger"]}
     owners["Trainer"] = OWNERS["trainer"]
-    there = [(owner, name) for owner in owners.keys() & ADVICE.keys() for name in ADVICE[owner]]
+    there = [(owner, name) for owner in owners for name in advice(owner)]
     assert len(there) > 150 and not [x for x in there if hasattr(type(owners[x[0]]), x[1])]
     assert not [x for x in there if x[0].startswith("jl") and hasattr(owners[x[0]], x[1])]
 
@@ -135,7 +134,7 @@ def test_an_import_of_a_name_of_the_field_says_what_takes_its_place(owner: str) 
 
 
 def test_what_an_advice_names_is_there() -> None:
-    every = " ".join(advice for table in (ADVICE, ARGUMENTS) for names in table.values() for advice in names.values())
+    every = " ".join(text for table in _tables().values() for text in table.values())
     found = set(re.findall(r"\bjl\.[\w.]*\w", every))
     assert len(found) > 15
     for path in found:
@@ -314,7 +313,7 @@ def test_an_argument_may_be_said_as_in_lightning(argument: str, given: Any, take
         (jl.EarlyStopping("val/loss", patience=5), "EarlyStopping('val/loss', patience=5)"),
         (jl.callbacks.CSVLogger(), "CSVLogger()"),
         (jl.strategies.FSDP(stage=2), "FSDP(stage=2)"),
-        (jl.strategies.FSDP(body="explicit"), "ExplicitFSDP()"),
+        (jl.strategies.FSDP(body="explicit"), "FSDP(body='explicit')"),
         (jl.strategies.DDP(), "DDP()"),
         (Printer(), "Printer()"),
     ],

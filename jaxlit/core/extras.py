@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ModuleError, note_place
+from jaxlit.errors import ModuleError
 from jaxlit.leaf_names import named_leaves
+from jaxlit.notes import note_place
 from jaxlit.shown import shown
 
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, encode, not_kept, readable
 from jaxlit.core.side_table import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.porting import takes_only_its_arguments
 from jaxlit.reporting.secrets import PLACEHOLDER, hide, tell
 from jaxlit.shown import shown
-from jaxlit.unknown import takes_only_its_arguments
 
 _CHOSEN = "..."  # how an argument is shown that the user chose not to keep
 

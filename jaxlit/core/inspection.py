@@ -12,11 +12,11 @@ from flax import nnx
 
 from jaxlit.core.leaves import Leaf
 from jaxlit.core.module import TrainModule
-from jaxlit.core.own_optimizer import second_step
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
-from jaxlit.errors import StateError
+from jaxlit.core.step_notes import RETURN_THE_LOSS
+from jaxlit.errors import ModuleError, StateError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
 
@@ -43,7 +43,10 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     _check_rounding(pure, *args[:3])
     reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
     if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):
-        raise second_step(traced.stepped, f"{pure.name}.training_step")
+        raise ModuleError(
+            f"{pure.name}.training_step has updated parameters by self.{traced.stepped}, an optimizer of nnx. "
+            f"{RETURN_THE_LOSS}"
+        )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
     _warn_of_constants(closed, pure.origin)
@@ -63,10 +66,9 @@ def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_st
     """
     parameters = len(jax.tree.leaves((params, frozen)))  # only these are cast
     # nnx.scan and its like return every variable as a new value: what leaves as it came in was not written to.
-    return tuple(
-        jaxpr.origin(closed.jaxpr, closed.jaxpr.outvars[1 + i], pure.rounded if i < parameters else ()) != i
-        for i in range(len(jax.tree.leaves((params, frozen, model_state))))
-    )
+    count = len(jax.tree.leaves((params, frozen, model_state)))
+    exact, rounded = (jaxpr.origins(closed.jaxpr, dtypes)[1 : 1 + count] for dtypes in ((), pure.rounded))
+    return tuple(x != i for i, x in enumerate([*rounded[:parameters], *exact[parameters:]]))
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
@@ -111,12 +113,13 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     program, leaves = closed.jaxpr, pure.leaves(*args[:3])
     parameters = len(jax.tree.leaves(args[:2]))
     # The dict comes after the loss, its leaves in the order of its keys.
-    for var, place in zip(program.outvars[1:], sorted(written), strict=False):
+    exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), pure.rounded))
+    for i, place in enumerate(sorted(written)):
         leaf = leaves[place]
         own_key = is_key(jax.tree.leaves(args[:3])[place])
         if _is_scratch(leaf) or (own_key and replica.splits):  # a key is another on each replica already
             continue
-        if jaxpr.origin(program, var, pure.rounded if place < parameters else ()) == place:
+        if (rounded if place < parameters else exact)[i] == place:
             continue
         short = {"validation": "val"}.get(stage, stage)
         way = f"Return the value, log it, or write to the variable in on_{stage}_end."

@@ -14,7 +14,7 @@ from jaxlit.checkpoints.files import Checkpoint, locate
 from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode, encode
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.field_arguments import ARGUMENTS
+from jaxlit.porting import advice
 from jaxlit.reporting.terminal import say, short_path
 
 _logger = logging.getLogger("jaxlit")
@@ -32,9 +32,9 @@ def tell_taken(what: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> Non
 def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
     parameters = inspect.signature(cls.__init__).parameters
-    advice = {k: v for k, v in ARGUMENTS["load_from_checkpoint"].items() if k not in parameters}
-    if foreign := next((name for name in overrides if name in advice), None):
-        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {advice[foreign]}")
+    texts = advice("load_from_checkpoint()")
+    if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
+        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
     checkpoint, skipped = locate(path, f"{cls.__name__}.load_from_checkpoint")
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError
+from jaxlit.porting import takes_only_its_arguments
 from jaxlit.shown import shown
-from jaxlit.unknown import takes_only_its_arguments
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 

@@ -16,7 +16,7 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import trainer_of, watchers
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ModuleError
-from jaxlit.unknown import no_such_name, takes_only_its_arguments
+from jaxlit.porting import no_such_name, takes_only_its_arguments
 
 if TYPE_CHECKING:
     _OfClass = classmethod

@@ -11,10 +11,11 @@ import optax
 from flax import nnx
 
 from jaxlit.core.groups import groups_of, labels_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, note_place
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.notes import note_place
+from jaxlit.porting import refuse_unknown
 from jaxlit.shown import shown
-from jaxlit.unknown import refuse_unknown
 
 
 @dataclass(frozen=True)

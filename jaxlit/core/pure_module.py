@@ -1,7 +1,6 @@
 """A module taken apart once, and the user's step of it as a pure function."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,23 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.closures import note_trace_level
 from jaxlit.core.device_sums import Table
-from jaxlit.core.layer_note import note_layer
 from jaxlit.core.leaves import Leaf, leaves_of
-from jaxlit.core.linen import note_linen
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
-from jaxlit.core.own_optimizer import check_own_steps, counts_of_steps, note_own_optimizer
+from jaxlit.core.plain_attributes import AttributesOfStep
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
-from jaxlit.core.reduction import Sharing
+from jaxlit.core.reduction import Reduction
 from jaxlit.core.replica import Replica, is_row, num_rows
-from jaxlit.core.side_effects import Before
 from jaxlit.core.side_tables import share_side_tables
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
-from jaxlit.core.tensors import note_torch
+from jaxlit.core.step_notes import note_step_error
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 
@@ -41,7 +36,7 @@ class Traced:
     changed: tuple[bool, ...] = ()  # which leaves of (params, frozen, model_state) a training step wrote to
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
     batch: Any = None  # the structure of the batch
-    sharing: Sharing | None = None  # how what replicas make becomes one; None where there is one
+    reduction: Reduction | None = None  # how values of replicas become those of the batch; None without replicas
     reads: Reads = field(default_factory=Reads)  # of the Trainer
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
 
@@ -147,16 +142,26 @@ class PureModule:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
         rows = num_rows(batch)
-        before, name = Before(module), f"{self.name}.{STAGES[stage].step}"
-        steps = counts_of_steps(module) if training else []
+        attributes, name = AttributesOfStep(module), f"{self.name}.{STAGES[stage].step}"
+        optimizers = {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Optimizer)}
+        steps = {path: x.step.get_value() for path, x in optimizers.items()}
         with (
             collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
-            self._noting(stage, batch),
             reading() as reads,
         ):
-            output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
+            try:
+                output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
+            except Exception as error:
+                if not isinstance(error, JaxlitError):
+                    note_step_error(error, name, batch)
+                raise
         loss, outputs = read_output(output, stage, self.name)
-        stepped = check_own_steps(steps, partial(before.check, module, name), name)
+        # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
+        stepped = next(
+            (leaf_name(path) for path, x in optimizers.items() if x.step.get_value() is not steps[path]), None
+        )
+        if stepped is None:
+            attributes.check(module, name)
         put_back()
         new = self.split(module)
         if training:
@@ -174,29 +179,6 @@ class PureModule:
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
-
-    @contextlib.contextmanager
-    def _noting(self, stage: str, batch: Any) -> Iterator[None]:
-        """Note on whatever a step raises what it was given, and what a traced step can do instead."""
-        try:
-            yield
-        except JaxlitError:
-            raise
-        except Exception as error:
-            shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
-            error.add_note(f"{self.name}.{STAGES[stage].step} was traced with a batch of {shapes}.")
-            note_layer(error)
-            note_linen(error)
-            note_torch(error)
-            note_own_optimizer(error)
-            note_trace_level(error)
-            if isinstance(error, (jax.errors.JAXTypeError, jax.errors.JAXIndexError)):
-                error.add_note(
-                    "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need "
-                    "some. Use jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at "
-                    "values under jax.disable_jit()."
-                )
-            raise
 
     def _check_structure(self, old: Any, new: Any) -> None:
         before, after = _describe(old), _describe(new)
@@ -217,7 +199,7 @@ class PureModule:
             )
 
     def _check_batch(self, stage: str, first: Traced, now: Traced) -> None:
-        if first.sharing is not None and first.batch != now.batch:
+        if first.reduction is not None and first.batch != now.batch:
             raise ModuleError(
                 f"{self.name}.{STAGES[stage].step} is given batches of another structure than the first, {now.batch}, "
                 "and each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader "
@@ -243,8 +225,8 @@ class PureModule:
         else:
             self._check_outputs(stage, known.outputs, traced.outputs)
             self._check_batch(stage, known, traced)
-            traced.changed, traced.rows_of, traced.sharing = known.changed, known.rows_of, known.sharing
-            traced.reads.add(known.reads)
+            traced.changed, traced.rows_of, traced.reduction = known.changed, known.rows_of, known.reduction
+            traced.reads += known.reads
         self.traced[stage, loader] = traced
 
 

@@ -20,11 +20,11 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Part
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
-from jaxlit.core.reduction import gather, gather_outputs, hand_out, on_replica
+from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
-from jaxlit.errors import noting_place
 from jaxlit.leaf_names import is_key
+from jaxlit.notes import noting_place
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainStep:
         rates: The learning rates, which leave the optimizer step beside its table.
         wrap: What the strategy makes of the user's step.
         reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
-        lay_window: Shards a window's gradients inside the step.
+        constrain_window: Shards a window's gradients inside the step.
     """
 
     pure: PureModule
@@ -57,7 +57,7 @@ class TrainStep:
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
     reduce_grads: Callable[[Replica, Any, str], Any] = Replica.reduce
-    lay_window: Callable[[Any], Any] = same
+    constrain_window: Callable[[Any], Any] = same
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -154,11 +154,11 @@ class TrainStep:
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
-    def waits(self, state: TrainState) -> list[frozenset[int]]:
+    def waits(self, state: TrainState) -> list[int]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
         given = state.params, state.opt_state, state.params, loss, epoch
-        return waits(self._optimize, *given, whole=holds_weights(self.tx, state.params))
+        return waits(self._optimize, *given, wait_for_all=holds_weights(self.tx, state.params))
 
     @property
     def table(self) -> Table:
@@ -171,7 +171,7 @@ class TrainStep:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
         batch = replica.constrain_batch(batch)
         held = state.params, state.frozen, state.model_state
-        params, frozen, rest = hand_out(replica, held, self.pure.trace_of("training").sharing)
+        params, frozen, rest = scatter_state(replica, held, self.pure.trace_of("training").reduction)
         objective = self.objective(replica, state, frozen, rest, batch)
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
@@ -201,11 +201,13 @@ class TrainStep:
         """Return the state after a batch, its table, and its outputs."""
         traced = self.pure.trace_of("training")
         new, (_, *values), weights, outputs = aux
-        new = gather(replica, new, traced.sharing)
+        new = reduce_state(replica, new, traced.reduction)
         state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
-        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
+        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        entry = self.table.entry(*on_replica(replica, self.table, [loss, *values], weights, traced.sharing), share)
+        entry = self.table.entry(
+            *share_of_metrics(replica, self.table, [loss, *values], weights, traced.reduction), share
+        )
         return state, entry, outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
@@ -216,7 +218,7 @@ class TrainStep:
         weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(self.lay_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        window = Window(self.constrain_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
         return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
@@ -303,9 +305,9 @@ class TrainStep:
         """
         finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
         ok = early & jnp.stack(finite).all()
-        known, whole = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
+        known, wait_for_all = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
         given = grads, old.opt_state, new.params, loss, old.epoch
-        opt_state, (params, updates) = guarded(self._optimize, *given, **known, whole=whole)
+        opt_state, (params, updates) = guarded(self._optimize, *given, **known, wait_for_all=wait_for_all)
         params, extras = self._update_extras(old, params, grads)
         params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
         held, written = ((x.frozen, x.model_state) for x in (old, new))

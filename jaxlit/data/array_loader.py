@@ -12,8 +12,8 @@ from jaxlit import checks as check
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.porting import takes_only_its_arguments
 from jaxlit.shown import shown
-from jaxlit.unknown import takes_only_its_arguments
 
 
 class ArrayLoader:

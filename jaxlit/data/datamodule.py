@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxlit.core.hparams import KeepsHparams
-from jaxlit.unknown import ElsewhereOnTheClass, no_such_name
+from jaxlit.porting import NotOnTheClass, no_such_name
 
 
 class DataModule(KeepsHparams):
@@ -23,7 +23,7 @@ class DataModule(KeepsHparams):
     """
 
     # Class methods of Lightning's, which `__getattr__` never sees.
-    load_from_checkpoint, from_datasets = ElsewhereOnTheClass("DataModule"), ElsewhereOnTheClass("DataModule")
+    load_from_checkpoint, from_datasets = NotOnTheClass("DataModule"), NotOnTheClass("DataModule")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -133,14 +133,14 @@ class CompiledStep:
     def _part(self, batch: Any) -> Any:
         """Return what this process places: its rows, or all where devices of several processes hold them together."""
         strategy, rows = self._engine.strategy, num_rows(batch)
-        if (count := strategy.num_processes) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
+        if (count := jax.process_count()) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
             return batch
         return joined(batch, [rows] * count)
 
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        whole = self._engine.strategy.canonical(state.unflatten())
+        whole = state.unflatten()
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state)))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
@@ -198,10 +198,10 @@ def compile_step(
     count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)
-    found.use(count)
+    found.setup(count)
     built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
     check_variables(built)
-    if (processes := found.num_processes) > 1:
+    if (processes := jax.process_count()) > 1:
         example = with_rows(example, processes * num_rows(example))
     kept = {"precision": Precision(precision), "own": isinstance(module, lazy), "example": example}
     engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", **kept)

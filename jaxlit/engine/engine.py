@@ -1,6 +1,7 @@
 """One module under one strategy: the programs that are compiled of its steps."""
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxlit import sharding
 from jaxlit.core.device_sums import Table
 from jaxlit.core.eval_step import EvalStep
 from jaxlit.core.extras import ArrayKeeper, check_extras, eval_places
@@ -41,7 +43,7 @@ from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.traits import Traits
 from jaxlit.engine.window_start import WindowStart
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, SHARED, Lying, Program, lay
+from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program
 
 _logger = logging.getLogger("jaxlit")
 
@@ -105,7 +107,7 @@ class Engine:
         self.rates = rates_of(optimizer, held, parts) if optimizer else Rates()
         self.extras = extras = check_extras(extras, held, leaves_out)
         # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
-        replicas = strategy.window_replicas if accumulate > 1 else 0
+        replicas = strategy.replica.stack_size if accumulate > 1 else 0
         init = partial(init_state, self.tx, replicas, precision, extras=extras)
         if nan_policy == "skip" and accumulate > 1:
             undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), example)
@@ -117,7 +119,7 @@ class Engine:
         # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
         self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
         self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
-        self._next_epoch = epoch_starter(strategy.home)
+        self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.laid)
 
     def evaluator(self) -> "Engine":
@@ -144,8 +146,8 @@ class Engine:
             *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras, self._parts),
             rates=self.rates,
             wrap=self._wrap,
-            reduce_grads=partial(self.strategy.reduce_grads, to=state.laid_grads),
-            lay_window=partial(lay, to=None if state.has_own else state.laid_grads),
+            reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.laid_grads),
+            constrain_window=partial(sharding.constrain, shardings=None if state.has_own else state.laid_grads),
         )
         table, written = self.pure.table("training"), self._written()
         fits = self._restored is not None and self._restored.metrics == table.metrics
@@ -161,8 +163,8 @@ class Engine:
             name="train_step",
             kind="train",
             fn=step.update,
-            inputs=(state.lying,),
-            outputs=(state.lying, SHARED, loss, out),
+            inputs=(state.array_specs,),
+            outputs=(state.array_specs, SHARED, loss, out),
             donate=(0,),
             parts=(step.gradients, step.apply),
             grads=state.laid_grads,
@@ -174,7 +176,7 @@ class Engine:
                 state.put(at.window.metrics, state.stacked(table.empty()))
             passes = Passes(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
-            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.lying, EACH, loss, out)))
+            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
         # Under "raise" a bad window is undone whole: what its batches have written has to be there.
@@ -185,9 +187,8 @@ class Engine:
 
     def _written(self) -> tuple[int, ...]:
         """Return the places in the state of what the user's training step writes."""
-        at, changed = self.state.at, self.pure.trace_of("training").changed
-        places = jax.tree.leaves((at.params, at.frozen, at.model_state))
-        return tuple(i for i, is_written in zip(places, changed, strict=True) if is_written)
+        places = jax.tree.leaves([getattr(self.state.at, name) for name in ("params", "frozen", "model_state")])
+        return tuple(itertools.compress(places, self.pure.trace_of("training").changed))
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
@@ -291,7 +292,7 @@ class Engine:
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
         # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.home)]
+        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.replicated)]
 
     # Evaluation -------------------------------------------------------------------------------------
 
@@ -319,13 +320,13 @@ class Engine:
 
         trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
         step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
-        sums = [Lying(state.own, own=state.has_own), Lying(self.strategy.home)]
+        sums = [ArraySpec(state.own, per_replica=state.has_own), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
             fn=step.run,
-            inputs=([state.lying[i] for i in state.eval_at], sums),
+            inputs=([state.array_specs[i] for i in state.eval_at], sums),
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
@@ -365,12 +366,12 @@ class Engine:
                 share_hparams(module, origin)
                 with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
-                reads.add(found)
+                reads.extend(found)
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads
         leaves = self.state.leaves
-        return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], self.strategy.place_inputs(inputs))
+        return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], inputs)
 
     @property
     def programs(self) -> list[CompiledProgram]:

@@ -20,7 +20,7 @@ from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import Lying
+from jaxlit.strategies.program import ArraySpec
 
 
 class FlatState:
@@ -43,7 +43,7 @@ class FlatState:
         laid: A `TrainState` of shardings.
         laid_grads: The gradients' shardings in a step, None for as XLA decides.
         shardings: That of each array.
-        lying: How each array lies, as a program takes it.
+        array_specs: How each array lies, as a program takes it.
         at: A `TrainState` whose leaves are places in the list.
         eval_at: The places of what an evaluation reads: counters, parameters and the module's other state.
         eval_layout: How those become a tuple of the four.
@@ -76,7 +76,7 @@ class FlatState:
             raise out_of_memory(error, "in making the state of step 0", state=held) from error
         at = self.at = jax.tree.unflatten(self.layout.treedef, range(len(self.leaves)))
         own = set(jax.tree.leaves(at.window)) if self.has_own else set()
-        self.lying = [Lying(sharding, own=i in own) for i, sharding in enumerate(self.shardings)]
+        self.array_specs = [ArraySpec(sharding, per_replica=i in own) for i, sharding in enumerate(self.shardings)]
         self.eval_at = self.evaluated(at.params)
         self.eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
         self._variable_at: list[int] = []  # the place of each Variable of the module
@@ -238,17 +238,17 @@ class FlatState:
     @property
     def has_own(self) -> bool:
         """Whether each replica has a window and sums of its own."""
-        return self.strategy.window_replicas is not None
+        return self.strategy.replica.stack_size is not None
 
     @property
     def own(self) -> NamedSharding:
         """The sharding of what each replica has its own of."""
         strategy = self.strategy
-        return sharding.rows(strategy.mesh, strategy.batch_axes) if self.has_own else strategy.home
+        return sharding.rows(strategy.mesh, strategy.batch_axes) if self.has_own else strategy.replicated
 
     def stacked(self, table: np.ndarray) -> np.ndarray:
         """Return one copy of a table of metrics for each replica that has its own."""
-        n = self.strategy.window_replicas
+        n = self.strategy.replica.stack_size
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
     def _state_sharding(self, abstract: TrainState, example: Any) -> TrainState:
@@ -259,7 +259,7 @@ class FlatState:
         extras = like_params(abstract.extras, abstract.params, shardings.params, self.strategy.replicated)
         if (window := shardings.window) is not None:
             window = replace(window, rows=self.own, metrics=self.own)
-        home = self.strategy.home
+        home = self.strategy.replicated
         scale = None if abstract.loss_scale is None else home
         if (start := abstract.window_start) is not None:
             start = WindowStart(home, {name: shardings.module[name] for name in start.arrays})  # type: ignore[arg-type]

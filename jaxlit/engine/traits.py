@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import attributes_of, same
+from jaxlit.core.plain_attributes import copied, each_attribute, same
 from jaxlit.core.precision import Precision
 from jaxlit.strategies.base import Strategy
 
@@ -35,7 +35,7 @@ class Traits:
         """Return the traits of a module's programs, if they were compiled now."""
         return cls(
             graphdef=nnx.graphdef(module),
-            plain=attributes_of(module),
+            plain={path: copied(attributes[name]) for path, attributes, name in each_attribute(module)},
             methods=_methods(module),
             strategy=strategy,
             setup=dict(vars(strategy)),

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.position import Position
-from jaxlit.errors import JaxlitError, NonFiniteError, note_place
+from jaxlit.errors import JaxlitError, NonFiniteError
+from jaxlit.notes import note_place
 
 _logger = logging.getLogger("jaxlit")
 
@@ -23,9 +23,9 @@ class Failures:
         silence: Leaves out the hooks of a logger from now on.
     """
 
-    def __init__(self, position: Position, silence: Callable[[Logger], None]) -> None:
+    def __init__(self, position: Position, silence: Callable[[Callback], None]) -> None:
         self._position, self._silence = position, silence
-        self._aside: list[Logger] = []
+        self._aside: list[Callback] = []
 
     def may_run(self, callback: Callback, hook: str) -> bool:
         """Return whether a hook is called: of a disabled logger only the one that closes what it has opened."""
@@ -46,7 +46,7 @@ class Failures:
         position, name = self._position, f"{type(owner).__name__}.{hook}"
         batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
         at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
-        if not (isinstance(owner, Logger) and isinstance(error, Exception) and _forgives(owner, hook, error)):
+        if not (isinstance(owner, Callback) and isinstance(error, Exception) and _forgives(owner, hook, error)):
             if note:
                 note_place(error, f"{name} {at}")
             return False
@@ -79,7 +79,7 @@ class Failures:
             return otherwise
 
 
-def _forgives(logger: Logger, hook: str, error: Exception) -> bool:
-    if logger.on_error == "raise" or isinstance(error, NonFiniteError):  # which it met, saving a checkpoint say
+def _forgives(logger: Callback, hook: str, error: Exception) -> bool:
+    if not logger.may_fail or isinstance(error, NonFiniteError):  # which it met, saving a checkpoint say
         return False
     return not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)

@@ -14,52 +14,12 @@ from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ModuleError, did_you_mean
 from jaxlit.loop.failures import Failures
+from jaxlit.porting import advice
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.engine.live import Live
     from jaxlit.loop.host_sums import HostLog
-
-# Lightning's hooks that have no place in a compiled step, and what does their work here.
-_IN_STEP = "The step is compiled whole"
-_GONE = {
-    **dict.fromkeys(
-        ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step", "backward"),
-        f"{_IN_STEP}: transform gradients in configure_optimizers, with optax.chain; look at them in "
-        "Callback.trace_step.",
-    ),
-    **dict.fromkeys(
-        ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-        f"{_IN_STEP}: put schedules and masks into configure_optimizers, with optax.",
-    ),
-    "configure_gradient_clipping": "Use Trainer(gradient_clip_val=...) or optax.clip in configure_optimizers.",
-    "configure_model": "Build large models in shards with jl.lazy(cls, ...).",
-    "transfer_batch_to_device": "The strategy places batches; override its shard_batch.",
-    "on_after_batch_transfer": f"{_IN_STEP}: do it in training_step, or in on_before_batch_transfer as numpy.",
-    **dict.fromkeys(
-        (f"on_{stage}_model_{what}" for stage in ("validation", "test", "predict") for what in ("eval", "train")),
-        "jaxlit calls eval() and train() itself; switch a part of the module inside its step.",
-    ),
-    "on_validation_model_zero_grad": f"{_IN_STEP}: there are no gradients between steps.",
-    "training_epoch_end": "Use on_train_epoch_end.",
-    **dict.fromkeys(
-        ("on_epoch_end", "on_batch_end"), "Use on_train_epoch_end, on_train_batch_end or one of another stage."
-    ),
-    **dict.fromkeys(
-        ("on_epoch_start", "on_epoch_begin", "on_batch_start", "on_batch_begin", "on_train_batch_begin"),
-        "Use on_train_epoch_start, on_train_batch_start or one of another stage.",
-    ),
-    **dict.fromkeys(
-        ("on_train_begin", "on_pretrain_routine_start", "on_init_start", "on_init_end"), "Use on_train_start."
-    ),
-    "on_keyboard_interrupt": "Ask trainer.interrupted in on_train_end.",
-    "validation_epoch_end": "Use on_validation_epoch_end.",
-    "test_epoch_end": "Use on_test_epoch_end.",
-    **dict.fromkeys(
-        ("training_step_end", "validation_step_end", "test_step_end"), "Do it at the end of the step itself."
-    ),
-}
-
 
 _HOOKS = {
     *(name for cls in (Callback, DataModule) for name in vars(cls) if name.startswith("on_")),
@@ -264,7 +224,7 @@ def _nothing(*_: Any) -> None:
 
 def _refuse_gone(owner: Any) -> None:
     # A hook of Lightning's that nothing calls would be silence: the model trains, and the hook's work is not done.
-    for name, remedy in _GONE.items():
+    for name, remedy in advice("hook").items():
         if callable(getattr(type(owner), name, None)):
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
     for name in dir(type(owner)):

@@ -98,7 +98,8 @@ def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]
         )
     if added:
         _logger.warning(
-            "%s has no arrays of %s, which was not among the callbacks: they begin anew, from the restored parameters.",
+            "%s has no arrays of %s, which was not among the callbacks: they start "
+            "again, from the restored parameters.",
             checkpoint.path,
             ", ".join(added),
         )
@@ -106,7 +107,7 @@ def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return the engine's own arrays in the checkpoint: by index where each goes, and what it becomes on the way."""
-    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.window_replicas
+    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.replica.stack_size
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
     found: dict[int, Any] = {}
     for i, (name, _, _) in enumerate(saved):

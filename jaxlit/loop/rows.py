@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
-from jaxlit.callbacks.measure import Measure, Measured
-from jaxlit.errors import NonFiniteError
+from jaxlit.callbacks.measure import Measured
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
-from jaxlit.loop.rollback import roll_back
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
@@ -66,7 +64,7 @@ def log_pending(run: Run) -> None:
 
 def bind_measures(hooks: Hooks) -> None:
     """Find the callbacks that add to rows, by hooks that only they have."""
-    owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
+    owners: list[Any] = [c for c in hooks.callbacks if callable(getattr(type(c), "fill_row", None))]
     for name in ("begin_row", "fill_row") if owners else ():
         found = hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
         setattr(hooks, name, found)
@@ -89,13 +87,14 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
 
 def note_monitor(run: Run) -> None:
     """Note in which rows the learning rate is to be, and tell if it cannot be read off the optimizer."""
-    monitor = next((c for c in run.hooks.callbacks if isinstance(c, LearningRateMonitor)), None)
-    run.rates_in = None if monitor is None else monitor.logging_interval
+    monitor = next((c for c in run.hooks.callbacks if c.rates_in is not None), None)
+    run.rates_in = None if monitor is None else monitor.rates_in
     if monitor is not None and not run.engine.rates.names:
         _logger.warning(
-            "LearningRateMonitor: the learning rate cannot be read off what %s.configure_optimizers returns, and is in "
-            "no row. Return jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
+            "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "
+            "jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            type(monitor).__name__,
             type(run.module).__name__,
         )
 
@@ -106,31 +105,3 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
         run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
-
-
-def check_finite(run: Run) -> None:
-    """Look at the guard's mark; waits for the device.
-
-    Raises:
-        NonFiniteError: Under nan_policy="raise", if a step was not finite, at each look until training has ended. The
-            parameters are those before it. Under "rollback" only if there is nothing to go back to.
-    """
-    policy = run.settings.nan_policy
-    if policy == "ignore":
-        return
-    if (bad := run.engine.bad_step()) < 0:
-        run.found_finite(run.position.global_step)
-    if bad == run.seen_bad_step:
-        return
-    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
-    if policy == "skip":
-        run.seen_bad_step = bad  # told of once
-        _logger.warning("%s The update was skipped.", what)
-        return
-    if policy == "rollback":
-        roll_back(run, what)
-        return
-    raise NonFiniteError(
-        f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
-        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
-    )

@@ -88,7 +88,7 @@ class Run:
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
     starts: list[Start] = field(default_factory=list)  # of the steps that nobody has found finite yet
-    not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
+    not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.rewind`
     resume: Resume | None = None  # the checkpoint that training continues from
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)

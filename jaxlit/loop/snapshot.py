@@ -4,10 +4,10 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +21,7 @@ from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.failures import Failures
 from jaxlit.loop.run import Run
+from jaxlit.to_json import NotJSONError, to_json
 
 
 def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
@@ -50,15 +51,9 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "optimizer": engine.state.optimizer_kind,
         "metrics": table,
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
-        "latest": None if latest is None else _pack(fetch(latest)),
+        "latest": _pack(latest),
         # A row is read one step late: without this one a resume would lose it.
-        "pending": None
-        if pending is None
-        else [
-            None if pending[0] is None else _pack(fetch(pending[0])),
-            {k: float(v) for k, v in pending[1].items()},
-            pending[2],
-        ],
+        "pending": pending and [_pack(pending[0]), {k: float(v) for k, v in pending[1].items()}, pending[2]],
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
@@ -68,8 +63,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
-        "window_replicas": strategy.window_replicas,
-        "processes": strategy.num_processes,
+        "window_replicas": strategy.replica.stack_size,
+        "processes": jax.process_count(),
     }
     if added:  # by the module's own lines: its constructor takes no such argument
         state["added_hparams"] = added
@@ -79,7 +74,14 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         state["not_finite"] = run.not_finite
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
-    return _plain(state, "")
+    try:
+        return to_json(state)
+    except NotJSONError as error:
+        place = error.path.replace("['callbacks']", "the state_dict of ").replace("['loaders']", "the loader's state ")
+        raise CheckpointError(
+            f"A checkpoint keeps JSON values, and {place or 'it'} {error.problem}. Return numbers, strings, lists and "
+            "dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
+        ) from None
 
 
 def load_position(state: Mapping[str, Any]) -> Position:
@@ -181,7 +183,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
-            now.sums = [now.table.refit(sums, run.engine.strategy.window_replicas), count]
+            now.sums = [now.table.refit(sums, run.engine.strategy.replica.stack_size), count]
 
 
 def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
@@ -226,15 +228,17 @@ def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
     if now.sums is not None and now.table is not None:
         table, count = now.sums
         # The columns with them: a step that logs other metrics since must not add to these.
-        found["sums"] = [_pack(fetch(table)), int(fetch(count))]
+        found["sums"] = [_pack(table), int(fetch(count))]
         found["metrics"] = [asdict(metric) for metric in now.table.metrics]
     return found
 
 
-def _pack(x: np.ndarray) -> dict[str, Any]:
-    """Return a small array as JSON values, bit by bit."""
+def _pack(array: Any) -> dict[str, Any] | None:
+    """Return a small array as JSON values, bit by bit; None of None."""
+    if array is None:
+        return None
     # As text a float would be rounded; a resume has to be exact.
-    x = np.ascontiguousarray(x, np.float32)
+    x = np.ascontiguousarray(fetch(array), np.float32)
     return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
 
 
@@ -244,29 +248,3 @@ def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
         raise CheckpointError(f"The checkpoint's state.json has {len(data)} bytes for an array of shape {shape}.")
     return np.frombuffer(data, np.float32).reshape(shape)
-
-
-def _plain(x: Any, where: str) -> Any:
-    """Return a tree of JSON's own types.
-
-    Raises:
-        CheckpointError: Naming what is none.
-    """
-    if isinstance(x, Mapping):
-        for key in x:
-            if not isinstance(key, str):
-                raise CheckpointError(f"A checkpoint keeps JSON values, and{where or ' it'} has the key {key!r}.")
-        return {key: _plain(value, f"{where}[{key!r}]") for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_plain(value, f"{where}[{i}]") for i, value in enumerate(x)]
-    if isinstance(x, (np.bool_, np.integer, np.floating)):
-        return x.item()
-    if isinstance(x, IntEnum):
-        return int(x)
-    if x is None or isinstance(x, (bool, int, float, str)):
-        return x
-    name = where.replace("['callbacks']", " the state_dict of ").replace("['loaders']", " the loader's state ")
-    raise CheckpointError(
-        f"A checkpoint keeps JSON values, and{name or ' it'} is of type {type(x).__name__}. Return numbers, strings, "
-        "lists and dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
-    )

@@ -13,10 +13,10 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
-from jaxlit.loop.bad_step import go_back, note_start
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import bind_measures, check_finite, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
+from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
+from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -43,7 +43,7 @@ def fit(run: Run) -> None:
             with contextlib.suppress(Exception):  # the last row, if the device still has it
                 log_pending(run)
         with contextlib.suppress(Exception):  # the device may be what failed
-            go_back(run, error)
+            end_before_bad_step(run, error)
         raise
     run.hooks("on_train_end")
 

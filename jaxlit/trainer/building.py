@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import nnx
+import jax
+from flax import linen, nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
+from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
@@ -19,17 +19,17 @@ from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.loop.settings import Settings
 from jaxlit.strategies.base import Strategy
+from jaxlit.to_json import to_json
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import Given
 
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
-    """Return the Trainer's arguments as JSON values; an object is told by its text, a callback by its class."""
-    plain = (bool, int, float, str, type(None))
-    found = {name: value if isinstance(value, plain) else str(value) for name, value in given.items()}
-    loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
+    """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
+    loggers = [c for c in callbacks.callbacks if c.is_logger or c in callbacks.loggers]
     lists = {"callbacks": callbacks.callbacks, "logger": loggers}
-    return found | {name: [type(c).__name__ for c in several] for name, several in lists.items()}
+    named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
+    return to_json({**given, **named}, lenient=True)
 
 
 def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
@@ -48,7 +48,7 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         None,
         settings.limits,
         intake=settings.intake,
-        pinned=stage.verb == "fit" and bool(settings.overfit_batches),
+        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
         asked=not settings.fast_dev_run,
     )
 
@@ -63,8 +63,8 @@ def check_model(model: Any, stage: Stage) -> None:
     if not isinstance(model, (TrainModule, lazy)):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
-        if is_linen(model):
-            hint = f" It is a linen module, which a TrainModule can hold: {AS_NNX}."
+        if isinstance(model, linen.Module):
+            hint = f" It is a linen module, which a TrainModule can hold: {LINEN_AS_NNX}."
         elif isinstance(model, nnx.Module):
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
@@ -154,7 +154,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if check.boolean("return_predictions", return_predictions) and settings.host_keys and strategy.num_processes > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and jax.process_count() > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
 from jaxlit.core.loading import tell_taken
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -62,7 +61,7 @@ def find(
     if not isinstance(wanted, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {shown(wanted)}.")
     if wanted in ("auto", "last", "best"):
-        savers = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+        savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
         found, skipped = _newest(folders)

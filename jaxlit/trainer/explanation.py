@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxlit.callbacks.model_summary import ModelSummary, summarize
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
@@ -18,6 +17,7 @@ from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import devices_of, placement
 from jaxlit.table import count, duration, size, table
+from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,12 @@ def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.lies()) is None:
         return ()
-    depth = next((x.max_depth for x in run.hooks.callbacks if isinstance(x, ModelSummary)), -1)
-    rows = summarize(state, run.module, max_depth=depth, notes=run.engine.strategy.notes) if depth else []
+    rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     found = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
     parts = {"(optimizer)": state.opt_state, "(window)": state.window, "(other)": other}
-    if not depth:
+    if not rows:
         parts = {"(parameters)": of_module, **parts}
     everything = jax.tree.leaves(state)
     devices = devices_of(everything)

@@ -4,9 +4,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints import files
-from jaxlit.loop.bad_step import go_back
+from jaxlit.loop.rewind import end_before_bad_step
 from jaxlit.loop.run import Run
 
 
@@ -21,11 +20,10 @@ def rescue(trainer: Any, run: Run) -> str:
         What came of it, in words.
     """
     with contextlib.suppress(Exception):  # else what is saved would be after a step that was not finite
-        go_back(run, TimeoutError("nothing moves"))
+        end_before_bad_step(run, TimeoutError("nothing moves"))
     before, told = run.progress, []
-    for callback in run.hooks.callbacks:
-        if not isinstance(callback, ModelCheckpoint):
-            continue
+    savers: list[Any] = [c for c in run.hooks.callbacks if c.role == "checkpoint"]
+    for callback in savers:
         last = callback.last_model_path
         callback.on_exception(trainer, run.module, TimeoutError("nothing moves"))
         if run.progress != before and callback.last_model_path != last:

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.rows import check_finite
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.shown import shown
@@ -108,7 +110,7 @@ class Saver:
             first: An error that came before.
         """
         run = self._fitted()
-        if first is not None and run is not None and run.engine.strategy.num_processes > 1:
+        if first is not None and run is not None and jax.process_count() > 1:
             return first  # the other processes may be elsewhere, and all of them must wait together
         while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
@@ -183,7 +185,7 @@ class Saver:
     def may_begin(self) -> bool:
         """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
         run = self._training()
-        return not run.control.interrupted or run.control.together or run.engine.strategy.num_processes == 1
+        return not run.control.interrupted or run.control.together or jax.process_count() == 1
 
     @property
     def has_trained(self) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
+
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.file_logger import FileLogger
-from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.weights import load_variables
@@ -26,7 +25,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
@@ -37,6 +36,7 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.notes import note_step
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
@@ -93,6 +93,12 @@ class Session:
         self.fitted: Run | None = None
         self.running = False
         self.media = media_of(trainer, self)
+        self.results.history.title = self._title
+
+    def _title(self) -> str:
+        """Return the title of pictures of the newest run: its module and its folder, if it has one."""
+        folder = self.folder.known
+        return type(self.module).__name__ + ("" if folder is None else f" · {folder.name}")
 
     @property
     def engine(self) -> Engine | None:
@@ -128,7 +134,7 @@ class Session:
         if found is not None:
             tell_of_bad_step(found, self.settings.nan_policy)
         resume = None if found is None else Resume(found, start.strict, start.reset_optimizer)
-        writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
+        writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
@@ -176,8 +182,8 @@ class Session:
         found = find(self.settings.resume, ckpt_path, *where)
         # A job that was started again continues from its own checkpoint, which is further on.
         weights = find(None, init_from, *where, argument="init_from") if found is None else None
-        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
-        several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
+        files = [name for c in self.callbacks for name in c.row_files]
+        several, fitting = jax.process_count() > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, found, several=several, fitting=fitting)
         return found, weights
 
@@ -187,19 +193,18 @@ class Session:
 
     # A run ------------------------------------------------------------------------------------------
 
-    def set(self, where: str, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         """Set an argument, a field of the control, or the callbacks, from now on."""
-        if where == "control":
-            setattr(self.control, name, value)
-            return
-        if where == "callbacks":
+        if name == "callbacks":
             self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-            return
-        settings = dataclasses.replace(self.settings, **{name: value})
-        check_accumulation(self.active, settings)
-        self.settings = settings
-        if self.current is not None:
-            self.current.settings = self.settings
+        elif hasattr(self.control, name):
+            setattr(self.control, name, value)
+        else:
+            settings = dataclasses.replace(self.settings, **{name: value})
+            check_accumulation(self.active, settings)
+            self.settings = settings
+            if self.current is not None:
+                self.current.settings = settings
 
     def run(
         self,
@@ -269,23 +274,20 @@ class Session:
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _make_run(self, module: TrainModule, loaders: Loaders, position: Position) -> Run:
-        own = without(self.callbacks, self.added)
+        default = self.given.default_checkpoint
+        mine = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
-        self.callbacks = check_callbacks(self._with_default(own) + self.added)
-        for logger in (c for c in self.callbacks if isinstance(c, Logger)):
+        if default is not None and all(c.role != "checkpoint" for c in self.added):
+            mine.append(default)
+        self.callbacks = check_callbacks(mine + self.added)
+        loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
+        for logger in loggers:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
-        clock = Clock(self.strategy.num_processes > 1)
+        clock = Clock(jax.process_count() > 1)
         given = self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock
         return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
-
-    def _with_default(self, mine: list[Callback]) -> list[Callback]:
-        """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
-        default = self.given.default_checkpoint
-        mine = [c for c in mine if c is not default]
-        added = any(isinstance(c, ModelCheckpoint) for c in self.added)
-        return mine if default is None or added else [*mine, default]
 
     def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:
         hooks = run.hooks
@@ -361,7 +363,6 @@ class Session:
             self.strategy.shard_batch,
             intake_of=run.loaders.intake_of,
             splits=self.strategy.splits_by_process,
-            num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             control=self.control,
@@ -384,10 +385,10 @@ class Session:
     @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        extras = {} if self.engine is None else self.engine.extras
+        engine, extras = self.engine, {} if self.engine is None else self.engine.extras
         for key, keeper in extras.items():
-            if keeper is callback and self.engine is not None:
-                return self.strategy.canonical(self.engine.state.unflatten()).extras[key]
+            if keeper is callback and engine is not None:
+                return engine.state.unflatten().extras[key]
         raise ArgumentError(
             f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
             f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."

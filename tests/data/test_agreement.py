@@ -9,7 +9,7 @@ import jaxlit as jl
 from jaxlit.core.replica import num_rows
 from jaxlit.data.agreement import Agreement
 from jaxlit.errors import DataError, ProcessError
-from jaxlit.strategies.program import Whole
+from jaxlit.strategies.program import ReplicatedBatch
 
 ROWS = sized(48)[0]
 
@@ -44,7 +44,7 @@ def test_batches_that_divide_stay_parts_and_others_become_whole_ones_in_the_orde
     for found in agreed(monkeypatch, lambda index: cut(8, 8, 5 + index, first=index, step=2)):
         shapes, parts = zip(*found, strict=True)
         assert [x["x"].shape for x in shapes] == [(16, 3), (16, 3), (11, 3)]
-        assert [type(part) for part in parts] == [dict, dict, Whole]
+        assert [type(part) for part in parts] == [dict, dict, ReplicatedBatch]
         whole = np.concatenate([ROWS["x"][0::2][16:21], ROWS["x"][1::2][16:22]])
         np.testing.assert_array_equal(parts[2].batch["x"], whole)
 

@@ -94,7 +94,7 @@ ENDLESS = {
 
 
 def make_source(kind):
-    return source_of((LOADERS | ENDLESS)[kind](), "loader", may_go_on=True)  # as the Trainer does
+    return source_of((LOADERS | ENDLESS)[kind](), "loader", may_continue=True)  # as the Trainer does
 
 
 def take(source, epoch, count=None, *, limit=None, prefetch=0):
@@ -300,7 +300,7 @@ def test_where_a_generator_stands_is_counted_across_epochs():
     make = lambda: (batch for batch in itertools.cycle(batches()))  # noqa: E731
     trainer, seen = fit(make(), limit_train_batches=3, max_steps=4, max_epochs=-1)
     assert numbers(seen.train) == [[0, 1, 2], [3]]
-    source = source_of(make(), "loader", may_go_on=True)
+    source = source_of(make(), "loader", may_continue=True)
     source.load_state_dict(source.state_dict(1, position_of(trainer).data))
     assert numbers([[next(source.epoch(1))[0]]]) == [[4]]
 

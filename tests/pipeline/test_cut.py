@@ -13,7 +13,7 @@ from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.segments import holds_mark
-from jaxlit.programs.inline import inline
+from jaxlit.programs.jaxpr import inline
 
 KINDS = {"w": Role.WEIGHT, "s": Role.STATE, "b": Role.BATCH}
 ROWS, WIDTH = 8, 6

@@ -5,7 +5,7 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.pipeline.schedules import SCHEDULES
 
 S = jl.strategies
 
@@ -52,7 +52,7 @@ def test_along_a_v_the_first_rank_holds_the_last_stage() -> None:
 
 
 def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
-    found = {name: repr(named_schedule(name, 4, owner="Pipeline")) for name in SCHEDULES}
+    found = {name: repr(SCHEDULES[name](4)) for name in SCHEDULES}
     assert found == {
         "gpipe": "GPipe(4)",
         "1f1b": "Std1F1B(4)",
@@ -72,7 +72,7 @@ def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
         (lambda: S.Std1F1B(4).tasks(0), r"Std1F1B\(4\)\.tasks\(num_microbatches=\.\.\.\) takes an int of at least 1"),
         (lambda: S.ZBV(4, 4), "has 1 stages a rank, and needs two. Give 8 stages"),
         (
-            lambda: named_schedule("1f1", 4, owner="Pipeline"),
+            lambda: jl.strategies.Pipeline(4, "1f1"),
             r"Pipeline\(schedule=\.\.\.\) takes one of 'gpipe', .*1f1b",
         ),
     ],

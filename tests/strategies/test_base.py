@@ -92,7 +92,11 @@ def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
     assert (trainer.strategy.num_replicas, dict(trainer.strategy.mesh.shape)) == (2, {"data": 2, "columns": 4})
     placed = trainer.strategy.shard_batch(batches[0])
     assert placed["wide"].sharding.spec == P("data", "columns") and placed["x"].sharding.spec == P("data")
-    assert trainer.strategy.place_inputs(batches[0])["wide"].sharding.spec == P("data", "columns")
+    inputs = []
+    trainer.strategy.on_state(lambda _, x: jax.debug.inspect_array_sharding(x, callback=inputs.append))(
+        [], batches[0]["wide"]
+    )
+    assert [sharding.shard_shape((8, 16)) for sharding in inputs] == [(4, 4)]
     assert {sharding.shard_shape((8, 16)) for sharding in seen} == {(4, 4)}
     by_hand = HandLoop(Net(rngs=nnx.Rngs(0)), loss=lambda net, batch: net.loss(batch))(*rows).module
     assert_same(model.inner, by_hand.inner)
@@ -223,7 +227,7 @@ def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
     meshes = [jl.sharding.mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4)]
     shardings = [NamedSharding(mesh, spec) for mesh in meshes for spec in (P("data"), P())]
     strategy = jl.strategies.DDP()
-    strategy.use(4)
+    strategy.setup(4)
 
     def init(key: jax.Array, x: jax.Array) -> list[jax.Array]:
         return [x * 2, x + 1, jax.random.normal(key, (4,)), x.sum()]

@@ -89,11 +89,12 @@ def test_a_copy_of_a_split_parameter_is_whole_or_split_as_its_own_rule_says(rule
     assert trainer.state.model_state["target"].sharding.is_fully_replicated == (rule is None)
 
 
-def test_a_subclass_of_the_automatic_one_is_told_whose_body_is_explicit() -> None:
+def test_a_batch_spec_of_a_subclass_is_refused() -> None:
     class Mine(FSDP):
-        pass
+        def batch_spec(self, x: Any) -> P:
+            return P()
 
-    refuses(ArgumentError, lambda: Mine(body="explicit"), r"Mine\(body=\.\.\.\).*subclass ExplicitFSDP")
+    refuses(ArgumentError, lambda: Mine(body="explicit").setup(), r"Mine\.batch_spec splits a batch.*body='auto'")
 
 
 @pytest.mark.parametrize("where", [{"replicas": 2}, {"mesh": {"other": 2, "data": 4}}])

@@ -120,7 +120,7 @@ def test_hsdp_has_two_copies_in_one_process_and_copies_must_divide_the_devices()
     with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=3\): 8 devices do not divide into 3 copies"):
         make_trainer(strategy=jl.strategies.FSDP(replicas=3))
     mesh = jax.make_mesh((8,), ("data",))
-    with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=...\) is said by the mesh"):
+    with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=...\) is a size of the given mesh"):
         jl.strategies.FSDP(replicas=2, mesh=mesh)
 
 

@@ -18,7 +18,7 @@ from kit.stages import WIDTH, Language, Layered, by_microbatches, numbers, sente
 from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.pipeline import simulate
+from jaxlit.pipeline import executor, simulate
 from jaxlit.strategies import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv")
@@ -133,6 +133,20 @@ def test_what_is_held_is_what_the_simulator_says(schedule: str) -> None:
         assert peaks == [4, 3, 2, 1]
     # Each activation once forward and each gradient once back, but for two stages of one rank in the middle of a V.
     assert transfers == 2 * (layers - 1 - (schedule == "zbv")) * 8
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_nothing_of_a_batch_is_kept_after_its_last_task(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, run = [], executor._Batch.run
+
+    def counted(batch: Any, order: Any) -> Any:
+        made = run(batch, order)
+        left.append([len(x) for x in (batch.kept, batch.halves, batch.inbox, batch.cotangents)])
+        return made
+
+    monkeypatch.setattr(executor._Batch, "run", counted)
+    fit(layered(), sized(8), strategy=Pipeline(4, schedule, 8, layers="layers"), devices=4)
+    assert left == [[0, 0, 0, 0]]
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

@@ -315,7 +315,7 @@ def test_layers_are_not_divided_whichever_dim_they_stand_in(shape: tuple[int, ..
 
 def test_a_sequence_lies_in_parts_on_the_devices() -> None:
     strategy = SequenceParallel(seq=4, data=2)
-    strategy.use(None)
+    strategy.setup(None)
     placed = strategy.shard_batch({"x": np.ones((4, 8, 3)), "odd": np.ones((4, 9)), "y": np.ones(4), "n": np.ones(())})
     parts = {name: x.addressable_shards[0].data.shape for name, x in placed.items()}
     assert parts == {"x": (2, 2, 3), "odd": (2, 9), "y": (2,), "n": ()}
@@ -338,7 +338,7 @@ def test_a_sequence_lies_in_parts_on_the_devices() -> None:
 def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, described: str) -> None:
     trainer = make_trainer(strategy=strategy, mesh=mesh)
     assert trainer.strategy.describe() == described
-    assert not isinstance(strategy, FSDP) or strategy.given_mesh is None  # the user's own object stays as it was
+    assert not isinstance(strategy, FSDP) or strategy._given_mesh is None  # the user's own object stays as it was
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Names and arguments that do not exist are refused with what to use in their place: `porting.toml` lists them."""
+
+import functools
+import inspect
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxlit.errors import ArgumentTypeError, did_you_mean
+from jaxlit.shown import shown
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_FACES = {  # by package: the tables that give advice on its names
+    "jaxlit": ("jl", "jl.callbacks"),
+    "jaxlit.callbacks": ("jl.callbacks",),
+    "jaxlit.strategies": ("jl.strategies",),
+}
+
+
+@functools.cache
+def advice(owner: str) -> Mapping[str, str]:
+    """Return what to use in place of each name that an owner does not have.
+
+    Args:
+        owner: A table of `porting.toml`: "jl.callbacks", "Trainer", or "Trainer()" for arguments; another has none.
+    """
+    return {name: text for names, text in _tables().get(owner, {}).items() for name in names.split()}
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError:
+    """Return the error of a name that does not exist.
+
+    Args:
+        owner: A table of `porting.toml`.
+        name: The name.
+        known: The names that exist; the message proposes a similar one.
+        called: The owner's name in the message; its table's if left out.
+    """
+    hint = f" {text}" if (text := advice(owner).get(name)) else did_you_mean(name, known, 0.75)
+    return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
+
+
+class _Imports:
+    """Gives the advice to `from jaxlit import name` too, which asks for a module of that name before it fails."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        for owner in _FACES.get(package, ()):
+            if name in advice(owner):
+                raise ImportError(str(no_such_name(owner, name)), name=fullname)
+
+
+sys.meta_path.append(_Imports)  # last: asked only after no module of this name exists
+
+
+class NotOnTheClass:
+    """A class method of Lightning's that a class does not have: getting it raises, with what to use in its place.
+
+    Args:
+        owner: A table of `porting.toml`.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise no_such_name(self._owner, self._name, called=owner.__name__)
+
+
+def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> None:
+    """Refuse arguments that a constructor does not have.
+
+    Args:
+        cls: The class.
+        args: The positional arguments of the call.
+        kwargs: The names of its keyword arguments.
+
+    Raises:
+        ArgumentTypeError: With what to use in its place, or a similar name.
+    """
+    none = cls.__init__ is object.__init__
+    if none and args:
+        raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
+    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    _refuse(cls.__name__, parameters, args, kwargs, [base.__name__ for base in cls.__mro__])
+
+
+def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
+    """Return a decorator of a function or method, which refuses arguments that it does not have.
+
+    Args:
+        called: The function, as a user calls it: "Trainer.fit".
+    """
+
+    def decorate(method: _F) -> _F:
+        parameters = [*inspect.signature(method).parameters.values()]
+        bound = parameters[0].name == "self"
+        names, most = {p.name for p in parameters}, sum(p.kind in _BY_POSITION for p in parameters)
+        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else most
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > most or not kwargs.keys() <= names:
+                _refuse(called, parameters[bound:], args[bound:], kwargs, [called])
+            return method(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _refuse(
+    called: str, parameters: list[inspect.Parameter], args: Sequence[Any], kwargs: Iterable[str], owners: list[str]
+) -> None:
+    kinds = {p.kind for p in parameters}
+    places = [p.name for p in parameters if p.kind in _BY_POSITION]
+    if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        others = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+        named = ", ".join(others) if len(others) < 16 else f"help(jl.{called}) lists them"
+        raise ArgumentTypeError(
+            f"{called} takes {' and '.join(places) or 'nothing'} by position, got {len(args)} values. Name the others: "
+            f"{named or 'it has none'}."
+        )
+    known = [p.name for p in parameters]
+    for name in () if inspect.Parameter.VAR_KEYWORD in kinds else kwargs:
+        if name not in known:
+            listed = (
+                f"It has {', '.join(known) or 'none'}" if len(known) < 16 else f"help(jl.{called}) lists those it has"
+            )
+            hint = f"{did_you_mean(name, known)} {listed}.".lstrip()
+            texts = (advice(f"{owner}()").get(name) for owner in owners)
+            raise ArgumentTypeError(f"{called} has no argument {name!r}. {next(filter(None, texts), hint)}")
