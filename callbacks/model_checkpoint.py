@@ -13,13 +13,13 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
-from jaxlit.callbacks.monitor import Monitor
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class ModelCheckpoint(Callback):
         on_save_error: str = "raise",
     ) -> None:
         check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
-        self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
+        check_monitor("loss" if monitor is None else monitor, mode, owner="ModelCheckpoint")
+        self._sign = 1 if mode == "min" else -1
         if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
@@ -116,7 +117,7 @@ class ModelCheckpoint(Callback):
         """The best checkpoint, without `monitor` the newest; "" if there is none."""
         if self.monitor is None:
             return self.last_model_path
-        return min(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path], default="")
+        return min(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path], default="")
 
     @property
     def best_model_score(self) -> float | None:
@@ -317,10 +318,10 @@ class ModelCheckpoint(Callback):
             return True
         if len(self.best_k_models) < self.save_top_k:
             return True
-        return self.save_top_k > 0 and self._monitor.is_better(score, self.best_k_models[self._worst()])
+        return self.save_top_k > 0 and self._sign * score < self._sign * self.best_k_models[self._worst()]
 
     def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path])
+        return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
     def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
         """Return the monitored value, None if there is no new one or it is not finite.
@@ -331,10 +332,7 @@ class ModelCheckpoint(Callback):
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
             if epoch_over and (self._validated or not trainer.num_val_batches):
-                raise LoggerError(
-                    f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged."
-                    f"{did_you_mean(name, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
-                )
+                raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
         number = metrics.version(name)
         if number is not None and number == self._seen:
