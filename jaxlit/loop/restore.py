@@ -98,7 +98,7 @@ def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]
         )
     if added:
         _logger.warning(
-            "%s has no arrays of %s, which was not among the callbacks: they begin anew, from the restored parameters.",
+            "%s has no arrays of %s, which was not among the callbacks: they start again, from the restored parameters.",
             checkpoint.path,
             ", ".join(added),
         )

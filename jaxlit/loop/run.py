@@ -65,8 +65,9 @@ class Run:
     loaders: Loaders
     max_in_flight: int  # steps that may be dispatched and not finished
     clock: Clock
-    engine: Engine = field(init=False)
-    feeder: Feeder = field(init=False)
+    # None until the loaders are open, so also in prepare_data and setup.
+    engine: Engine = None  # type: ignore[assignment]
+    feeder: Feeder = None  # type: ignore[assignment]
     train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
     val: Sequence[tuple[Source, int | None]] = ()
     evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
@@ -75,7 +76,7 @@ class Run:
     # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
     rates_in: str | None = None  # the rows that a LearningRateMonitor asks for, "step" or "epoch"
-    tracing: Tracing = field(init=False)
+    tracing: Tracing = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training continues from a checkpoint, and has not begun an epoch since
     accumulate: int = 1  # batches an optimizer step in this epoch
@@ -132,8 +133,8 @@ class Run:
     @property
     def progress(self) -> tuple[Any, ...]:
         """What changes whenever the run moves; any thread may ask."""
-        feeder, position = getattr(self, "feeder", None), self.position
-        return self.hooks.log.hook, position.total_batch_idx, position.phase, feeder and feeder.drawn
+        position = self.position
+        return self.hooks.log.hook, position.total_batch_idx, position.phase, self.feeder and self.feeder.drawn
 
     @property
     def place(self) -> str:

@@ -26,7 +26,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build
-from jaxlit.trainer.resuming import check_window
+from jaxlit.trainer.opening import check_window
 
 
 @dataclass
