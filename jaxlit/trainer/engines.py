@@ -131,7 +131,7 @@ class Engines:
             own=own,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
             parts=parts,
-            leaves_out=run.hooks.failed.goes_on,
+            leaves_out=run.hooks.failed.tolerates,
             example=example,
         )
 
