@@ -27,7 +27,7 @@ class Start:
     reset_optimizer: bool
 
 
-def find(
+def resolve_checkpoint(
     resume: Any,
     path: Any,
     verb: str,

@@ -151,7 +151,7 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
     return list(found)
 
 
-def tell_hyperparams(hooks: Hooks) -> None:
+def log_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
     loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]

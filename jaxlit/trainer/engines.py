@@ -28,7 +28,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build
-from jaxlit.trainer.resuming import check_window
+from jaxlit.trainer.opening import check_window
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Engines:
             own=own,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
             parts=parts,
-            leaves_out=run.hooks.failed.goes_on,
+            leaves_out=run.hooks.failed.tolerates,
             example=example,
         )
 

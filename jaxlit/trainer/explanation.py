@@ -88,8 +88,7 @@ def explain(run: Run | None) -> Explanation:
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
     seconds, hooks = run.seconds, _times(run.hooks)
-    engine: Engine | None = getattr(run, "engine", None)  # a run that has not begun its loops has none
-    if engine is None:
+    if (engine := run.engine) is None:  # the run has not begun its loops
         return Explanation(hooks, seconds, dict(run.compiles.seconds))
     # What jax has forgotten meanwhile is compiled again, which is not the run's.
     with run.compiles.paused():
@@ -100,8 +99,7 @@ def explain(run: Run | None) -> Explanation:
 @out_of_meshes
 def step_flops(run: Run | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
-    engine: Engine | None = getattr(run, "engine", None)
-    if run is None or engine is None:
+    if run is None or (engine := run.engine) is None:
         return {}
     with run.compiles.paused():
         counted = [(program.name, program.flops) for program in reversed(engine.programs)]
