@@ -28,14 +28,14 @@ class ArrayKeeper(Protocol):
 
 
 def check_extras(
-    keepers: Mapping[str, ArrayKeeper], params: Any, leaves_out: Callable[[Exception, ArrayKeeper, str], bool]
+    keepers: Mapping[str, ArrayKeeper], params: Any, tolerates: Callable[[Exception, ArrayKeeper, str], bool]
 ) -> dict[str, ArrayKeeper]:
     """Refuse before anything is compiled what could not be kept in the state; returns the callbacks that can be.
 
     Args:
         keepers: The callbacks, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
-        leaves_out: See `Engine`.
+        tolerates: See `TrainingPlan`.
 
     Raises:
         ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
@@ -48,7 +48,7 @@ def check_extras(
             hook = "update_arrays"
             _check_update(keeper, arrays, params)
         except Exception as error:
-            if not leaves_out(error, keeper, hook):
+            if not tolerates(error, keeper, hook):
                 note_place(error, f"{type(keeper).__name__}.{hook}")
                 raise
             continue
@@ -56,36 +56,36 @@ def check_extras(
     return kept
 
 
-def eval_places(keepers: Mapping[str, ArrayKeeper], at: TrainState, leaves: Sequence[Any]) -> Any:
-    """Return the place in the state of what evaluations see as each parameter, a pytree like the parameters.
+def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Sequence[Any]) -> Any:
+    """Return the index in the state of what evaluations see as each parameter, a pytree like the parameters.
 
     Args:
         keepers: The callbacks that keep arrays, by their keys.
-        at: The places of the state's arrays.
+        index: The indices of the state's arrays.
         leaves: The arrays.
 
     Raises:
         ModuleError: Two callbacks ask for it, or one gives something else than its arrays, each like its parameter.
     """
-    chosen = {key: found for key, x in keepers.items() if (found := x.eval_params(at.extras[key])) is not None}
+    chosen = {key: made for key, x in keepers.items() if (made := x.eval_params(index.extras[key])) is not None}
     if len(chosen) > 1:
         raise ModuleError(
             f"{' and '.join(chosen)} both say by eval_params what evaluations see in place of the parameters. Leave "
             "one of them out."
         )
     for key, places in chosen.items():
-        where, own = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(at.extras[key])}
-        same = jax.tree.structure(places) == jax.tree.structure(at.params)
-        if not same or not all(isinstance(x, int) and x in own for x in jax.tree.leaves(places)):
+        where, arrays = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(index.extras[key])}
+        same = jax.tree.structure(places) == jax.tree.structure(index.params)
+        if not same or not all(isinstance(x, int) and x in arrays for x in jax.tree.leaves(places)):
             raise ModuleError(
                 f"{where} must return leaves of its arrays as they are, in a pytree like the parameters. What is "
                 "computed belongs into update_arrays."
             )
-        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, at.params)]
+        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, index.params)]
         if kinds[0] != kinds[1]:
             raise ModuleError(f"{where} must return an array of each parameter's own shape and dtype.")
         return places
-    return at.params
+    return index.params
 
 
 def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:

@@ -4,8 +4,8 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxlit.core.device_sums import Table
-from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.optimizer import updates_of
-from jaxlit.core.parts import Hold, Part
+from jaxlit.core.parts import Hold
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
@@ -33,12 +33,8 @@ class TrainStep:
 
     Args:
         pure: The module taken apart.
-        tx: The optimizer.
+        plan: How optimizer steps are taken.
         layout: How the flat state is laid out.
-        nan_policy: "raise", "skip" or "ignore".
-        clip: What is done to the gradients of an optimizer step first; it must be without state.
-        extras: Callbacks whose arrays are in the state, by their keys.
-        parts: What is trained from an epoch on only; `tx` keeps a state for each.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
         rates: The learning rates, which leave the optimizer step beside its table.
         wrap: What the strategy makes of the user's step.
@@ -47,12 +43,8 @@ class TrainStep:
     """
 
     pure: PureModule
-    tx: optax.GradientTransformation
+    plan: TrainingPlan
     layout: Layout
-    nan_policy: str
-    clip: optax.GradientTransformation | None = None
-    extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
     traced: tuple[Callable[..., Any], ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
@@ -158,7 +150,7 @@ class TrainStep:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
         given = state.params, state.opt_state, state.params, loss, epoch
-        return waits(self._optimize, *given, wait_for_all=holds_weights(self.tx, state.params))
+        return waits(self._optimize, *given, wait_for_all=holds_weights(self.plan.tx, state.params))
 
     @property
     def table(self) -> Table:
@@ -224,9 +216,9 @@ class TrainStep:
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
         written = (new.params, new.frozen, new.model_state)
-        if self.nan_policy != "ignore":
+        if self.plan.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
-            sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
+            sticky = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
             written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
         return replace(new, **dict(zip(("params", "frozen", "model_state"), written, strict=True)))
 
@@ -245,7 +237,7 @@ class TrainStep:
         after `nnx.value_and_grad`.
         """
         loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
-        if self.nan_policy == "raise" and old.loss_scale is None:
+        if self.plan.nan_policy == "raise" and old.loss_scale is None:
             return self._apply_masked(old, new, grads, loss, sums)
 
         def update() -> tuple[Any, ...]:
@@ -254,7 +246,7 @@ class TrainStep:
             # Kept for traced functions only: otherwise they would be one more copy of the parameters.
             return params, opt_state, extras, new.frozen, new.model_state, updates if self.traced else None
 
-        checks = self.nan_policy != "ignore"
+        checks = self.plan.nan_policy != "ignore"
         if not checks and old.loss_scale is None:
             params, opt_state, extras, _, _, updates = update()
             new = replace(new, params=params, opt_state=opt_state, extras=extras, sums=sums)
@@ -266,7 +258,7 @@ class TrainStep:
             overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
         bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
-        sticky = self.nan_policy == "raise"
+        sticky = self.plan.nan_policy == "raise"
         stopped = bad | (old.bad_step >= 0) if sticky else jnp.zeros((), bool)
         ok = ~bad & ~overflow & ~stopped
         if scale is not None:
@@ -305,7 +297,7 @@ class TrainStep:
         """
         finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
         ok = early & jnp.stack(finite).all()
-        known, wait_for_all = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
+        known, wait_for_all = {"early": early, "finite": finite}, holds_weights(self.plan.tx, old.params)
         given = grads, old.opt_state, new.params, loss, old.epoch
         opt_state, (params, updates) = guarded(self._optimize, *given, **known, wait_for_all=wait_for_all)
         params, extras = self._update_extras(old, params, grads)
@@ -322,12 +314,12 @@ class TrainStep:
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        old, hold = opt_state, Hold(self.parts, epoch)
+        old, hold = opt_state, Hold(self.plan.parts, epoch)
         clipped = grads = hold.without(grads)
-        if self.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.clip.update(grads, self.clip.init(params))
+        if self.plan.clip is not None:  # by global norm or value: no state is carried from step to step
+            clipped, _ = self.plan.clip.update(grads, self.plan.clip.init(params))
         where = f"{self.pure.name}.configure_optimizers"
-        updates, opt_state = updates_of(self.tx, clipped, opt_state, params, loss, where)
+        updates, opt_state = updates_of(self.plan.tx, clipped, opt_state, params, loss, where)
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)
@@ -335,7 +327,7 @@ class TrainStep:
     def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
         """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
         extras = {}
-        for key, keeper in self.extras.items():
+        for key, keeper in self.plan.extras.items():
             # Each has containers of its own, which it may write to: those of the step are read again later.
             given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
             with noting_place(f"{type(keeper).__name__}.update_arrays"):
@@ -349,7 +341,7 @@ class TrainStep:
         """Return a table as it leaves a step, with the rates of an optimizer step."""
         # One small array out of the step: what else the host reads with a row are more columns of it.
         columns = [table, *(jnp.stack([rate, OF_RATE])[:, None] for rate in rates)]
-        if self.nan_policy != "ignore":
+        if self.plan.nan_policy != "ignore":
             bad = (state.bad_step >= 0).astype(jnp.float32)
             columns.append(jnp.stack([bad, bad])[:, None])
         return jnp.concatenate(columns, axis=1)

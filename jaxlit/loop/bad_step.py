@@ -39,7 +39,7 @@ def go_back(run: Run, error: BaseException) -> None:
     engine, position = run.engine, run.position
     if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
         return  # the others may be elsewhere: reading the mark would wait for a step that they never take
-    if engine.nan_policy != "raise" or not engine.state.is_whole:
+    if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # whoever ends training at once waits for nothing

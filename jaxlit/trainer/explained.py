@@ -41,7 +41,7 @@ def _exhausted(error: BaseException, run: Run) -> BaseException:
     feeder = getattr(run, "feeder", None)
     batch = None if feeder is None or feeder.example is None else _per_device(feeder.example, engine)
     with run.compiles.paused():
-        return out_of_memory(error, place, state=engine.state.lies(), batch=batch, programs=programs)
+        return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
 
 
 def _per_device(batch: Any, engine: Engine) -> int:

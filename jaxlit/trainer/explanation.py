@@ -128,7 +128,7 @@ def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
-    if (state := engine.state.lies()) is None:
+    if (state := engine.state.stored()) is None:
         return ()
     depth = next((x.max_depth for x in run.hooks.callbacks if isinstance(x, ModelSummary)), -1)
     rows = summarize(state, run.module, max_depth=depth, notes=run.engine.strategy.notes) if depth else []
