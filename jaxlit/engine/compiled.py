@@ -12,6 +12,7 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState
@@ -125,8 +126,8 @@ class CompiledStep:
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
-                held = engine.state.lies_as(state.leaves)
-                raise out_of_memory(error, "in step(state, batch)", state=held) from error
+                stored = engine.state.stored(state.leaves)
+                raise out_of_memory(error, "in step(state, batch)", state=stored) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 
@@ -203,8 +204,9 @@ def compile_step(
     check_variables(built)
     if (processes := jax.process_count()) > 1:
         example = with_rows(example, processes * num_rows(example))
-    kept = {"precision": Precision(precision), "own": isinstance(module, lazy), "example": example}
-    engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", **kept)
+    plan = TrainingPlan(optimizer_of(built), nan_policy="ignore", example=example)
+    options = {"precision": Precision(precision), "take_ownership": isinstance(module, lazy)}
+    engine = Engine(built, found, plan, **options)
     engine.prepare_training(example)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []

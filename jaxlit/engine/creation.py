@@ -150,7 +150,7 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
     if example is not None:
         written = written_to(pure, strategy.step_program(state, pure, example), *held)
     found = zip(pure.leaves(*held), state.module.items(), written, strict=True)
-    return [name for leaf, (name, x), was in found if was and not leaf.goes_on(x.dtype)]
+    return [name for leaf, (name, x), was in found if was and not leaf.continues(x.dtype)]
 
 
 @lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ class Look:
         written: Sequence[int],
         compile: Callable[[Program], CompiledProgram],
     ) -> None:
-        counters: Any = state.at.counters
+        counters: Any = state.index.counters
         self._state, self._step, self._written = state, step, [counters, *written]
         outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
         look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
@@ -61,12 +61,12 @@ class Look:
             bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
         """
         state, names = self._state, self._names
-        if state.at.loss_scale is not None:  # such a step changes nothing
+        if state.index.loss_scale is not None:  # such a step changes nothing
             return []
         known = sum(1 << i for i, name in enumerate(names) if bad is not None and name in bad)
-        waits = zip(jax.tree.leaves(state.at.opt_state), self._step.waits(state.abstract()), strict=True)
+        waits = zip(jax.tree.leaves(state.index.opt_state), self._step.waits(state.abstract()), strict=True)
         return [state.specs[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
 
     @property
     def _names(self) -> list[str]:
-        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.at.params)]
+        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.index.params)]

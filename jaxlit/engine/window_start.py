@@ -26,7 +26,7 @@ class WindowStart:
         """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self._places]
-        self._kept = self._choose([leaves[self._state.at.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
+        self._kept = self._choose([leaves[self._state.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Put back what was kept."""

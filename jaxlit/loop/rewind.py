@@ -139,7 +139,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     engine, position = run.engine, run.position
     if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
-    if engine.nan_policy != "raise" or not engine.state.is_whole:
+    if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # a user who ends training at once does not wait for the device

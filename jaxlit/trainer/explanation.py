@@ -126,7 +126,7 @@ def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
-    if (state := engine.state.lies()) is None:
+    if (state := engine.state.stored()) is None:
         return ()
     rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     found = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]

@@ -87,7 +87,7 @@ class Saver:
         check_path(path, owner)
         order = None if order is None else check.integer("order", order, low=0, owner=owner)
         run = self._training()
-        if not run.engine.state.is_whole:
+        if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         run.hooks.take_writes(owner)
         check_finite(run)
