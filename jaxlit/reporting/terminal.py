@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _BAR_WIDTH = 18
-_ASCII = str.maketrans("·…━─│┃┏┳┓┡╇┩└┴┘", "|.=-||+++++++++")
+_ASCII = str.maketrans("·…━─", "|.=-")
 
 
 def say(text: str, *, aside: bool = False) -> None:
