@@ -10,11 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kit.refusals import refuses
 
 from jaxlit.callbacks import ModelSummary
 from jaxlit.callbacks.model_summary import Row, summarize, totals
-from jaxlit.errors import ArgumentError
 
 BODY = nnx.All(nnx.Param, nnx.PathContains("body"))
 
@@ -127,8 +125,3 @@ def test_arrays_on_some_devices_count_where_they_are(module) -> None:
         ("P('fsdp') on cpu:0-1", 4 * 17152 // 2),
         ("replicated on cpu:4-5,7", 4 * 2570),
     ]
-
-
-@pytest.mark.parametrize("depth", [-2, 1.0, "1", True, None])
-def test_a_wrong_depth_is_refused(depth) -> None:
-    refuses(ArgumentError, lambda: ModelSummary(max_depth=depth), r"ModelSummary\(max_depth=...\)")

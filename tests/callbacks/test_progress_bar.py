@@ -14,12 +14,10 @@ import pytest
 from kit import trainers
 from kit.batches import numbered
 from kit.modules import Mean, logging
-from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import ArgumentError
 from jaxlit.reporting.epoch_line import epoch_line, number
 
 NAN, SEVENTEEN = float("nan"), 1 / 17
@@ -517,8 +515,3 @@ def test_a_stdout_of_ascii_gets_readable_lines(make_trainer, open_terminal, monk
     assert "?" not in text.replace("\x1b[?", "")
     assert text.count("val/loss 0.5") == text.count("val/loss 0.25") == 1 and "done 2 epochs" in text
     assert ("====" in text) == isatty  # the bar
-
-
-@pytest.mark.parametrize("rate", [0, 10.1, NAN, "fast", True])
-def test_a_wrong_refresh_rate_is_refused(rate):
-    refuses(ArgumentError, lambda: ProgressBar(refresh_rate=rate), re.escape(repr(rate)))
