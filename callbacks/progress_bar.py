@@ -320,7 +320,7 @@ class ProgressBar(Callback):
         if text := self._compiles.first():  # no step came after it
             self._print(text)
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
-        seconds, best = time.monotonic() - self._start, self._best.describe(trainer)
+        seconds, best = time.monotonic() - self._start, self._best.describe()
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
 
     def _print(self, line: str) -> None:
