@@ -95,17 +95,17 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     Raises:
         CheckpointError: It does not fit, or nothing in it does.
     """
-    variables, wanted, own = [], [], set[str]()
+    variables, wanted, generators = [], [], set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if isinstance(variable, nnx.RngState) and not draws:
-            own.add(f"module.{leaf_name(path)}")
+            generators.add(f"module.{leaf_name(path)}")
             continue
         value = variable.get_value()
         dtype = f"key<{jax.random.key_impl(value)}>" if is_key(value) else str(value.dtype)
         shape = jax.random.key_data(value).shape if is_key(value) else value.shape
         variables.append(variable)
         wanted.append((f"module.{leaf_name(path)}", tuple(shape), dtype))
-    skip = lambda name: not name.startswith("module.") or name in own  # noqa: E731
+    skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
     pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
     name = type(module).__name__
     if rows and not pairs and not strict:
