@@ -73,7 +73,7 @@ def throughput(devices: int, rounds: int) -> None:
     from jaxlit.data.watchdog import Watchdog
 
     strategy = jl.strategies.DDP() if devices > 1 else jl.strategies.SingleDevice()
-    strategy.use(devices)
+    strategy.setup(devices)
     sharding = NamedSharding(strategy.mesh, P("data"))
 
     def place(batch: Any) -> Any:
@@ -87,7 +87,6 @@ def throughput(devices: int, rounds: int) -> None:
         feeder = Feeder(
             place,
             num_replicas=devices,
-            num_processes=1,
             prefetch="auto",
             watchdog=Watchdog(None),
             control=Control(),

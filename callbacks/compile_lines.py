@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxlit.core.replica import num_rows
 from jaxlit.reporting.terminal import clock
 
@@ -61,7 +63,7 @@ class CompileLines:
 
 def _batch(trainer: "Trainer", rows: int, *, last: bool) -> str:
     which = "the last" if last else "a"
-    if trainer.strategy.num_processes > 1:  # the rows are those of this process
+    if jax.process_count() > 1:  # the rows are those of this process
         return f"for {which} batch of another size"
     return f"for {which} batch of {rows:,} row{'s' * (rows != 1)}"
 

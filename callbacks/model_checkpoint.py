@@ -8,16 +8,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
-from jaxlit.callbacks.monitor import Monitor
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ class ModelCheckpoint(Callback):
         on_save_error: str = "raise",
     ) -> None:
         check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
-        self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
+        check_monitor("loss" if monitor is None else monitor, mode, owner="ModelCheckpoint")
+        self._sign = 1 if mode == "min" else -1
         if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
@@ -114,7 +117,7 @@ class ModelCheckpoint(Callback):
         """The best checkpoint, without `monitor` the newest; "" if there is none."""
         if self.monitor is None:
             return self.last_model_path
-        return min(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path], default="")
+        return min(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path], default="")
 
     @property
     def best_model_score(self) -> float | None:
@@ -138,7 +141,7 @@ class ModelCheckpoint(Callback):
             return
         self._reset()
         self._folder, self._fitting = self.folder(trainer.run_dir), True
-        if self.train_time_interval is not None and trainer.strategy.num_processes > 1:
+        if self.train_time_interval is not None and jax.process_count() > 1:
             raise ArgumentError(
                 "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
                 "every_n_train_steps in several processes."
@@ -173,7 +176,7 @@ class ModelCheckpoint(Callback):
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time, and tell of one that could not be written."""
-        if self._saving is not None and self._saving.is_done and trainer.strategy.num_processes == 1:
+        if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
         if not trainer.saver.may_begin:
             return
@@ -188,7 +191,7 @@ class ModelCheckpoint(Callback):
 
     def _has_rested(self, trainer: "Trainer") -> bool:
         """Return whether writing another checkpoint leaves the training nine tenths of the time."""
-        if trainer.strategy.num_processes > 1:  # each has a clock of its own
+        if jax.process_count() > 1:  # each has a clock of its own
             return True
         return self._saving is None and time.monotonic() >= self._rests_until
 
@@ -197,7 +200,7 @@ class ModelCheckpoint(Callback):
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
         # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
         # them read off the device.
-        meets = trainer.strategy.num_processes == 1 or isinstance(exception, NonFiniteError)
+        meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
         if not (self.save_on_exception and self._fitting and kept and meets):
             return
         if self._lock is None and trainer.is_global_zero:  # training has not begun
@@ -315,10 +318,10 @@ class ModelCheckpoint(Callback):
             return True
         if len(self.best_k_models) < self.save_top_k:
             return True
-        return self.save_top_k > 0 and self._monitor.is_better(score, self.best_k_models[self._worst()])
+        return self.save_top_k > 0 and self._sign * score < self._sign * self.best_k_models[self._worst()]
 
     def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path])
+        return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
     def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
         """Return the monitored value, None if there is no new one or it is not finite.
@@ -329,10 +332,7 @@ class ModelCheckpoint(Callback):
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
             if epoch_over and (self._validated or not trainer.num_val_batches):
-                raise LoggerError(
-                    f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged."
-                    f"{did_you_mean(name, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
-                )
+                raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
         number = metrics.version(name)
         if number is not None and number == self._seen:

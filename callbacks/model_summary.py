@@ -14,8 +14,8 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, placement
-from jaxlit.reporting.table import size
 from jaxlit.reporting.terminal import join, line_width, say
+from jaxlit.table import size
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

@@ -113,7 +113,7 @@ class TensorBoardLogger(Logger):
         """Write a row."""
         if (writer := self._opened()) is not None:
             for name, value in metrics.items():
-                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._at(step))
+                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step(step))
 
     def save(self) -> None:
         """Write out what has been logged."""
@@ -131,7 +131,7 @@ class TensorBoardLogger(Logger):
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
         if (writer := self._opened()) is not None:
-            writer.add_text(key, str(text), self._at(step))
+            writer.add_text(key, str(text), self._step(step))
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
@@ -150,7 +150,7 @@ class TensorBoardLogger(Logger):
         x = x[np.isfinite(x)]
         sums = float(x.sum()), float((x**2).sum())
         limits = edges[1:].tolist()
-        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._at(step))
+        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._step(step))
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -158,14 +158,12 @@ class TensorBoardLogger(Logger):
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
         need_pillow("TensorBoardLogger.log_image")
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if caption is not None and len(caption) != len(images):
-            raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(caption)} captions.")
         arrays = [_pixels(as_image(f"TensorBoardLogger.log_image({key!r}, ...)", x)) for x in images]
         if (writer := self._opened()) is None:
             return
         for i, array in enumerate(arrays):
             name = f"{key}/{i}" if len(arrays) > 1 else key
-            writer.add_image(name, array, self._at(step), dataformats="HWC"[: array.ndim])
+            writer.add_image(name, array, self._step(step), dataformats="HWC"[: array.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 
@@ -192,10 +190,6 @@ class TensorBoardLogger(Logger):
             self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
             self._open, self._purge = True, None
         return self._writer
-
-    def _at(self, step: int | None) -> int:
-        assert self._attached is not None
-        return max(self._attached.global_step - 1, 0) if step is None else int(step)
 
 
 def _pixels(image: Any) -> np.ndarray:

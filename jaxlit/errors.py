@@ -3,10 +3,9 @@
 Every message says the rule, what was given, and what to do.
 """
 
-import contextlib
 import difflib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 __all__ = [
     "ArgumentError",
@@ -26,9 +25,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-_RAISED_BY = "It was raised by "
 
 
 class JaxlitError(Exception):
@@ -77,31 +73,6 @@ class NonFiniteError(JaxlitError, FloatingPointError):
 
 class OutOfMemoryError(JaxlitError, MemoryError):
     """A device's memory is too small for the state, a batch or a step."""
-
-
-def note_place(error: BaseException, place: str) -> BaseException:
-    """Return an error with a note of where it was raised; one that it has already is the nearer, and stays alone."""
-    if not any(note.startswith(_RAISED_BY) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{_RAISED_BY}{place}.")
-    return error
-
-
-def note_step(error: BaseException, step: int) -> None:
-    """Add to the note of where an error was raised how many optimizer steps had been taken, if it does not say."""
-    notes = getattr(error, "__notes__", [])
-    for i, note in enumerate(notes):
-        if note.startswith(_RAISED_BY) and "(global_step " not in note:
-            notes[i] = f"{note[:-1]} (global_step {step})."
-
-
-@contextlib.contextmanager
-def noting_place(place: str) -> Iterator[None]:
-    """Note on whatever is raised inside the block where that was."""
-    try:
-        yield
-    except BaseException as error:
-        note_place(error, place)
-        raise
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.pipeline.schedules import (
+    ZBV,
     Eager1F1B,
     GPipe,
     Interleaved1F1B,
@@ -10,11 +11,9 @@ from jaxlit.pipeline.schedules import (
     Std1F1B,
     ZeroBubbleH1,
 )
-from jaxlit.pipeline.zbv import ZBV
 from jaxlit.porting import no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
-from jaxlit.strategies.explicit import ExplicitFSDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
 from jaxlit.strategies.pipeline import Pipeline
@@ -34,7 +33,6 @@ __all__ = [
     "FSDP",
     "ZBV",
     "Eager1F1B",
-    "ExplicitFSDP",
     "GPipe",
     "Interleaved1F1B",
     "PMap",

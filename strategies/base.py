@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
@@ -20,11 +20,11 @@ from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
-from jaxlit.strategies.program import Out, Program, Whole, lay, named, state_shardings
+from jaxlit.strategies.program import Out, Program, ReplicatedBatch, jit, named, state_shardings
 
 
 class Strategy(Configured, ABC):
-    """How training is laid out over devices: the mesh, the shardings and the compiled step.
+    """How training is distributed over devices: the mesh, the shardings and the compiled step.
 
     A subclass that shards the state in its own way overrides `state_sharding` only: the step is then
     compiled by `jax.jit`, sees the global batch, and XLA adds the collectives.
@@ -45,25 +45,29 @@ class Strategy(Configured, ABC):
     reason = ""
     """Why "auto" chose this strategy; empty if it was named."""
 
-    mesh: jax.sharding.Mesh
+    mesh: Mesh
+
+    per_replica = False
+    """Whether a step body sees one replica's rows, not the global batch."""
 
     notes: Mapping[str, str] = MappingProxyType({})
-    """What the model's summary says of a parameter before how it is split, by its path."""
+    """What the model's summary prints for a parameter before its sharding, by its path."""
 
     several_processes = True
     """Whether it can train over the devices of several processes."""
 
     takes_mesh = True
-    """Whether it can train on a mesh of the user's own."""
+    """Whether it can train on a mesh of the user's."""
 
     mesh_axes: ClassVar[tuple[str, ...]] = ("data",)
     """The axes of such a mesh that split the batch, as far as it has them; an only axis does, whatever its name."""
 
-    given_mesh: jax.sharding.Mesh | dict[str, int] | None = None
-    """A mesh of the user's own, or the sizes of its axes; None builds one by `mesh_shape`."""
+    _given_mesh: Mesh | dict[str, int] | None = None  # the user's, or the sizes of its axes; None: by `mesh_shape`
 
-    def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
-        """Train on a mesh of the user's own; to be called before `use`.
+    # The mesh
+
+    def use_mesh(self, mesh: Mesh | Mapping[str, int] | None) -> None:
+        """Train on a mesh of the user's; to be called before `setup`.
 
         Args:
             mesh: The mesh, whose axes become automatic (XLA places what no rule places); or the size of each axis by
@@ -76,17 +80,17 @@ class Strategy(Configured, ABC):
         name = type(self).__name__
         if mesh is None:
             return
-        if not isinstance(mesh, (jax.sharding.Mesh, Mapping)):
+        if not isinstance(mesh, (Mesh, Mapping)):
             raise ArgumentTypeError(
-                f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, {{'data': 2, 'fsdp': -1}} say, "
-                f"got {mesh!r}."
+                f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, such as {{'data': 2, 'fsdp': "
+                f"-1}}, got {mesh!r}."
             )
-        if not self.takes_mesh or self.given_mesh is not None:
+        if not self.takes_mesh or self._given_mesh is not None:
             why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
             raise ArgumentError(
                 f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
             )
-        names = mesh.axis_names if isinstance(mesh, jax.sharding.Mesh) else tuple(mesh)
+        names = mesh.axis_names if isinstance(mesh, Mesh) else tuple(mesh)
         axes = tuple(axis for axis in self.mesh_axes if axis in names)
         if not axes and len(names) > 1:
             raise ArgumentError(
@@ -94,31 +98,13 @@ class Strategy(Configured, ABC):
                 f"axes {names}. Rename one of them."
             )
         self.batch_axes = axes or tuple(map(str, names))
-        if isinstance(mesh, jax.sharding.Mesh):
-            self.given_mesh = jax.sharding.Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        if isinstance(mesh, Mesh):
+            self._given_mesh = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
         else:
-            self.given_mesh = dict(mesh)
+            self._given_mesh = dict(mesh)
 
-    def setup(self, devices: Sequence[jax.Device]) -> None:
-        """Build the mesh over `devices`; called once a fit, before anything else."""
-        given = self.given_mesh
-        if isinstance(given, jax.sharding.Mesh):
-            self.mesh = given
-        else:
-            owner = f"The mesh of {type(self).__name__}"
-            shape = self.mesh_shape(len(devices)) if given is None else given
-            self.mesh = sharding.build_mesh(shape, devices, owner)
-
-    def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return the size of each mesh axis, by name; here all devices stand on `data`.
-
-        Args:
-            device_count: How many devices there are; the sizes multiply to it.
-        """
-        return {"data": device_count}
-
-    def use(self, devices: int | None) -> None:
-        """Choose devices and build the mesh.
+    def setup(self, devices: int | None = None) -> None:
+        """Choose the devices and build the mesh; called once, before anything else.
 
         Args:
             devices: How many over all processes, None for all.
@@ -126,38 +112,43 @@ class Strategy(Configured, ABC):
         Raises:
             ArgumentError: There are fewer, or a process would be left without its share.
         """
-        self.setup(self.choose_devices(devices))
+        given = self._given_mesh
+        if not isinstance(given, Mesh):
+            self.mesh = self._build_mesh(sharding.first_devices(devices))
+        elif devices in (None, given.size):
+            self.mesh = given
+        else:
+            raise ArgumentError(
+                f"Trainer(devices={devices}) with a mesh of {given.size} devices. Leave devices out: the mesh says "
+                "which to use."
+            )
         if (count := jax.process_count()) == 1:
             return
-        name, held = type(self).__name__, Counter(d.process_index for d in self.mesh.devices.flat)
+        name, per_process = type(self).__name__, Counter(d.process_index for d in self.mesh.devices.flat)
         if not self.several_processes:
             raise ArgumentError(
                 f"{name} trains in one process, and there are {count}. Use strategy='ddp', 'fsdp' or 'shard_map', "
                 "whose meshes span the processes."
             )
-        if len(held) < count or len(set(held.values())) > 1:
+        if len(per_process) < count or len(set(per_process.values())) > 1:
             raise ArgumentError(
-                f"{name} would use {self.mesh.size} devices, by process {dict(held)}, of {jax.device_count()} in "
-                f"{count} processes. Each process must hold as many: leave devices out, or give a mesh of them all."
+                f"{name} would use {self.mesh.size} devices, by process {dict(per_process)}, of {jax.device_count()} "
+                f"in {count} processes. Each process must have as many: leave devices out, or give a mesh of them all."
             )
 
-    def choose_devices(self, devices: int | None) -> list[jax.Device]:
-        """Return the devices to use.
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Return the size of each mesh axis, by name; here all devices are on `data`.
 
         Args:
-            devices: How many, None for all.
-
-        Raises:
-            ArgumentError: There are fewer.
+            device_count: How many devices there are; the sizes multiply to it.
         """
-        if isinstance(mesh := self.given_mesh, jax.sharding.Mesh):
-            if devices not in (None, mesh.size):
-                raise ArgumentError(
-                    f"Trainer(devices={devices}) with a mesh of {mesh.size} devices. Leave devices out: the mesh says "
-                    "which to use."
-                )
-            return list(mesh.devices.flat)
-        return sharding.first_devices(devices)
+        return {"data": device_count}
+
+    def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
+        shape: Any = self.mesh_shape(len(devices)) if self._given_mesh is None else self._given_mesh
+        return sharding.build_mesh(shape, devices, f"The mesh of {type(self).__name__}")
+
+    # The state
 
     @abstractmethod
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
@@ -166,7 +157,7 @@ class Strategy(Configured, ABC):
         Args:
             state: The state, with `jax.ShapeDtypeStruct` leaves. Arrays of callbacks are not in it: they are split as
                 the parameters are.
-            model: The module taken apart; `model.origin` is the module, whose arrays may be mere shapes and dtypes.
+            model: The module taken apart; `model.origin` is the module, whose arrays may be shapes and dtypes only.
             example: The first batch of the training, for `step_program`; None where none is known yet: in an
                 evaluation, or where a module is built before its loaders.
 
@@ -175,7 +166,7 @@ class Strategy(Configured, ABC):
         """
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return how gradients lie in a step, as a tree like `state.params`, or None for as XLA decides.
+        """Return the shardings of gradients in a step, a tree like `state.params`; None lets XLA choose.
 
         Args:
             state: See `state_sharding`.
@@ -184,92 +175,13 @@ class Strategy(Configured, ABC):
         """
         return None
 
-    def reduce_grads(self, replica: Replica, grads: Any, how: str, to: Any) -> Any:
-        """Return a replica's gradients summed or averaged over all of them, inside the step.
-
-        Args:
-            replica: The replica; one that sees the global batch has the gradients of all.
-            grads: Its gradients, a tree like the parameters.
-            how: "sum" or "mean".
-            to: What `grad_sharding` returned.
-        """
-        return lay(replica.reduce(grads, how), to)
-
-    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the user's step as it is to be traced into a program; here as it is.
-
-        Args:
-            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
-            shardings: That of each leaf of the state.
-        """
-        return body
-
-    def part_of(self, batch: Any) -> Any:
-        """Return a batch, or shapes, of as many rows as one pass of a training step sees of it; here of all."""
-        return batch
-
-    def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Trace the user's training step; what is traced again later is not traced twice.
-
-        Args:
-            state: See `state_sharding`.
-            model: See `state_sharding`.
-            example: See `state_sharding`; not None.
-
-        Returns:
-            Its program, a `jax.extend.core.ClosedJaxpr`, whose first inputs are the leaves of params, frozen and
-            model_state.
-        """
-        found: list[Any] = []
-
-        def keep(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
-            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
-            found.append(jax.make_jaxpr(model.body("training", replica))(*args))
-
-        # Of the types that the placed state will have, which a trace is kept for.
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
-        states = placed.params, placed.frozen, placed.model_state, placed.counters
-        self.trace(keep, states, self.part_of(example))
-        return found[0]
-
-    @property
-    def num_replicas(self) -> int:
-        """How many ways the rows of a batch are split."""
-        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
-
-    def batch_spec(self, x: Any) -> P:
-        """Return how a leaf of a batch is split: its rows over `batch_axes`, and a number on each device.
-
-        The one place that says how a batch lies, whether it is placed, or met inside a step. A strategy that splits
-        another dim as well, over the words of a text say, overrides it.
-
-        Args:
-            x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
-        """
-        return sharding.split_dim(0, self.batch_axes) if x.ndim else P()
-
-    @property
-    def window_replicas(self) -> int | None:
-        """The size of the accumulation window's leading dim; None if it has none."""
-        return None
-
-    @property
-    def replica(self) -> Replica:
-        """What a step body sees."""
-        return Replica(constrain_batch=self._constrain_batch)
-
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that every device holds whole."""
+        """The sharding of an array of which every device has all: counters, the metrics' sums, the loss scale."""
         return NamedSharding(self.mesh, P())
 
-    @property
-    def home(self) -> NamedSharding:
-        """Where the counters, the metrics' sums and the loss scale lie."""
-        return self.replicated
-
     def create_state(self, init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
-        """Run `init(*inputs)` so that each result is born in its sharding, which may be on any mesh.
+        """Run `init(*inputs)` so that each result is created in its sharding, which may be on any mesh.
 
         Args:
             init: A function of arrays to a pytree of arrays.
@@ -279,25 +191,60 @@ class Strategy(Configured, ABC):
         """
         return create(self.in_mesh(init), shardings, *inputs, donate=donate)
 
+    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what runs on the state outside of a step.
+
+        Args:
+            fn: A function of (a list of arrays of the state, *pytrees of inputs) to a pytree. An input is split over
+                the devices where its rows divide.
+        """
+        compiled = jit(self.mesh, self.in_mesh(fn))
+        return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))
+
+    def _place_input(self, x: Any) -> Any:
+        if self.mesh.size == 1:
+            return x
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        split = x.ndim and x.shape[0] % self.num_replicas == 0
+        return jax.device_put(x, self._batch_sharding(x) if split else self.replicated)
+
+    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return the arrays of a module as a fit leaves them; here in their shardings."""
+        return arrays
+
+    # The batch
+
     @property
-    def num_processes(self) -> int:
-        """How many processes hold the devices; each places its own rows of a batch."""
-        return jax.process_count() if self.mesh.is_multi_process else 1
+    def num_replicas(self) -> int:
+        """How many ways the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    def batch_spec(self, x: Any) -> P:
+        """Return how a leaf of a batch is split: its rows over `batch_axes`; a number is on each device.
+
+        The one place that decides it, for a batch that is placed and for one inside a step. A strategy that splits
+        another dim as well, for example the positions of a text, overrides it.
+
+        Args:
+            x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
+        """
+        return sharding.split_dim(0, self.batch_axes) if x.ndim else P()
 
     def shard_batch(self, batch: Any) -> Any:
-        """Place a host batch: rows split over the devices where they divide, otherwise whole on each.
+        """Place a host batch: rows split over the devices where they divide, otherwise all of them on each.
 
         On one device the host arrays go straight into the step, which is cheaper.
 
         Args:
-            batch: The batch, or in several processes this process's rows of it; `Whole` if it has them all.
+            batch: The batch, or in several processes this process's rows of it; `ReplicatedBatch` if it has them all.
         """
         if self.mesh.size == 1:
             return batch
-        given, processes = (batch.batch, 1) if isinstance(batch, Whole) else (batch, self.num_processes)
-        split = num_rows(given) * processes % self.num_replicas == 0
-        lies = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, given)
-        return sharding.place_whole(given, lies) if isinstance(batch, Whole) else sharding.place(given, lies)
+        replicated = isinstance(batch, ReplicatedBatch)
+        arrays, processes = (batch.batch, 1) if replicated else (batch, jax.process_count())
+        split = num_rows(arrays) * processes % self.num_replicas == 0
+        shardings = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, arrays)
+        return (sharding.place_replicated if replicated else sharding.place)(arrays, shardings)
 
     def splits_by_process(self, batch: Any) -> bool:
         """Return whether each process places rows that no other does; otherwise it places what it needs of all rows.
@@ -305,20 +252,9 @@ class Strategy(Configured, ABC):
         Args:
             batch: The global batch, or its shapes.
         """
-        lies = [(self._batch_sharding(x), tuple(x.shape)) for x in jax.tree.leaves(batch) if x.ndim]
-        return num_rows(batch) % self.num_replicas == 0 and all(sharding.rows_by_process(*x) for x in lies)
-
-    def place_inputs(self, inputs: Any) -> Any:
-        """Place the inputs of `Trainer.apply`: each split over the devices where its rows divide."""
-        if self.mesh.size == 1:
-            return inputs
-
-        def place(x: Any) -> jax.Array:
-            x = x if isinstance(x, jax.Array) else np.asarray(x)
-            split = x.ndim and x.shape[0] % self.num_replicas == 0
-            return jax.device_put(x, self._batch_sharding(x) if split else self.replicated)
-
-        return jax.tree.map(place, inputs)
+        return num_rows(batch) % self.num_replicas == 0 and all(
+            sharding.rows_by_process(self._batch_sharding(x), tuple(x.shape)) for x in jax.tree.leaves(batch) if x.ndim
+        )
 
     def _constrain_batch(self, batch: Any) -> Any:
         if self.mesh.size == 1:
@@ -332,6 +268,13 @@ class Strategy(Configured, ABC):
 
     def _batch_sharding(self, x: Any) -> NamedSharding:
         return NamedSharding(self.mesh, self.batch_spec(x))
+
+    # The step
+
+    @property
+    def replica(self) -> Replica:
+        """What a step body sees."""
+        return Replica(constrain_batch=self._constrain_batch)
 
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fn` with the mesh in context while it is traced, so that what it runs may name the mesh's axes."""
@@ -352,49 +295,53 @@ class Strategy(Configured, ABC):
         """
         jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
 
+    def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Trace the user's training step; what is traced again later is not traced twice.
+
+        Args:
+            state: See `state_sharding`.
+            model: See `state_sharding`.
+            example: See `state_sharding`; not None.
+
+        Returns:
+            Its program, a `jax.extend.core.ClosedJaxpr`, whose first inputs are the leaves of params, frozen and
+            model_state.
+        """
+        programs: list[Any] = []
+
+        def keep(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
+            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
+            programs.append(jax.make_jaxpr(model.body("training", replica))(*args))
+
+        # With the types that the placed state will have: jax keeps a trace by them.
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
+        states = placed.params, placed.frozen, placed.model_state, placed.counters
+        self.trace(keep, states, self.replica.part_of(example))
+        return programs[0]
+
+    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
+        """Return the user's step as it is to be traced into a program; here as it is.
+
+        Args:
+            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
+            shardings: The sharding of each leaf of the state.
+        """
+        return body
+
     def compile(self, program: Program) -> Callable[..., Any]:
         """Return a function of `(*states, batch)` that runs the program, compiled at its first call.
 
-        If it has `trace`, as a function of `jax.jit` has, `Trainer.explain` tells what the program costs.
+        If it has `trace`, as a function of `jax.jit` has, `Trainer.explain` reports what the program costs.
         """
         body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
-        # What a step returns beside the state and the metrics may lie as XLA likes.
+        # XLA chooses the shardings of what a step returns next to the state and the metrics.
         out = tuple(
-            held if held is not None else self.replicated if isinstance(x, Out) else None
-            for held, x in zip(state_shardings(program), program.outputs, strict=True)
+            sharding if sharding is not None else self.replicated if isinstance(x, Out) else None
+            for sharding, x in zip(state_shardings(program), program.outputs, strict=True)
         )
-        return self.jit(body, out_shardings=out, donate_argnums=program.donate)
-
-    def jit(self, fn: Callable[..., Any], **options: Any) -> Any:
-        """Compile a program with collectives by `jax.jit`.
-
-        Args:
-            fn: The function.
-            **options: Other arguments of `jax.jit`.
-        """
-        if self.mesh.devices.flat[0].platform == "cpu" and self.mesh.size > 1:
-            # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
-            # for each other, and the process is ended.
-            options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-        return jax.jit(fn, **options)
-
-    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of arrays of the state, and inputs, compiled: what runs on the state outside of a step.
-
-        Args:
-            fn: A function of (a list of arrays, *pytrees) to a pytree.
-        """
-        return self.jit(self.in_mesh(fn))
-
-    def canonical(self, state: TrainState) -> TrainState:
-        """Return the state as global arrays on the mesh, one copy of each."""
-        return state
-
-    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return the arrays of a module as it is left by a fit; here as they lie."""
-        return arrays
+        return jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate)
 
     def describe(self) -> str:
-        """Return the name, the mesh, and why it was chosen; a strategy that has more to tell adds lines."""
+        """Return the name, the mesh, and why it was chosen; a strategy may add lines."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")

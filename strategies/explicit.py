@@ -1,83 +1,62 @@
-"""Fully sharded data parallel with collectives of its own: each gathered and reduced once a step."""
+"""The explicit body of FSDP: split arrays are gathered once a step, gradients reduced into shards once a window."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Literal, jaxpr_as_fun
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
 
-from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
-from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError
-from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.program import SHARED, Lying, Program, named, state_shardings
+from jaxlit.strategies.program import SHARED, ArraySpec, Program, jit, named, state_shardings
 from jaxlit.strategies.replicas import ByDivision
 from jaxlit.strategies.shard_map import ShardMapDDP
 
 
-class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
-    """What `FSDP(body="explicit")` is: the step runs once on each device, on its rows, under `jax.shard_map`.
+@dataclass(frozen=True)
+class ShardReplica(Replica):
+    """A replica that keeps a shard of each split parameter."""
 
-    Split parameters are gathered before the step and gradients summed into shards after it, after the last batch of a
-    window only; clipping, checks and the optimizer see global arrays. A device holds all parameters during a step, and
-    its own float32 gradients of all of them during a window. Losses that couple rows see one device's rows.
+    def reduce_grads(self, grads: Any, how: str, shardings: Any) -> Any:
+        """Return the sum or the mean of all replicas' gradients, of those that are split this replica's shard."""
 
-    Example:
-        >>> import jaxlit as jl
-        >>> strategy = jl.strategies.FSDP(body="explicit")
-        >>> trainer = jl.Trainer(strategy=strategy, accumulate_grad_batches=4, max_epochs=1, logger=False)
-    """
-
-    sync_batchnorm, loss_reduction = True, "mean"
-
-    def check_mesh(self) -> None:
-        """Refuse a mesh of which the replicas would stand on several axes.
-
-        Raises:
-            ArgumentError: Naming its axes.
-        """
-        if len(self.batch_axes) > 1 or self.mesh.size != self.num_replicas:
-            raise ArgumentError(
-                f"FSDP(body='explicit') takes a mesh of one axis, got {dict(self.mesh.shape)}. Leave replicas and "
-                "other axes out, or take body='auto'."
-            )
-
-    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return sharded parameters and optimizer state, and each device's window on its own."""
-        self.check_mesh()
-        found = super().state_sharding(state, model, example)
-        own = jax.tree.map(lambda _: NamedSharding(self.mesh, P(self.axis)), state.window)
-        return replace(found, window=own)
-
-    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the step with scans that are computed again if asked; parameters are whole in it."""
-        whole = replace(shardings, **{k: jax.tree.map(self._gathered, getattr(shardings, k)) for k in _HELD})
-        return super().wrap_body(body, whole)
-
-    def reduce_grads(self, replica: Replica, grads: Any, how: str, to: Any) -> Any:
-        """Return the sum or the mean of all devices' gradients, of those that are split this device's shard."""
-
-        def one(g: jax.Array, lies: NamedSharding) -> jax.Array:
-            axis, dim = str(replica.axis), self._dim(lies)
+        def one(g: jax.Array, sharding: NamedSharding) -> jax.Array:
+            axis, dim = str(self.axis), shard_dim(sharding, str(self.axis))
             if dim is None:
                 g = jax.lax.psum(g, axis)
             else:
                 g = jax.lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
-            return g / replica.count if how == "mean" else g
+            return g / self.count if how == "mean" else g
 
-        return jax.tree.map(one, grads, to) if to is not None else super().reduce_grads(replica, grads, how, to)
+        return self.reduce(grads, how) if shardings is None else jax.tree.map(one, grads, shardings)
+
+
+class ExplicitBody(ShardMapDDP):
+    """Runs a step once on each device under `jax.shard_map`, and its optimizer on global arrays.
+
+    Args:
+        mesh: The mesh.
+        axis: Its axis that splits the batch and the state.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        super().__init__()
+        self.mesh, self.batch_axes = mesh, (axis,)
+
+    @property
+    def replica(self) -> Replica:
+        """One of the replicas."""
+        base = super().replica
+        return ShardReplica(**{field.name: getattr(base, field.name) for field in fields(base)})
 
     def compile(self, program: Program) -> ByDivision:
         """Return the program, of an optimizer step the first half mapped and the second on global arrays."""
         if program.parts is None:
             return super().compile(program)
         gradients, apply = program.parts
-        grads = SHARED if program.grads is None else jax.tree.map(Lying, program.grads)
+        grads = SHARED if program.grads is None else jax.tree.map(ArraySpec, program.grads)
         state, _, loss, outputs, *_ = program.outputs
         first = replace(program, fn=gradients, outputs=(state, grads, SHARED, loss, outputs), parts=None)
 
@@ -90,51 +69,46 @@ class ExplicitFSDP(FSDP, ShardMapDDP, body="explicit"):
                 return new, logs, loss, outputs, *seen
 
             out = state_shardings(program)
-            return self.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)
+            return jit(self.mesh, named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
         return ByDivision(step(self.replica), step(replace(self.replica, whole=True)))
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
         """Return the body of a program, which gathers what is split."""
         closed, treedef = self.traced(partial(program.fn, replica), *args)
-        run, jaxpr = jaxpr_as_fun(closed), closed.jaxpr
-        lies = [lying for state in program.inputs for lying in state]
-        dims = [None if lying.own else self._dim(lying.sharding) for lying in lies]
+        run, jaxpr, axis = jaxpr_as_fun(closed), closed.jaxpr, str(replica.axis)
+        dims = [_dim(spec, axis) for state in program.inputs for spec in state]
         dims += [None] * (len(jaxpr.invars) - len(dims))  # of the batch
-        as_given = {var: i for i, var in enumerate(jaxpr.invars)}
-        outputs = jax.tree.leaves(program.outputs[0])  # the state, first of all that leaves a step
+        input_of = {var: i for i, var in enumerate(jaxpr.invars)}
+        outputs = jax.tree.leaves(program.outputs[0])  # the state, the first result of each program
+        out_dims = [_dim(spec, axis) for spec in outputs] + [None] * (len(jaxpr.outvars) - len(outputs))
 
-        def part(i: int, var: Any, result: Any, blocks: list[Any]) -> Any:
-            dim = self._dim(outputs[i].sharding) if i < len(outputs) and not outputs[i].own else None
+        def shard(var: Any, result: Any, dim: int | None, shards: list[Any]) -> Any:
             if dim is None:
                 return result
-            if (place := as_given.get(var)) is not None and dims[place] == dim:
-                return blocks[place]  # not from the gathered copy of it
+            place = None if isinstance(var, Literal) else input_of.get(var)
+            if place is not None and dims[place] == dim:
+                return shards[place]  # the step did not change it: no slice of the gathered copy
             size = result.shape[dim] // replica.count
-            return jax.lax.dynamic_slice_in_dim(result, jax.lax.axis_index(str(replica.axis)) * size, size, dim)
+            return jax.lax.dynamic_slice_in_dim(result, jax.lax.axis_index(axis) * size, size, dim)
 
         def body(*args: Any) -> Any:
-            blocks = jax.tree.leaves(args)
-            axis = str(replica.axis)  # what the step does not use is not gathered in the end, as jit drops it
+            shards = jax.tree.leaves(args)
+            # jit drops the gathering of what the step does not use.
             gather = lambda x, dim: x if dim is None else jax.lax.all_gather(x, axis, axis=dim, tiled=True)  # noqa: E731
-            whole = map(gather, blocks, dims)
-            pairs = zip(jaxpr.outvars, run(*whole), strict=True)
-            results = [
-                part(i, None if isinstance(var, Literal) else var, x, blocks) for i, (var, x) in enumerate(pairs)
-            ]
-            return treedef.unflatten(results)
+            results = run(*map(gather, shards, dims))
+            triples = zip(jaxpr.outvars, results, out_dims, strict=True)
+            return treedef.unflatten([shard(*triple, shards) for triple in triples])
 
         return body
 
-    def describe(self) -> str:
-        """Return one line for people, with what it costs."""
-        return f"{super().describe()}, explicit: all parameters and gradients on each device during a step"
 
-    def _dim(self, lies: NamedSharding) -> int | None:
-        """Return which dim a device has its own part of; None where it has all, or a part on a mesh of its own."""
-        if lies.mesh != self.mesh:
-            return None
-        return next((dim for dim, axes in enumerate(lies.spec) if axes is not None), None)
+def shard_dim(sharding: NamedSharding, axis: str) -> int | None:
+    """Return the dim of an array that is split over `axis`; None if it is replicated, or split on a divided mesh."""
+    if axis not in sharding.mesh.axis_names:
+        return None
+    return next((dim for dim, axes in enumerate(sharding.spec) if axes is not None), None)
 
 
-_HELD = ("params", "frozen", "model_state")
+def _dim(spec: ArraySpec, axis: str) -> int | None:
+    return None if spec.per_replica else shard_dim(spec.sharding, axis)

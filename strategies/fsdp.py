@@ -12,12 +12,15 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.explicit import ExplicitBody
 from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.program import Program
 from jaxlit.strategies.rules import Rules, axes_of, dim_names
 
 # Those of jax.checkpoint_policies that are policies; the others make one of arguments.
@@ -27,12 +30,12 @@ _POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_w
 class FSDP(Strategy):
     """Shard the state over the devices that split the batch.
 
-    How a parameter is split is said by the first of these that holds: a rule of its path; the names of its dims, as the
-    module annotates them; its largest dim that divides by the number of shards; two dims that divide together; what
-    divides by a part of the shards. Else it stays whole, as arrays of at most `min_size` elements, random state, batch
-    statistics and counters do. The dim that a scan goes along, layer by layer, is split by rules only. The step sees
-    the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one are gathered
-    at a time; layers that are computed again in part only, and scans inside a cond or a loop, are left to XLA.
+    A parameter is split by the first of these that applies: a rule of its path; the names of its dims, as the module
+    annotates them; its largest dim that divides by the number of shards; two dims that divide together; a dim that
+    divides by a part of the shards. Otherwise it is replicated, as are arrays of at most `min_size` elements, random
+    state, batch statistics and counters. The dim that a scan goes along, layer by layer, is split by rules only. The
+    step sees the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one
+    layer are gathered at a time; scans inside a cond or a loop are left to XLA.
 
     The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
     is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
@@ -40,16 +43,16 @@ class FSDP(Strategy):
 
     Args:
         stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too.
-        min_size: The most elements of an array that stays whole.
+        min_size: The most elements of an array that is replicated.
         replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
             the number of processes, and 2 in a single one.
         rules: Which mesh axes arrays are split over, see `Rules`.
-        remat: Compute the layers that a step scans over again in the backward pass: True keeps their inputs only,
-            "dots_saveable" and other names of `jax.checkpoint_policies` what they say. Refused if there is no scan.
+        remat: Recompute the layers that a step scans over in the backward pass: True keeps their inputs only,
+            "dots_saveable" and other names of `jax.checkpoint_policies` what these save. Refused if there is no scan.
         body: "auto" leaves the collectives to XLA. "explicit" runs the step once on each device, on its rows (see
             `ShardMapDDP`): split parameters are gathered once a step and gradients summed into shards once a window, so
             a device holds all parameters during a step, and all of its own gradients in float32 during a window.
-        mesh: A mesh of your own, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
+        mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
             state over `fsdp`; with one of the two, or with an only axis, both are split over that.
 
     Raises:
@@ -63,19 +66,6 @@ class FSDP(Strategy):
 
     mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp")
 
-    _bodies: ClassVar[dict[str, type["FSDP"]]] = {}
-
-    def __init_subclass__(cls, body: str | None = None) -> None:
-        """Note the class that `FSDP(body=...)` is to make."""
-        super().__init_subclass__()
-        if body is not None:
-            FSDP._bodies[body] = cls
-
-    def __new__(cls, *args: Any, body: str = "auto", **kwargs: Any) -> "FSDP":
-        """Return a strategy of the class that the body asks for."""
-        made = FSDP._bodies.get(body, cls) if cls is FSDP and isinstance(body, str) else cls
-        return super().__new__(made, *args, **kwargs)
-
     def __init__(
         self,
         *,
@@ -87,29 +77,47 @@ class FSDP(Strategy):
         body: str = "auto",
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
-        name, whole = type(self).__name__, check.is_int(min_size, low=0)
+        name = type(self).__name__
         check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
-        check.require(whole, "min_size", min_size, "must be an int of at least 0", owner=name)
-        known = replicas == "auto" or check.is_int(replicas, low=1)
-        check.require(known, "replicas", replicas, "must be a positive int or 'auto'", owner=name)
-        known = isinstance(remat, bool) or remat in _POLICIES
-        check.require(known, "remat", remat, f"must be a bool or one of {_POLICIES}", owner=name)
+        valid = check.is_int(min_size, low=0)
+        check.require(valid, "min_size", min_size, "must be an int of at least 0", owner=name)
+        valid = replicas == "auto" or check.is_int(replicas, low=1)
+        check.require(valid, "replicas", replicas, "must be a positive int or 'auto'", owner=name)
+        valid = isinstance(remat, bool) or remat in _POLICIES
+        check.require(valid, "remat", remat, f"must be a bool or one of {_POLICIES}", owner=name)
         check.require(body in ("auto", "explicit"), "body", body, "must be 'auto' or 'explicit'", owner=name)
-        made = body == "auto" or isinstance(self, FSDP._bodies[body])
-        check.require(made, "body", body, "is said by the base: subclass ExplicitFSDP", owner=name)
-        self.stage, self.min_size, self.replicas, self.remat = stage, min_size, replicas, remat
-        self.rules = Rules(rules, owner=name)
+        self.stage, self.min_size, self.replicas, self.remat, self.body = stage, min_size, replicas, remat, body
+        self.rules, self.per_replica = Rules(rules, owner=name), body == "explicit"
         if replicas != 1:
             self.batch_axes = ("data", "fsdp")
         self.use_mesh(mesh)
 
     def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
         """Train on a mesh of the user's own; see `Strategy.use_mesh`."""
-        alone, name = mesh is None or self.replicas in (1, "auto"), type(self).__name__
-        check.require(
-            alone, "replicas", self.replicas, "is said by the mesh where one is given: leave it out", owner=name
-        )
+        free, name = mesh is None or self.replicas in (1, "auto"), type(self).__name__
+        check.require(free, "replicas", self.replicas, "is a size of the given mesh: leave it out", owner=name)
         super().use_mesh(mesh)
+
+    def setup(self, devices: int | None = None) -> None:
+        """Choose the devices and build the mesh.
+
+        Raises:
+            ArgumentError: The explicit body cannot run on this mesh, or with a `batch_spec` of a subclass.
+        """
+        super().setup(devices)
+        if not self.per_replica:
+            return
+        if len(self.batch_axes) > 1 or self.mesh.size != self.num_replicas:
+            raise ArgumentError(
+                f"FSDP(body='explicit') takes a mesh of one axis, got {dict(self.mesh.shape)}. Leave replicas and "
+                "other axes out, or take body='auto'."
+            )
+        if type(self).batch_spec is not Strategy.batch_spec:
+            raise ArgumentError(
+                f"{type(self).__name__}.batch_spec splits a batch, and with body='explicit' each device sees entire "
+                "rows. Take body='auto'."
+            )
+        self._explicit = ExplicitBody(self.mesh, str(next(iter(self.batch_axes))))
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each.
@@ -134,77 +142,103 @@ class FSDP(Strategy):
         return ("fsdp",) if "fsdp" in self.batch_axes else self.batch_axes
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return sharded parameters and optimizer state, and the rest whole."""
+        """Return sharded parameters and optimizer state, and the rest replicated."""
         split = self._split(state, model, example)
         params, frozen, model_state = split if self.stage == 3 else jax.tree.map(self._gathered, split)
-        whole = jax.tree.map(lambda _: self.replicated, state)
-        window = whole.window
-        if window is not None:
+        shardings = jax.tree.map(lambda _: self.replicated, state)
+        window = shardings.window
+        if self.per_replica:
+            window = jax.tree.map(lambda _: sharding.rows(self.mesh, self.batch_axes), window)
+        elif window is not None:
             window = replace(window, grads=split[0] if self.stage >= 2 else params)
         opt_state = like_params(state.opt_state, state.params, split[0], self.replicated)
-        held = {"params": params, "frozen": frozen, "model_state": model_state}
-        return replace(whole, opt_state=opt_state, window=window, **held)
+        module = {"params": params, "frozen": frozen, "model_state": model_state}
+        return replace(shardings, opt_state=opt_state, window=window, **module)
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the gradients' shards from stage 2 on."""
         return None if self.stage == 1 else self._split(state, model, example)[0]
 
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the step with scans that gather the weights of one layer at a time, and compute it again if asked."""
-        held = jax.tree.leaves((shardings.params, shardings.frozen, shardings.model_state))
-        lies = [(split, self._gathered(split)) if self._is_split(split) else None for split in held]
-        if not self.remat and not any(lies):
-            return body
-        if not self.remat:
-            return by_layer(body, lies)
-        policies = jax.checkpoint_policies
-        policy = policies.nothing_saveable if self.remat is True else getattr(policies, str(self.remat))
-        return by_layer(body, [(split, self._gathered(split)) for split in held], policy)
+        """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
+        pairs = [
+            (x, self._gathered(x)) for x in jax.tree.leaves((shardings.params, shardings.frozen, shardings.model_state))
+        ]
+        if self.per_replica:  # the explicit body gathers them before the step
+            pairs = [(gathered, gathered) for _, gathered in pairs]
+        if self.remat:
+            policies = jax.checkpoint_policies
+            policy = policies.nothing_saveable if self.remat is True else getattr(policies, str(self.remat))
+            return by_layer(body, pairs, policy)
+        split = [pair if pair[0] != pair[1] else None for pair in pairs]
+        return by_layer(body, split) if any(split) else body
+
+    # The step: of the global batch, or with the explicit body of each device's rows
+
+    @property
+    def replica(self) -> Replica:
+        """What a step body sees."""
+        return self._explicit.replica if self.per_replica else super().replica
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Place a host batch; see `Strategy.shard_batch`."""
+        return self._explicit.shard_batch(batch) if self.per_replica else super().shard_batch(batch)
+
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
+        """Run `fn` on abstract values; see `Strategy.trace`."""
+        (self._explicit.trace if self.per_replica else super().trace)(fn, states, batch)
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """Return a function of `(*states, batch)` that runs the program."""
+        return self._explicit.compile(program) if self.per_replica else super().compile(program)
+
+    def describe(self) -> str:
+        """Return one line, with what the explicit body costs."""
+        cost = ", explicit: all parameters and gradients on each device during a step" if self.per_replica else ""
+        return super().describe() + cost
+
+    # How an array is split
 
     def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
-        """Return the shardings of parameters, frozen parameters and other state as stage 3 has them."""
+        """Return the shardings of parameters, frozen parameters and other state under stage 3."""
         parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
 
-        def lies(scanned: dict[int, set[int]]) -> list[NamedSharding]:
+        def split(scanned: dict[int, set[int]]) -> list[NamedSharding]:
             return [
                 self._sharding(name, x, names.get(name, P()), by_size=is_param, scanned=scanned.get(i, set()))
                 for i, (is_param, name, x) in enumerate(leaves)
             ]
 
-        found = lies({})
-        # A trace is asked for only if what it tells can matter: a dim was split that a scan may go along.
+        shardings = split({})
+        # The step is traced only where that can matter: a dim was split that a scan may go along.
         doubtful = any(
-            x.ndim > 2 or (x.ndim > 1 and lie.spec[0])
-            for lie, (_, _, x) in zip(found, leaves, strict=True)
-            if axes_of(lie.spec)
+            axes_of(first.spec) and (x.ndim > 2 or (x.ndim > 1 and first.spec[0]))
+            for first, (_, _, x) in zip(shardings, leaves, strict=True)
         )
         if example is not None and (doubtful or self.remat):
             places = [i for i, (_, _, x) in enumerate(leaves) if not is_key(x)]
             scanned = scanned_dims(self.step_program(state, model, example), places)
             if self.remat and not scanned:
                 raise ArgumentError(
-                    f"{type(self).__name__}(remat={self.remat!r}) computes the layers of a scan again, and "
+                    f"{type(self).__name__}(remat={self.remat!r}) recomputes the layers of a scan, and "
                     f"{model.name}.training_step scans over none. Leave remat out, and wrap layers in nnx.remat."
                 )
-            found = lies(scanned)
-        return jax.tree.structure(parts).unflatten(found)
+            shardings = split(scanned)
+        return jax.tree.structure(parts).unflatten(shardings)
 
     def _sharding(self, name: str, x: Any, names: P, *, by_size: bool, scanned: set[int]) -> NamedSharding:
-        if not is_key(x) and (found := self.rules.sharding(name, x, names, self.mesh)) is not None:
-            return found
+        if not is_key(x) and (by_rule := self.rules.sharding(name, x, names, self.mesh)) is not None:
+            return by_rule
         if not by_size:
             return self.replicated
-        return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, whole_dims=scanned)
+        return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, unsplit_dims=scanned)
 
-    def _is_split(self, lies: NamedSharding) -> bool:
-        return lies != self._gathered(lies)
-
-    def _gathered(self, lies: NamedSharding) -> NamedSharding:
-        """Return how an array lies while it is used: over the axes of rules alone."""
-        if lies.mesh != self.mesh:  # over a part of the devices: all its axes are of the shards
+    def _gathered(self, split: NamedSharding) -> NamedSharding:
+        """Return the sharding of an array while it is used: over the axes of rules alone."""
+        if split.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
             return self.replicated
-        entries = (x if isinstance(x, tuple) else (x,) for x in lies.spec)
+        entries = (x if isinstance(x, tuple) else (x,) for x in split.spec)
         kept = [tuple(axis for axis in x if axis is not None and axis not in self.shard_axes) for x in entries]
         return NamedSharding(self.mesh, P(*(x[0] if len(x) == 1 else x or None for x in kept)))

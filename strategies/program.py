@@ -1,4 +1,4 @@
-"""A step that a strategy compiles, and how its arrays come and go."""
+"""A step that a strategy compiles, with the specs of its inputs and outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,22 +18,21 @@ class Program:
         name: The name under which it compiles, `train_step` say.
         kind: "train" for an optimizer step, "micro" for a batch of a window that continues, "eval" for an evaluation.
         fn: The body.
-        inputs: How each array of each state lies.
-        outputs: How the results lie: a list of `Lying` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
+        inputs: The spec of each array of each state.
+        outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
-        parts: Of an optimizer step its two halves, whose composition `fn` is, for a strategy that runs them apart:
+        parts: The two halves of an optimizer step, for a strategy that runs them separately:
             `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
             parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
             and runs the optimizer on global arrays.
-        grads: How the gradients lie between the two, a tree of shardings like the parameters; None for as XLA decides.
-        passes: Of a training program what a strategy needs that takes the gradient itself, in passes over parts of the
-            batch.
+        grads: The shardings of the gradients between the two halves, a tree like the parameters; None lets XLA choose.
+        passes: For a training program under a strategy that takes gradients itself, in passes over parts of a batch.
     """
 
     name: str
     kind: str
     fn: Callable[..., Any]
-    inputs: tuple[list["Lying"], ...]
+    inputs: tuple[list["ArraySpec"], ...]
     outputs: tuple[Any, ...]
     donate: tuple[int, ...] = ()
     parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -42,28 +41,28 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Lying:
-    """How an array of a state lies on the devices.
+class ArraySpec:
+    """How an array of the state is stored on the devices.
 
     Attributes:
         sharding: The global array's.
-        own: Each replica has a part of its own along a leading dim, which its step body does not see.
+        per_replica: Each replica has its own part along a leading dim, which its step body does not see.
     """
 
     sharding: NamedSharding
-    own: bool = False
+    per_replica: bool = False
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Whole:
-    """A batch of which every replica, or in several processes every process, has all rows: they do not divide."""
+class ReplicatedBatch:
+    """A batch whose rows do not divide: every replica, or in several processes every process, has all of them."""
 
     batch: Any
 
 
 class Out:
-    """How an output that is no state leaves a step."""
+    """The kind of an output that is no state."""
 
 
 SHARED = Out()  # the same on every replica
@@ -72,23 +71,27 @@ ROWS = Out()  # one row for each row of the batch
 
 
 def state_shardings(program: Program) -> tuple[Any, ...]:
-    """Return the shardings of the states that leave a program; what is no state may lie as XLA likes.
+    """Return the shardings of the states that a program returns, and None, XLA's choice, for its other results.
 
-    Left open, they could come out otherwise than they went in, an array without elements say, and the next call would
-    compile again.
+    A state's sharding that XLA chose could differ from the one it had before, for example for an array without
+    elements, and the next call would compile again.
     """
-    is_state = lambda x: isinstance(x, list) and all(isinstance(y, Lying) for y in x)  # noqa: E731
+    is_state = lambda x: isinstance(x, list) and all(isinstance(y, ArraySpec) for y in x)  # noqa: E731
     # Not every list: what a user's step returns may be one.
-    return tuple([lying.sharding for lying in x] if is_state(x) else None for x in program.outputs)
+    return tuple([spec.sharding for spec in x] if is_state(x) else None for x in program.outputs)
 
 
-def lay(tree: Any, to: Any) -> Any:
-    """Return a tree whose arrays lie, inside a step, as a tree of shardings says; None leaves them to XLA."""
-    return tree if to is None else jax.tree.map(jax.lax.with_sharding_constraint, tree, to)
+def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
+    """Compile a program with collectives over a mesh by `jax.jit`, which takes the options."""
+    if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
+        # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
+        # for each other, and the process is ended.
+        options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    return jax.jit(fn, **options)
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` under another name: what it compiles is reported by it."""
+    """Return `fn` under another name, by which its compiled program is reported."""
 
     def call(*args: Any) -> Any:
         return fn(*args)

@@ -8,7 +8,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.program import EACH, ROWS, Lying, Program, named
+from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 
@@ -34,12 +34,12 @@ class Simulated(PerReplica):
         self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
-        whole = replicas is None or (isinstance(replicas, int) and replicas >= 1)
-        check.require(whole, "replicas", replicas, "must be a positive int", owner="Simulated")
+        valid = replicas is None or check.is_int(replicas, low=1)
+        check.require(valid, "replicas", replicas, "must be a positive int", owner="Simulated")
         self.replicas = replicas
 
-    def choose_devices(self, devices: int | None) -> list[jax.Device]:
-        """Return the first device, and take the number of replicas.
+    def setup(self, devices: int | None = None) -> None:
+        """Take the first device, and the number of replicas.
 
         Raises:
             ArgumentError: `devices` differs from the number of replicas.
@@ -50,20 +50,20 @@ class Simulated(PerReplica):
                 "Leave devices out."
             )
         self._count = self.replicas or devices or jax.device_count()
-        return jax.devices()[:1]
+        super().setup(1)
 
     @property
     def num_replicas(self) -> int:
         """The simulated replicas."""
         return self._count
 
-    def place(self, batch: Any, *, whole: bool) -> Any:
+    def place(self, batch: Any, *, replicated: bool) -> Any:
         """Leave the batch as it is: it goes to the one device."""
         return batch
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and vmap."""
-        axes = tuple([0 if lying.own else None for lying in state] for state in program.inputs)
+        axes = tuple([0 if spec.per_replica else None for spec in state] for state in program.inputs)
         n = self.num_replicas
 
         def call(*args: Any) -> Any:
@@ -74,12 +74,12 @@ class Simulated(PerReplica):
             rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
             mapped = jax.vmap(body, in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
 
-            def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
+            def join(layout: Any, x: Any) -> Any:  # a layout may be of an entire tree
                 if layout is ROWS and replica.splits:
                     return x.reshape(-1, *x.shape[2:])
-                own = layout.own if isinstance(layout, Lying) else layout is EACH
-                # What is the same on every replica is that of the first, as on devices.
-                return x if own else jax.tree.map(lambda leaf: leaf[0], x)
+                per_replica = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
+                # A value that is the same on every replica is taken from the first, as on devices.
+                return x if per_replica else jax.tree.map(lambda leaf: leaf[0], x)
 
             return jax.tree.map(join, program.outputs, mapped(*states, batch))
 

@@ -21,8 +21,8 @@ class SingleDevice(Strategy):
     several_processes = False
     takes_mesh = False
 
-    def choose_devices(self, devices: int | None) -> list[jax.Device]:
-        """Return the first device.
+    def setup(self, devices: int | None = None) -> None:
+        """Take the first device.
 
         Raises:
             ArgumentError: More than one is asked for.
@@ -32,7 +32,7 @@ class SingleDevice(Strategy):
                 f"Trainer(strategy='single', devices={devices}): 'single' uses one device. "
                 f"Use strategy='ddp' for {devices}, or devices=1."
             )
-        return jax.devices()[:1]
+        super().setup(1)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the one device's sharding for every leaf."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from flax import errors, nnx
+from flax import nnx
 
 from jaxlit.core.plain_attributes import CONTAINERS, each_attribute
 from jaxlit.errors import ModuleError
@@ -25,7 +25,8 @@ def check_closures(module: nnx.Module) -> None:
     Raises:
         ModuleError: Naming the attribute.
     """
-    for name, value in each_attribute(module, of=nnx.Pytree):
+    for name, attributes, key in each_attribute(module, of=nnx.Pytree):
+        value = attributes[key]
         if (held := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
             raise ModuleError(
@@ -34,16 +35,6 @@ def check_closures(module: nnx.Module) -> None:
                 "attribute of the module, and write a method that calls it (def f(self, x): return self.layer(x)) or "
                 "an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
             )
-
-
-def note_trace_level(error: Exception) -> None:
-    """Add to flax's error about a Variable of another trace where such a Variable comes from."""
-    if isinstance(error, errors.TraceContextError):
-        error.add_note(
-            "A step may change the Variables of its own module only. A layer that is held by a closure, by a global or "
-            "by an object that is no nnx.Module is not part of it: make the layer an attribute of the module, and call "
-            "it in a method."
-        )
 
 
 def _described(held: Any) -> str:

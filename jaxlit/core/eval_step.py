@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.reduction import gather_outputs, on_replica
+from jaxlit.core.reduction import reduce_outputs, share_of_metrics
 from jaxlit.core.replica import Replica, same
 from jaxlit.core.state import Layout
 
@@ -51,6 +51,6 @@ class EvalStep:
         body = self.wrap(self.pure.body(self.stage, replica, self.loader))
         _, (_, values, weights, outputs) = body(params, frozen, model_state, batch, step, epoch, batch_idx)
         metrics, traced = self.pure.table(self.stage, self.loader), self.pure.trace_of(self.stage, self.loader)
-        entry = metrics.entry(*on_replica(replica, metrics, values, weights, traced.sharing), replica.share)
-        outputs = gather_outputs(replica, outputs, traced.sharing, traced.rows_of)
+        entry = metrics.entry(*share_of_metrics(replica, metrics, values, weights, traced.reduction), replica.share)
+        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
         return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.programs.jaxpr import reaches, sources
+from jaxlit.programs.jaxpr import bind, reaches, sources, value_of, walk
 
 
 def all_finite(tree: Any) -> list[jax.Array]:
@@ -39,42 +39,43 @@ def guarded(
     *others: Any,
     early: jax.Array,
     finite: Sequence[jax.Array],
-    whole: bool,
+    wait_for_all: bool,
 ) -> tuple[Any, Any]:
-    """Return what an optimizer's update returns, with its state kept where a gradient was not finite.
+    """Return what an optimizer's update returns, but old leaves of its state where a gradient is not finite.
 
-    A leaf of the state is new if the step was found good so far and all gradients that it waits for are finite. It is
-    chosen where it is made, before anything reads it: the old one is overwritten in place as its gradient arrives.
-    If every leaf waited for the last gradient, all gradients would be alive at once, and a copy of old moments with
-    them. So a step whose loss is finite and one gradient is not may be in the leaves that belong to the others.
+    Each leaf selects new or old as soon as the gradients that it depends on are known, so that XLA can overwrite the
+    old buffer in place. Waiting for the last gradient would keep all gradients, and a copy of the old moments, in
+    memory at once. The price: after a step whose loss is finite but one gradient is not, leaves that depend on other
+    gradients only have been updated.
 
     Args:
         update: A function of (grads, state, *others) to (the new state, anything).
         grads: The gradients.
         state: The optimizer's state.
-        *others: What else it takes.
-        early: () bool, whether the step was good as far as is known without the gradients.
+        *others: Other arguments of the function.
+        early: () bool, whether the step is good as far as is known without the gradients.
         finite: Of each gradient, () bool, whether it is finite.
-        whole: Whether all of the state waits for all gradients, where it holds weights.
+        wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
     """
-    old = jax.tree.leaves(state)
-    known = {frozenset(range(len(finite))): early & jnp.stack(finite).all()}
+    every = (1 << len(finite)) - 1
+    good = {every: early & jnp.stack(finite).all()}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         new, rest = update(grads, state, *others)
-        return keep_unless(known[frozenset(range(len(finite)))], state, new), rest
+        return keep_unless(good[every], state, new), rest
     closed, shape = _traced(update, grads, state, *others)
-    kept = []
-    for x, places in zip(old, _waits(closed, old, len(finite), whole), strict=True):
-        if places not in known:
-            known[places] = reduce(and_, [finite[i] for i in sorted(places)], early)
-        kept.append((known[places], x))
-    return jax.tree.unflatten(jax.tree.structure(shape), _run(closed, jax.tree.leaves((grads, state, others)), kept))
+    choices = []
+    for x, bits in zip(jax.tree.leaves(state), _waits(closed, state, len(finite), wait_for_all), strict=True):
+        if bits not in good:
+            good[bits] = reduce(and_, [ok for i, ok in enumerate(finite) if bits >> i & 1], early)
+        choices.append((good[bits], x))
+    made = _run(closed, jax.tree.leaves((grads, state, others)), choices)
+    return jax.tree.unflatten(jax.tree.structure(shape), made)
 
 
-def waits(update: Callable[..., Any], grads: Any, state: Any, *others: Any, whole: bool) -> list[frozenset[int]]:
-    """Return for each leaf of an optimizer's state the places of the gradients that it waits for, see `guarded`."""
+def waits(update: Callable[..., Any], grads: Any, state: Any, *others: Any, wait_for_all: bool) -> list[int]:
+    """Return for each leaf of an optimizer's state the gradients that it depends on, as bits; see `guarded`."""
     closed, _ = _traced(update, grads, state, *others)
-    return _waits(closed, jax.tree.leaves(state), len(jax.tree.leaves(grads)), whole)
+    return _waits(closed, state, len(jax.tree.leaves(grads)), wait_for_all)
 
 
 def _traced(update: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
@@ -82,38 +83,43 @@ def _traced(update: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
     return jax.make_jaxpr(lambda *x: update(*treedef.unflatten(x)), return_shape=True)(*leaves)
 
 
-def _waits(closed: ClosedJaxpr, old: Sequence[Any], count: int, whole: bool) -> list[frozenset[int]]:
-    # Read off the program of the update: a moment waits for its own gradient, after a clip by the global norm for all.
-    # What no gradient reaches, and numbers such as counts, wait for all as well.
-    every = frozenset(range(count))
-    found = [reached & every for reached in sources(closed.jaxpr)[: len(old)]]
-    return [every if whole or not x.ndim else reached or every for x, reached in zip(old, found, strict=True)]
+def _waits(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[int]:
+    # A moment depends on its own gradient, after a clip by the global norm on all. Leaves that no gradient reaches,
+    # and single numbers such as counts, wait for all: they must agree with each other.
+    every = (1 << num_grads) - 1
+    pairs = zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False)
+    return [every if wait_for_all or not x.ndim else bits & every or every for x, bits in pairs]
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[tuple[jax.Array, Any]]) -> list[Any]:
-    """Run a program whose first outputs are each chosen between the new and an old array, where the new one is made.
+def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[tuple[jax.Array, Any]]) -> list[Any]:
+    """Run a program whose first outputs are each selected, as soon as they are computed.
 
     Args:
         closed: The program.
         args: Its inputs.
-        kept: For each of the first outputs whether to take the new one, and the old one.
+        choices: For each of the first outputs whether to take the new array, and the old one.
     """
-    jaxpr = closed.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+    outputs, values = closed.jaxpr.outvars, dict[Any, Any]()
     chosen: dict[int, Any] = {}  # by output
     waiting: dict[Any, list[int]] = {}  # by variable
-    for i, var in enumerate(jaxpr.outvars[: len(kept)]):
-        if isinstance(var, Literal) or var in env:
-            chosen[i] = keep_unless(*kept[i], var.val if isinstance(var, Literal) else env[var])
+    for i, var in enumerate(outputs[: len(choices)]):
+        if isinstance(var, Literal):
+            chosen[i] = keep_unless(*choices[i], var.val)
         else:
             waiting.setdefault(var, []).append(i)
-    for eqn in jaxpr.eqns:
-        inputs = list(dict.fromkeys(x for x in eqn.invars if not isinstance(x, Literal)))
-        outputs = [x for x in eqn.outvars if not isinstance(x, DropVar)]
-        one = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=[eqn])
-        for var, made in zip(outputs, jaxpr_as_fun(ClosedJaxpr(one, ()))(*(env[x] for x in inputs)), strict=True):
-            places = waiting.get(var, [])
-            chosen |= {i: keep_unless(*kept[i], made) for i in places}
-            env[var] = chosen[places[0]] if places else made
-    rest = [x.val if isinstance(x, Literal) else env[x] for x in jaxpr.outvars[len(kept) :]]
-    return [*(chosen[i] for i in range(len(kept))), *rest]
+
+    def select(var: Any, new: Any) -> Any:
+        made = {i: keep_unless(*choices[i], new) for i in waiting.get(var, [])}
+        chosen.update(made)
+        return next(iter(made.values()), new)  # later equations read what was selected, not both
+
+    for var, x in zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True):
+        values[var] = x
+        select(var, x)
+    walk(
+        closed.jaxpr.eqns,
+        values,
+        lambda eqn, args: [select(var, x) for var, x in zip(eqn.outvars, bind(eqn, args), strict=True)],
+    )
+    rest = [value_of(x, values) for x in outputs[len(choices) :]]
+    return [*(chosen[i] for i in range(len(choices))), *rest]

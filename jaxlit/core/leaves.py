@@ -29,7 +29,7 @@ class Leaf:
     owner: str = ""
     group: int = 0
 
-    def goes_on(self, dtype: Any) -> bool:
+    def continues(self, dtype: Any) -> bool:
         """Return whether a step that is left out keeps what it wrote here: counts and random keys, but no statistic."""
         is_metric = self.kind is not None and issubclass(self.kind, nnx.metrics.MetricState)
         return not (is_metric or jnp.issubdtype(dtype, jnp.floating))

@@ -136,7 +136,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         small array that the step returns. In a hook the value is kept as it is and read when it is needed.
 
         Args:
-            name: The metric's name, `train/loss` say.
+            name: The metric's name, for example `train/loss`.
             value: () number; in a step also an `nnx.metrics.Average` or `Accuracy` that was updated there, of
                 which the step's own share is logged: exact over batches of any size and over replicas.
             prog_bar: Show it in the progress bar.
@@ -154,7 +154,9 @@ class TrainModule(KeepsHparams, nnx.Module):
             LogError: The call or the value is not one that can be logged.
             ArgumentTypeError: There is no such argument.
         """
-        metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx)
+        how = {"prog_bar": prog_bar, "logger": logger, "on_step": on_step, "on_epoch": on_epoch}
+        how |= {"reduce_fx": reduce_fx, "add_dataloader_idx": add_dataloader_idx}
+        metrics.log(name, value, batch_size, **how)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Log several values at once, a mapping or an `nnx.MultiMetric`; the other arguments are those of `log`."""

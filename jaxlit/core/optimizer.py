@@ -11,8 +11,9 @@ import optax
 from flax import nnx
 
 from jaxlit.core.groups import groups_of, labels_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, note_place
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.notes import note_place
 from jaxlit.porting import refuse_unknown
 from jaxlit.shown import shown
 

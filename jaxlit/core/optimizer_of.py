@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
-from jaxlit.errors import ModuleError, noting_place
+from jaxlit.errors import ModuleError
+from jaxlit.notes import noting_place
 from jaxlit.shown import shown
 
 _KINDS = optax.GradientTransformation | optax.MultiSteps | Optimizer

@@ -1,91 +1,104 @@
-"""The plain attributes of a module, and what they hold at one time, to compare with another."""
+"""The plain attributes of a module, which no compiled step changes, and what they contained before."""
 
-from collections import deque
-from typing import Any, NamedTuple
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
 
 from flax import nnx
 
+from jaxlit.errors import StateError
 from jaxlit.leaf_names import leaf_name
 
 # What train() and eval() set: a step may switch a part of its module.
 MODES = {"deterministic", "use_running_average", "decode"}
-
-
 CONTAINERS = (list, tuple, set, dict, deque)
+_COPIED = (*CONTAINERS, OrderedDict, defaultdict)
 _DEEPEST = 30  # containers within containers
-_MOST = 10_000  # containers in one
 
 
-class Held(NamedTuple):
-    """A container, and what it holds: it is the caller's own, which a step could write to."""
-
-    container: Any
-    items: list[Any]  # themselves held; of a dict keys and values in turn
-
-
-def attributes_of(module: nnx.Module) -> dict[str, Any]:
-    """Return each plain attribute of a module and its sub-modules, by path; containers by what they hold."""
-    return {name: as_held(value) for name, value in each_attribute(module)}
-
-
-def as_held(value: Any) -> Any:
-    """Return a value as it is now, to compare with later: a container by what it holds."""
-    return _held(value, set())
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two dicts of attributes hold the same."""
-    return one.keys() == other.keys() and all(same_value(value, other[name]) for name, value in one.items())
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Return whether two values, as `as_held` returns them, are the same: by identity, but for plain ones."""
-    if isinstance(a, Held) and isinstance(b, Held):
-        same_kind = type(a.container) is type(b.container) and len(a.items) == len(b.items)
-        return same_kind and all(same_value(x, y) for x, y in zip(a.items, b.items, strict=True))
-    if a is b:
-        return True
-    if isinstance(a, (bool, int, float, str, bytes)):
-        return type(a) is type(b) and a == b
-    return False
-
-
-def each_attribute(module: nnx.Module, *, of: type = object) -> list[tuple[str, Any]]:
-    """Return each plain attribute of a module, its sub-modules and objects that they hold, by path.
+def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield each plain attribute of a module, its sub-modules and objects that they hold.
 
     Args:
         module: The module.
         of: Only those of objects of this type.
+
+    Yields:
+        The path of the attribute, the dict that contains it, and its name there.
     """
-    found = []
-    for path, node in nnx.iter_graph(module):
-        # nnx keeps its own books as attributes too.
-        if (
-            isinstance(node, nnx.Variable)
-            or not hasattr(node, "__dict__")
-            or _is_book(path)
-            or not isinstance(node, of)
-        ):
+    is_book = lambda part: str(part).startswith("_pytree__")  # noqa: E731 - nnx keeps its own books as attributes too
+    for path, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Variable) or not (isinstance(node, of) and hasattr(node, "__dict__")):
             continue
-        for name, value in vars(node).items():
-            if name not in MODES and not _is_book((name,)) and not isinstance(value, (nnx.Variable, nnx.Pytree)):
-                found.append((leaf_name((*path, name)), value))
-    return found
+        for name, value in list(vars(node).items()):
+            if name in MODES or any(map(is_book, (*path, name))) or isinstance(value, (nnx.Variable, nnx.Pytree)):
+                continue
+            yield leaf_name((*path, name)), vars(node), name
 
 
-def _is_book(path: tuple[Any, ...]) -> bool:
-    return any(str(part).startswith("_pytree__") for part in path)
-
-
-def _held(value: Any, seen: set[int], depth: int = 0) -> Any:
-    # Each once, wherever it is met first: containers that refer to each other have paths without number.
-    if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
+def copied(value: Any, seen: dict[int, Any] | None = None, depth: int = 0) -> Any:
+    """Return a value with copies of the containers in it, and everything else as it is."""
+    # Each once, as containers may refer to each other.
+    seen = {} if seen is None else seen
+    if type(value) not in _COPIED or depth > _DEEPEST:
         return value
+    if id(value) in seen:
+        return seen[id(value)]
+    if isinstance(value, tuple):
+        return tuple(copied(x, seen, depth + 1) for x in value)
+    copy = seen[id(value)] = value.copy()
     if isinstance(value, dict):
-        items = [x for pair in value.items() for x in pair]
-    elif isinstance(value, CONTAINERS):
-        items = list(value)
-    else:
-        return value
-    seen.add(id(value))
-    return Held(value, [_held(x, seen, depth + 1) for x in items])
+        copy.update({key: copied(x, seen, depth + 1) for key, x in value.items()})
+    elif not isinstance(value, set):
+        for i, x in enumerate(value):
+            copy[i] = copied(x, seen, depth + 1)
+    return copy
+
+
+def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
+    """Return whether two values are the same: numbers and text if equal, containers if the same is in them."""
+    seen = set() if seen is None else seen
+    if a is b or (id(a), id(b)) in seen:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (bool, int, float, str, bytes)):
+        return a == b
+    if type(a) not in _COPIED or len(a) != len(b):
+        return False
+    seen.add((id(a), id(b)))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], seen) for key in a)
+    return a == b if isinstance(a, set) else all(same(x, y, seen) for x, y in zip(a, b, strict=True))
+
+
+class AttributesOfStep:
+    """Refuses what a step writes to the plain attributes of its module.
+
+    Args:
+        module: The copy of the module that the step runs on. Containers are copied as well, so that a traced value
+            that the step appends is not left in the user's module.
+    """
+
+    def __init__(self, module: nnx.Module) -> None:
+        self._before, seen = dict[str, Any](), dict[int, Any]()
+        for path, attributes, name in each_attribute(module, of=nnx.Pytree):
+            self._before[path] = attributes[name]
+            attributes[name] = copied(attributes[name], seen)
+
+    def check(self, module: nnx.Module, step: str) -> None:
+        """Refuse a step that has changed one.
+
+        Args:
+            module: The module that the step ran on.
+            step: The step's name.
+
+        Raises:
+            StateError: Naming the attribute.
+        """
+        for path, attributes, name in each_attribute(module, of=nnx.Pytree):
+            if path not in self._before or not same(self._before[path], attributes[name]):
+                raise StateError(
+                    f"{step} changed the attribute {path}. A step is traced once, so the change would happen once and "
+                    "be lost: make it an nnx.Variable, return it as an output, or log it with self.log."
+                )

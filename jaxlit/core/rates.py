@@ -14,8 +14,7 @@ from jax.extend.core import Literal
 from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.core.parts import Part, parts_along
 from jaxlit.leaf_names import leaf_name
-from jaxlit.programs.inline import inline, run_equations, value_of
-from jaxlit.programs.jaxpr import CALLS
+from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 
 OF_RATE = -1.0  # stands in the place of the weight, in the column of a rate: no metric has such a weight
 _AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
@@ -137,7 +136,7 @@ class _Program:
             return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
 
         closed = jax.make_jaxpr(updates)(params, params, state, loss)
-        ends = {x for x in closed.jaxpr.outvars if not isinstance(x, Literal)}
+        ends = {*variables(closed.jaxpr.outvars)}
         if any(eqn.primitive.name in CALLS and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -145,10 +144,9 @@ class _Program:
         self.part_of = dict(zip(self.given, [*parts_along(state), ""], strict=True))
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
         self.made: dict[Any, Any] = {}
-        self.of_step = set(closed.jaxpr.invars[: -len(leaves)])  # what depends on gradients or parameters
-        for eqn in self.jaxpr.eqns:
-            if any(x in self.of_step for x in eqn.invars if not isinstance(x, Literal)):
-                self.of_step |= {*eqn.outvars}
+        # Whether a value depends on gradients or parameters.
+        self.of_step = dict.fromkeys(closed.jaxpr.invars[: -len(leaves)], True)
+        walk(self.jaxpr.eqns, self.of_step, lambda eqn, given: [any(given)] * len(eqn.outvars), self._is_of_step)
 
     def factors(self, i: int) -> list[Any]:
         """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
@@ -166,7 +164,7 @@ class _Program:
                 var = eqn.invars[0]
             elif name == "mul":
                 sides = [self._scalar(x) for x in eqn.invars]
-                free = [k for k, x in enumerate(sides) if x is not None and not self._is_of_step(x)]
+                free = [k for k, x in enumerate(sides) if x is not None and not self._is_of_step(x, self.of_step)]
                 # A number that is computed of the layer, as LAMB's trust ratio is, is passed by: it is no rate.
                 places = free or [k for k, x in enumerate(sides) if x is not None]
                 if len(places) != 1:
@@ -191,8 +189,9 @@ class _Program:
             return False
         return eqn.primitive.name == "neg" or any(isinstance(x, Literal) and x.val < 0 for x in eqn.invars)
 
-    def _is_of_step(self, x: Any) -> bool:
-        return not isinstance(x, Literal) and x in self.of_step
+    @staticmethod
+    def _is_of_step(x: Any, of_step: dict[Any, bool]) -> bool:
+        return not isinstance(x, Literal) and of_step.get(x, False)
 
     def _scalar(self, x: Any) -> Any:
         """Return the number that is spread to an array, as it was before it was rounded to the array's dtype."""
@@ -201,15 +200,6 @@ class _Program:
                 return None
             x = eqn.invars[0]
         return x if getattr(x.aval, "shape", None) == () else None
-
-    def _needed(self, wanted: Sequence[Any]) -> list[Any]:
-        """Return the equations that make some variables, in order."""
-        needed, eqns = {x for x in wanted if not isinstance(x, Literal)}, []
-        for eqn in reversed(self.jaxpr.eqns):
-            if not needed.isdisjoint(eqn.outvars):
-                eqns.append(eqn)
-                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
-        return eqns[::-1]
 
     def key(self, factors: Sequence[Any]) -> Any:
         """Return what two rates have in common that are always the same: of how they are computed.
@@ -237,11 +227,12 @@ class _Program:
 
     def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array], list[jax.Array]]:
         """Return a function of (state, loss) to the values of rates, each given by its factors."""
-        eqns = self._needed([x for factors in rates for x in factors if x is not None])
+        needed = dict.fromkeys(variables([x for factors in rates for x in factors if x is not None]))
+        eqns = walk_back(self.jaxpr.eqns, needed)
 
         def compute(state: Any, loss: jax.Array) -> list[jax.Array]:
             known = self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True))
-            run_equations(eqns, known)
+            walk(eqns, known)
             return [
                 _number(-math.prod([-1.0 if x is None else value_of(x, known) for x in factors], start=1.0))
                 for factors in rates

@@ -1,4 +1,4 @@
-"""How the state and the outputs of replicas become those of the whole batch."""
+"""How the state and the outputs of replicas become those of the entire batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,13 @@ from jaxlit.programs.relation import MEAN, SAME, TOTAL, ZERO, Relation
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How each value that a step makes on n replicas becomes the one of the whole batch.
+class Reduction:
+    """How each value that a step computes on n replicas becomes that of the entire batch.
 
     Attributes:
         state: The relation of each leaf of (params, frozen, model_state); None for one that is left alone.
-        parts: Leaves that the replicas hold in parts while the step runs: the first has what there was, the others
-            nothing, so that what they count adds up.
-        spreads: Places of (count, mean, m2) of each `nnx.metrics.Welford`, which are merged by their own formula.
+        parts: Leaves that add up over the replicas: during the step the first replica has the value, the others 0.
+        welfords: Indices of (count, mean, m2) of each `nnx.metrics.Welford`, which are merged by their own formula.
         values: The relation of each logged value, the loss first in training.
         weights: The relation of each logged value's weight.
         outputs: The relation of each other output.
@@ -28,84 +27,85 @@ class Sharing:
 
     state: tuple[Relation | None, ...] = ()
     parts: frozenset[int] = frozenset()
-    spreads: tuple[tuple[int, int, int], ...] = ()
+    welfords: tuple[tuple[int, int, int], ...] = ()
     values: tuple[Relation, ...] = ()
     weights: tuple[Relation, ...] = ()
     outputs: tuple[Relation, ...] = ()
 
 
-def hand_out(replica: Replica, state: Any, sharing: Sharing | None) -> Any:
+def scatter_state(replica: Replica, state: Any, reduction: Reduction | None) -> Any:
     """Return the state as this replica's step takes it."""
-    if sharing is None or not replica.splits or not sharing.parts:
+    if reduction is None or not replica.splits or not reduction.parts:
         return state
     leaves, treedef = jax.tree.flatten(state)
-    for i in sharing.parts:
+    for i in reduction.parts:
         leaves[i] = jnp.where(replica.is_first, leaves[i], jnp.zeros_like(leaves[i]))
     return treedef.unflatten(leaves)
 
 
-def gather(replica: Replica, state: Any, sharing: Sharing | None) -> Any:
+def reduce_state(replica: Replica, state: Any, reduction: Reduction | None) -> Any:
     """Return the state after a step, the same on every replica."""
-    if sharing is None or not replica.splits:
+    if reduction is None or not replica.splits:
         return state
     leaves, treedef = jax.tree.flatten(state)
-    merged = {i for places in sharing.spreads for i in places}
-    for places in sharing.spreads:
+    for places in reduction.welfords:
         for i, x in zip(places, _merge(replica, *(leaves[i] for i in places)), strict=True):
             leaves[i] = x
-    for i, relation in enumerate(sharing.state):
-        if relation is None or i in merged:
-            continue
-        leaves[i] = _first(replica, leaves[i]) if is_key(leaves[i]) else whole(replica, leaves[i], relation)
+    merged = {i for places in reduction.welfords for i in places}
+    for i, relation in enumerate(reduction.state):
+        if relation is not None and i not in merged:
+            leaves[i] = _first_key(replica, leaves[i]) if is_key(leaves[i]) else _reduce(replica, leaves[i], relation)
     return treedef.unflatten(leaves)
 
 
-def gather_outputs(replica: Replica, outputs: Any, sharing: Sharing | None, rows_of: tuple[bool, ...]) -> Any:
+def reduce_outputs(replica: Replica, outputs: Any, reduction: Reduction | None, rows_of: tuple[bool, ...]) -> Any:
     """Return a step's outputs: its rows as they are, the others the same on every replica."""
-    if sharing is None or not replica.splits:
+    if reduction is None or not replica.splits:
         return outputs
     leaves, treedef = jax.tree.flatten(outputs)
-    triples = zip(leaves, sharing.outputs, rows_of, strict=True)
-    return treedef.unflatten([x if rows else whole(replica, x, relation) for x, relation, rows in triples])
+    triples = zip(leaves, reduction.outputs, rows_of, strict=True)
+    return treedef.unflatten([x if rows else _reduce(replica, x, relation) for x, relation, rows in triples])
 
 
-def whole(replica: Replica, x: jax.Array, relation: Relation) -> jax.Array:
-    """Return the value of the whole batch, given what each replica has of it."""
+def share_of_metrics(
+    replica: Replica,
+    table: Table,
+    values: list[jax.Array],
+    weights: list[jax.Array],
+    reduction: Reduction | None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return a replica's logged values and weights, such that the sum of the replicas' tables is the batch's."""
+    if reduction is None or not replica.splits:
+        return values, weights
+    shares = []
+    for value, relation, weight, metric in zip(values, reduction.values, reduction.weights, table.metrics, strict=True):
+        if metric.reduce_fx == "sum" or (metric.reduce_fx == "mean" and weight.kind == "same"):
+            wanted = TOTAL if metric.reduce_fx == "sum" else MEAN
+            shares.append(_rescale(replica, value, relation, wanted))
+        else:  # not to be weighted by what each replica has
+            shares.append(_reduce(replica, value, relation) if relation.kind in ("same", "total") else value)
+    return shares, [_rescale(replica, w, r, TOTAL) for w, r in zip(weights, reduction.weights, strict=True)]
+
+
+def _reduce(replica: Replica, x: jax.Array, relation: Relation) -> jax.Array:
+    """Return the value of the entire batch, given each replica's."""
     if relation in (SAME, ZERO):
         return x
-    if relation.kind == "total":
-        if relation.power == -1:
-            return jax.lax.pmean(x, str(replica.axis))
-        x = replica.psum(x)
+    if relation == MEAN:
+        return jax.lax.pmean(x, str(replica.axis))
+    x = replica.psum(x) if relation.kind == "total" else x
     return x if relation.power == 0 else x * replica.count**relation.power
 
 
-def on_replica(
-    replica: Replica, table: Table, values: list[jax.Array], weights: list[jax.Array], sharing: Sharing | None
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return what a replica logs so that the replicas' tables, reduced, are that of the whole batch."""
-    if sharing is None or not replica.splits:
-        return values, weights
-    made = []
-    for value, relation, weight, metric in zip(values, sharing.values, sharing.weights, table.metrics, strict=True):
-        if metric.reduce_fx == "sum":
-            made.append(_scaled(replica, value, relation, TOTAL))
-        elif metric.reduce_fx == "mean" and weight.kind == "same":
-            made.append(_scaled(replica, value, relation, MEAN))
-        else:  # not to be weighted by what each replica has
-            made.append(whole(replica, value, relation) if relation.kind in ("same", "total") else value)
-    return made, [_scaled(replica, w, r, TOTAL) for w, r in zip(weights, sharing.weights, strict=True)]
-
-
-def _scaled(replica: Replica, x: jax.Array, relation: Relation, wanted: Relation) -> jax.Array:
-    """Return a replica's value so that it relates to the whole one as wanted, without a word to the others."""
+def _rescale(replica: Replica, x: jax.Array, relation: Relation, wanted: Relation) -> jax.Array:
+    """Rescale a replica's value from one relation to another; no collective is needed."""
     if relation.as_total().kind != "total":
         return x
     power = relation.as_total().power - wanted.power
     return x if power == 0 else x * float(replica.count) ** power
 
 
-def _first(replica: Replica, key: jax.Array) -> jax.Array:
+def _first_key(replica: Replica, key: jax.Array) -> jax.Array:
     """Return the key of the first replica, which is the one that a single device would have."""
     data = jax.random.key_data(key)
     first = replica.psum(jnp.where(replica.is_first, data, jnp.zeros_like(data)))

@@ -46,6 +46,11 @@ class Replica:
         return self.axis is not None and not self.whole
 
     @property
+    def stack_size(self) -> int | None:
+        """Size of the leading dim of arrays of which each replica has its own; None if there is one copy of them."""
+        return None if self.axis is None else self.count
+
+    @property
     def share(self) -> float:
         """The part of this body's rows that counts in a sum over replicas."""
         # All n replicas have the same rows: each counts for one n-th, or their sum would count the rows n times.
@@ -81,6 +86,20 @@ class Replica:
     def reduce(self, tree: Any, how: str) -> Any:
         """Return the "sum" or the "mean" over replicas, see `psum` and `pmean`."""
         return self.psum(tree) if how == "sum" else self.pmean(tree)
+
+    def reduce_grads(self, grads: Any, how: str, shardings: Any) -> Any:
+        """Return this replica's gradients summed or averaged over all replicas.
+
+        Args:
+            grads: Its gradients, a tree like the parameters; of a body that sees the global batch those of all rows.
+            how: "sum" or "mean".
+            shardings: What `Strategy.grad_sharding` returned.
+        """
+        return sharding.constrain(self.reduce(grads, how), shardings)
+
+    def part_of(self, batch: Any) -> Any:
+        """Return a batch, or the shapes of the part of it that one pass of a training step sees."""
+        return batch if self.passes == 1 else with_rows(batch, -(-num_rows(batch) // int(self.passes)))
 
 
 def is_row(x: Any, rows: int) -> bool:

@@ -12,6 +12,7 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState
@@ -125,22 +126,22 @@ class CompiledStep:
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
-                held = engine.state.lies_as(state.leaves)
-                raise out_of_memory(error, "in step(state, batch)", state=held) from error
+                stored = engine.state.stored(state.leaves)
+                raise out_of_memory(error, "in step(state, batch)", state=stored) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 
     def _part(self, batch: Any) -> Any:
         """Return what this process places: its rows, or all where devices of several processes hold them together."""
         strategy, rows = self._engine.strategy, num_rows(batch)
-        if (count := strategy.num_processes) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
+        if (count := jax.process_count()) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
             return batch
         return joined(batch, [rows] * count)
 
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        whole = self._engine.strategy.canonical(state.unflatten())
+        whole = state.unflatten()
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state)))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
@@ -198,13 +199,14 @@ def compile_step(
     count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
     found = resolve_strategy(strategy, count)
-    found.use(count)
+    found.setup(count)
     built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
     check_variables(built)
-    if (processes := found.num_processes) > 1:
+    if (processes := jax.process_count()) > 1:
         example = with_rows(example, processes * num_rows(example))
-    kept = {"precision": Precision(precision), "own": isinstance(module, lazy), "example": example}
-    engine = Engine(built, found, optimizer_of(built), nan_policy="ignore", **kept)
+    plan = TrainingPlan(optimizer_of(built), nan_policy="ignore", example=example)
+    options = {"precision": Precision(precision), "take_ownership": isinstance(module, lazy)}
+    engine = Engine(built, found, plan, **options)
     engine.prepare_training(example)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []

@@ -9,17 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxlit.core.closures import check_closures
 from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.inspection import written_to
-from jaxlit.core.linen import AS_NNX, linen_in
 from jaxlit.core.module import TrainModule
+from jaxlit.core.plain_attributes import each_attribute
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState, Window, WindowStart
+from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.errors import ModuleError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
@@ -96,10 +97,10 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
     """
     name, leaves = type(module).__name__, jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
-        held = linen_in(module)
-        linen = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {AS_NNX}"
+        held = next((path for path, at, name in each_attribute(module) if isinstance(at[name], linen.Module)), None)
+        why = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {LINEN_AS_NNX}"
         raise ModuleError(
-            f"{name} has no variable to train{linen}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
+            f"{name} has no variable to train{why}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
         )
     for path, x in leaves:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -149,7 +150,7 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
     if example is not None:
         written = written_to(pure, strategy.step_program(state, pure, example), *held)
     found = zip(pure.leaves(*held), state.module.items(), written, strict=True)
-    return [name for leaf, (name, x), was in found if was and not leaf.goes_on(x.dtype)]
+    return [name for leaf, (name, x), was in found if was and not leaf.continues(x.dtype)]
 
 
 @lru_cache(maxsize=64)

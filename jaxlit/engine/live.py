@@ -120,7 +120,7 @@ class Live:
             else:
                 watchers[id(self.module)] = outer
             # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
-            if self.engine.state.is_whole:
+            if self.engine.state.is_complete:
                 self.stale = True
                 self.touch()
                 if not self._came_with:

@@ -34,9 +34,9 @@ class Look:
         written: Sequence[int],
         compile: Callable[[Program], CompiledProgram],
     ) -> None:
-        counters: Any = state.at.counters
+        counters: Any = state.index.counters
         self._state, self._step, self._written = state, step, [counters, *written]
-        outputs = ([state.lying[i] for i in self._written], SHARED, SHARED)
+        outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
         look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
         self._compile = partial(
             compile, replace(look, parts=None, donate=(), passes=Passes(step, tuple(written), "look"))
@@ -60,13 +60,13 @@ class Look:
         Args:
             bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
         """
-        state, count = self._state, len(self._names)
-        if state.at.loss_scale is not None:  # such a step is left out whole
+        state, names = self._state, self._names
+        if state.index.loss_scale is not None:  # such a step changes nothing
             return []
-        places, sets = jax.tree.leaves(state.at.opt_state), self._step.waits(state.abstract())
-        known = {i for i, name in enumerate(self._names) if bad is not None and name in bad}
-        return [state.specs[i][0] for i, on in zip(places, sets, strict=True) if len(on) < count and not on & known]
+        known = sum(1 << i for i, name in enumerate(names) if bad is not None and name in bad)
+        waits = zip(jax.tree.leaves(state.index.opt_state), self._step.waits(state.abstract()), strict=True)
+        return [state.specs[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
 
     @property
     def _names(self) -> list[str]:
-        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.at.params)]
+        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.index.params)]

@@ -8,7 +8,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import OutOfMemoryError
 from jaxlit.reporting.placement import bytes_per_device
-from jaxlit.reporting.table import size
+from jaxlit.table import size
 
 _REMEDIES = (
     'Parameters and optimizer shrink with strategy="fsdp" over more devices (the optimizer alone with "zero1") and '

@@ -9,7 +9,7 @@ import jax
 
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
-from jaxlit.core.replica_rules import StepTraces, share_evaluation, share_training, warn_of_rows
+from jaxlit.core.replica_rules import StepTraces, evaluation_reduction, training_reduction, warn_of_rows
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy
@@ -36,7 +36,7 @@ def trace_step(
         batch: The first batch.
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
-    batch = strategy.part_of(batch) if stage == "training" else batch
+    batch = strategy.replica.part_of(batch) if stage == "training" else batch
     several = strategy.replica.splits and strategy.num_replicas > 1
     traces = _of_replica(pure, strategy, states, stage, loader, batch) if several else None
     strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
@@ -96,6 +96,6 @@ def _share(pure: PureModule, replica: Replica, stage: str, loader: int | None, t
     traced = pure.trace_of(stage, loader)
     if stage == "training":
         leaves = pure.leaves(*traces.arguments[:3])
-        traced.sharing = share_training(traces, replica, leaves, traced.changed, traced.rows_of)
+        traced.reduction = training_reduction(traces, replica, leaves, traced.changed, traced.rows_of)
     else:
-        traced.sharing = share_evaluation(traces, replica, traced.rows_of)
+        traced.reduction = evaluation_reduction(traces, replica, traced.rows_of)

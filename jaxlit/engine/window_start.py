@@ -26,13 +26,14 @@ class WindowStart:
         """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self._places]
-        self._kept = self._choose([leaves[self._state.at.counters]], self._kept or now, now)  # type: ignore[call-overload]
+        self._kept = self._choose([leaves[self._state.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Put back what was kept."""
         self._state.restore(dict(zip(self._places, self._kept, strict=True)))
 
 
-def _choose(counters: list[jax.Array], kept: list[jax.Array], now: list[jax.Array]) -> list[jax.Array]:
-    good = counters[0][3] < 0
-    return [jnp.where(good, b, a) for a, b in zip(kept, now, strict=True)]
+def _choose(arrays: list[jax.Array]) -> list[jax.Array]:
+    counters, *pairs = arrays
+    good, middle = counters[3] < 0, len(pairs) // 2
+    return [jnp.where(good, now, kept) for kept, now in zip(pairs[:middle], pairs[middle:], strict=True)]

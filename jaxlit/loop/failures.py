@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Position
-from jaxlit.errors import JaxlitError, NonFiniteError, note_place
+from jaxlit.errors import JaxlitError, NonFiniteError
+from jaxlit.notes import note_place
 
 _logger = logging.getLogger("jaxlit")
 

@@ -107,7 +107,7 @@ def _warn_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
-    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.window_replicas
+    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.replica.stack_size
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
     conversions: dict[int, Any] = {}
     for i, (name, _, _) in enumerate(saved):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -136,9 +137,9 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         error: The error. A NonFiniteError also names what a second run of the step's batches shows.
     """
     engine, position = run.engine, run.position
-    if engine.strategy.num_processes > 1 and not isinstance(error, NonFiniteError):
+    if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
-    if engine.nan_policy != "raise" or not engine.state.is_whole:
+    if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # a user who ends training at once does not wait for the device
@@ -169,7 +170,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         What is not finite, and the names of the optimizer's arrays that contain it.
     """
     engine, look = run.engine, run.engine.look
-    if engine.strategy.num_processes > 1 or run.control.interrupted:  # a user who interrupts waits for the end
+    if jax.process_count() > 1 or run.control.interrupted:  # a user who interrupts waits for the end
         return "", look.took(None)
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -62,8 +63,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
-        "window_replicas": strategy.window_replicas,
-        "processes": strategy.num_processes,
+        "window_replicas": strategy.replica.stack_size,
+        "processes": jax.process_count(),
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
@@ -182,7 +183,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
-            now.sums = [now.table.refit(sums, run.engine.strategy.window_replicas), count]
+            now.sums = [now.table.refit(sums, run.engine.strategy.replica.stack_size), count]
 
 
 def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:

@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.marks import mark_of
 from jaxlit.programs.flops import count_flops
-from jaxlit.programs.jaxpr import inner_jaxprs
+from jaxlit.programs.jaxpr import bodies, equations, walk
 
 
 class Segments:
@@ -23,21 +23,21 @@ class Segments:
     def __init__(self, marks: dict[int, int], stages: Sequence[int]) -> None:
         self._marks, self.stages = marks, list(stages)
 
-    def stage_behind(self, eqn: Any) -> int | None:
+    def stage_after(self, eqn: Any) -> int | None:
         """Return the stage of what is computed from a mark; None for an equation that is none."""
         segment = self._marks.get(id(eqn))
         return None if segment is None else self.stages[segment]
 
 
 def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segments:
-    """Return the segments of a program, put together to stages.
+    """Return the segments of a program, grouped into stages.
 
     Args:
         jaxpr: The program, its calls written out.
         num_stages: Stages.
         balance: "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
             segments each stage has.
-        owner: Who wants it, for errors.
+        owner: The strategy's name, for errors.
 
     Raises:
         ArgumentError: There are too few marks, or one is inside a loop.
@@ -59,46 +59,44 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
             raise ArgumentError(
                 f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
-                f"whose sum is {parts}, or {parts - 1} where a mark stands after the last layer: training_step has "
+                f"whose sum is {parts}, or {parts - 1} where a mark is after the last layer: training_step has "
                 f"{count} marks."
             )
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     return Segments(marks, [*stages, num_stages - 1][:parts])
 
 
+def _segment_of(x: Any, values: dict[Any, int]) -> int:
+    return 0 if isinstance(x, Literal) else values.get(x, 0)
+
+
 def _number(jaxpr: Any, owner: str) -> tuple[dict[int, int], int]:
     """Return the segment after each mark, and how many marks there are."""
-    found, segment_of, count, last = dict[int, int](), dict[Any, int](), 0, None
-    for eqn in jaxpr.eqns:
-        if (name := mark_of(eqn)) is None:
-            if inside := _marked_inside(eqn):
-                raise ArgumentError(
-                    f"{owner}: jl.pipeline_yield is called inside {inside}, where a program cannot be cut. Call it "
-                    "between layers that Python runs one by one, or leave scans over layers out."
-                )
-            before = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
-        else:
-            before = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
+    segments, count, last = dict[int, int](), 0, None
+
+    def rule(eqn: Any, given: list[int]) -> list[int]:
+        nonlocal count, last
+        segment = max(given, default=0)
+        if (name := mark_of(eqn)) is not None:
             # The arrays of one call have its name, and so have those of a layer that jax traces once for several.
-            if name != last or before >= count:
+            if name != last or segment >= count:
                 count += 1
-            found[id(eqn)] = before = max(before, count)
+            segments[id(eqn)] = segment = max(segment, count)
             last = name
-        segment_of |= dict.fromkeys(eqn.outvars, before)
-    return found, count
+        elif holds_mark(eqn):
+            raise ArgumentError(
+                f"{owner}: jl.pipeline_yield is called inside a {eqn.primitive.name}, where a program cannot be cut. "
+                "Call it between layers that Python runs one by one, or leave scans over layers out."
+            )
+        return [segment] * len(eqn.outvars)
 
-
-def _marked_inside(eqn: Any) -> str | None:
-    for inner in inner_jaxprs(eqn):
-        for one in getattr(inner, "jaxpr", inner).eqns:
-            if mark_of(one) is not None or _marked_inside(one):
-                return f"a {eqn.primitive.name}"
-    return None
+    walk(jaxpr.eqns, {}, rule, _segment_of)
+    return segments, count
 
 
 def holds_mark(eqn: Any) -> bool:
     """Return whether a mark is in the program that an equation runs."""
-    return _marked_inside(eqn) is not None
+    return any(mark_of(x) is not None for inner in bodies(eqn) for x in equations(inner))
 
 
 def _evenly(parts: int, stages: int) -> list[int]:
@@ -107,13 +105,14 @@ def _evenly(parts: int, stages: int) -> list[int]:
 
 def _costs(jaxpr: Any, marks: dict[int, int], parts: int) -> list[int]:
     """Return the operations of each segment."""
-    costs, segment_of = [0] * parts, dict[Any, int]()
-    for eqn in jaxpr.eqns:
-        segment = marks.get(id(eqn))
-        if segment is None:
-            segment = max((segment_of.get(x, 0) for x in eqn.invars if not isinstance(x, Literal)), default=0)
-        segment_of |= dict.fromkeys(eqn.outvars, segment)
+    costs = [0] * parts
+
+    def rule(eqn: Any, given: list[int]) -> list[int]:
+        segment = marks.get(id(eqn), max(given, default=0))
         costs[segment] += count_flops(jaxpr.replace(eqns=[eqn])).count
+        return [segment] * len(eqn.outvars)
+
+    walk(jaxpr.eqns, {}, rule, _segment_of)
     return costs
 
 

@@ -10,16 +10,16 @@ from jax.extend.core import Literal
 
 from jaxlit.core.passes import Passes
 from jaxlit.pipeline.cut import Cut, Piece
-from jaxlit.programs.inline import inline, run_equations, value_of
+from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What gradients go along.
+    """The values that the gradient passes through.
 
     Attributes:
         values: The variables of a program that depend on a parameter and that its first output depends on.
-        params: The parameters of which that is true, by their places.
+        params: The indices of the parameters of which that is true.
     """
 
     values: frozenset[Any]
@@ -27,27 +27,25 @@ class Flow:
 
 
 def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
-    """Return what the gradient of a program's first output goes along, by the places of the parameters."""
+    """Return the flow of the gradient of a program's first output, given the indices of the parameters."""
     is_real = lambda x: not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)  # noqa: E731
-    below = {jaxpr.invars[i] for i in params}
-    for eqn in jaxpr.eqns:
-        if any(not isinstance(x, Literal) and x in below for x in eqn.invars):
-            below |= {x for x in eqn.outvars if is_real(x)}
-    above = {x for x in jaxpr.outvars[:1] if is_real(x)}
-    for eqn in reversed(jaxpr.eqns):
-        if any(x in above for x in eqn.outvars) and eqn.primitive.name != "stop_gradient":
-            above |= {x for x in eqn.invars if is_real(x)}
-    return Flow(frozenset(below & above), frozenset(i for i in params if jaxpr.invars[i] in above))
+    depends = {x: i in {*params} for i, x in enumerate(jaxpr.invars)}
+    read = lambda x, values: not isinstance(x, Literal) and values.get(x, False)  # noqa: E731
+    walk(jaxpr.eqns, depends, lambda eqn, given: [any(given) and is_real(x) for x in eqn.outvars], read)
+    below = {x for x, is_below in depends.items() if is_below}
+    above = dict.fromkeys(x for x in jaxpr.outvars[:1] if is_real(x))
+    walk_back(jaxpr.eqns, above, lambda eqn, used: any(map(is_real, used)) and eqn.primitive.name != "stop_gradient")
+    return Flow(frozenset(below & above.keys()), frozenset(i for i in params if jaxpr.invars[i] in above))
 
 
 @dataclass
 class Kept:
-    """What a forward pass keeps for its backward pass.
+    """The values that a forward pass keeps for its backward pass.
 
     Attributes:
-        inputs: Those of the stage's inputs that it needs again, else None.
-        ins: The same of what came from other stages.
-        residuals: What it has computed.
+        inputs: The stage's inputs, None for those that are not needed again.
+        ins: The same for the values of other stages.
+        residuals: The values that it computed.
     """
 
     inputs: list[Any]
@@ -56,7 +54,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what is kept beside the state."""
+        """The bytes of what is kept in addition to the state."""
         return sum(x.size * x.dtype.itemsize for x in (*self.ins, *self.residuals) if x is not None)
 
 
@@ -65,10 +63,10 @@ class Stage:
 
     Args:
         cut: The program.
-        piece: What of it this stage computes.
-        flow: What gradients go along.
-        passes: How gradients add up.
-        jit: Compiles a function, given what it does and options of `jax.jit`.
+        piece: The part of it that this stage computes.
+        flow: The values that the gradient passes through.
+        passes: The functions of a pass, which add up gradients.
+        jit: Compiles a function, given its name and options of `jax.jit`.
         remat: A policy of `jax.checkpoint_policies` to compute the stage again by in the backward pass, or None.
     """
 
@@ -90,7 +88,7 @@ class Stage:
         self.backward_weight = jit(self._backward_weight, "bwd_weight", donate_argnums=(2,))
 
     def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
-        """Return what a backward pass will need of a forward pass."""
+        """Return the values of a forward pass that its backward pass needs."""
         used = set(self._where)
         inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
         return Kept(inputs, [x if ("ins", i) in used else None for i, x in enumerate(ins)], residuals)
@@ -116,7 +114,7 @@ class Stage:
         for k, x in zip(self.outs, along, strict=False):
             outs[k] = x
         leaves, self._treedef = jax.tree.flatten(pull)
-        # What the pass was given is not returned: jit would copy it, the weights once for each microbatch.
+        # Inputs that the pullback holds are not returned: jit would copy them, the weights once for each microbatch.
         known = {id(x): (which, i) for which, xs in (("inputs", inputs), ("ins", ins)) for i, x in enumerate(xs)}
         self._where = [known.get(id(x)) for x in leaves]
         return outs, results, [x for x, at in zip(leaves, self._where, strict=True) if at is None]
@@ -145,13 +143,13 @@ class Stage:
         grads, sent = pull([jnp.ones((), jnp.float32)])
         return results, sent, self._add(totals, grads, rows, scale)
 
-    # In two parts: what the stage before waits for, and the rest ------------------------------------
+    # In two parts: the gradients that the stage before waits for, and the rest ----------------------
 
     def _backward_input(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[list[Any], list[Any]]:
         closed, args = self._traced_pull(kept, residuals, cotangents)
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
         first, _, crossing = self._halves(closed.jaxpr)
-        run_equations(first, values)
+        walk(first, values)
         return [value_of(x, values) for x in closed.jaxpr.outvars[len(self.wrt) :]], [values[x] for x in crossing]
 
     def _backward_weight(
@@ -161,7 +159,7 @@ class Stage:
         _, second, names = self._halves(closed.jaxpr)
         values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
         values.update(zip(names, crossing, strict=True))
-        run_equations(second, values)
+        walk(second, values)
         return self._add(totals, [value_of(x, values) for x in closed.jaxpr.outvars[: len(self.wrt)]], rows, scale)
 
     def _traced_pull(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[Any, list[Any]]:
@@ -170,20 +168,9 @@ class Stage:
         return inline(closed, also=lambda _: True), args
 
     def _halves(self, jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the equations of the first part, those of the second, and what the second needs of the first."""
-        needed = {x for x in jaxpr.outvars[len(self.wrt) :] if not isinstance(x, Literal)}
-        first, rest = list[Any](), list[Any]()
-        for eqn in reversed(jaxpr.eqns):
-            is_first = any(x in needed for x in eqn.outvars)
-            (first if is_first else rest).append(eqn)
-            if is_first:
-                needed |= {x for x in eqn.invars if not isinstance(x, Literal)}
-        made = {x for eqn in first for x in eqn.outvars}
-        wanted = {x for x in jaxpr.outvars[: len(self.wrt)] if not isinstance(x, Literal)}
-        second = list[Any]()
-        for eqn in rest:
-            if any(x in wanted for x in eqn.outvars):
-                second.append(eqn)
-                wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-        crossing = [x for eqn in first for x in eqn.outvars if x in wanted and x in made]
-        return first[::-1], second[::-1], crossing
+        """Return the equations of both parts, and the values that the second needs of the first."""
+        count = len(self.wrt)
+        first = walk_back(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars[count:])))
+        is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(jaxpr.outvars[:count]))
+        second = walk_back([eqn for eqn in jaxpr.eqns if id(eqn) not in is_first], wanted)
+        return first, second, [x for eqn in reversed(first) for x in eqn.outvars if x in wanted]

@@ -1,166 +1,262 @@
-"""What a traced program tells about the user's step."""
+"""Walking through traced programs: one list of calls, one walk forward, one backward, and what they show."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-# Programs whose inputs are the equation's own, one by one.
-CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+JITS = ("jit", "pjit", "closed_call", "core_call")
+REMATS = ("checkpoint", "remat", "remat2")
+# Equations that run one program, on their own inputs and in their order.
+CALLS = (*JITS, *REMATS, "custom_jvp_call", "custom_vjp_call")
+COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier")
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Return the programs that an equation runs."""
-    found = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
-    return [x for x in found if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
+    """Return the programs that an equation runs, closed ones with their constants."""
+    params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    return [x for x in params if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """Return the programs that an equation runs, without their constants."""
+    return [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+
+
+def called(eqn: Any) -> Any:
+    """Return the program of a call, whose inputs and outputs are the equation's own; None for another equation."""
+    if eqn.primitive.name not in CALLS or not (inner := bodies(eqn)):
+        return None
+    same = (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars))
+    return inner[0] if same else None
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yield every equation of a program, followed by those of the programs that it runs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in bodies(eqn):
+            yield from equations(inner)
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """Return the inputs or outputs that are variables, not literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
+
+
+def value_of(atom: Any, values: dict[Any, Any]) -> Any:
+    """Return the value of a variable or a literal."""
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Run one equation; returns its results."""
+    """Run one equation on arrays."""
     results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def origin(jaxpr: Any, var: Any, rounded: tuple[Any, ...] = ()) -> int | None:
-    """Return which input of a program a value is: its place, or None for a value that is computed.
+def walk(
+    eqns: Sequence[Any],
+    values: dict[Any, Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]] = bind,
+    read: Callable[[Any, dict[Any, Any]], Any] = value_of,
+) -> dict[Any, Any]:
+    """Go through equations in order, and return `values` with what the rule makes of each.
 
     Args:
-        jaxpr: The program.
-        var: One of its variables.
-        rounded: Two dtypes; a cast from one to the other counts as the value itself.
+        eqns: The equations.
+        values: What is known of variables: arrays, or whatever the rule works on.
+        rule: A function of (equation, values of its inputs) to the values of its outputs; by default it is run.
+        read: A function of (variable or literal, values) to a value.
     """
-    order = list(range(getattr(var.aval, "ndim", 0)))  # of the dims, as nnx.scan moves the scanned one and back
-    while not isinstance(var, core.Literal):
-        if var in jaxpr.invars:
-            return jaxpr.invars.index(var) if order == sorted(order) else None
-        made_by = next((eqn for eqn in jaxpr.eqns if any(var is out for out in eqn.outvars)), None)
-        if made_by is None:
-            return None
-        if made_by.primitive.name == "transpose":
-            place, order = 0, [made_by.params["permutation"][i] for i in order]
-        else:
-            place = _input_of(made_by, next(i for i, out in enumerate(made_by.outvars) if out is var), rounded)
-        if place is None:
-            return None
-        var = made_by.invars[place]
-    return None
+    for eqn in eqns:
+        with eqn.ctx.manager:  # the settings that the user's code had here, such as a precision of products
+            results = rule(eqn, [read(x, values) for x in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return values
+
+
+def walk_back(
+    eqns: Sequence[Any],
+    needed: dict[Any, None],
+    takes: Callable[[Any, list[Any]], bool] = lambda _, used: bool(used),
+) -> list[Any]:
+    """Return the equations that make what is needed, in order, and add to `needed` what they read.
+
+    Args:
+        eqns: The equations to choose from.
+        needed: Variables.
+        takes: A function of (equation, its outputs that are needed) to whether the equation is taken.
+    """
+    taken = []
+    for eqn in reversed(eqns):
+        if takes(eqn, [x for x in eqn.outvars if x in needed]):
+            taken.append(eqn)
+            needed.update(dict.fromkeys(variables(eqn.invars)))
+    return taken[::-1]
+
+
+def run(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    rule: Callable[[Any, list[Any]], Sequence[Any]] = bind,
+    read: Callable[[Any, dict[Any, Any]], Any] = value_of,
+) -> list[Any]:
+    """Return a program's outputs, given its constants and inputs; see `walk`."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    walk(jaxpr.eqns, values, rule, read)
+    return [read(x, values) for x in jaxpr.outvars]
+
+
+def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, selects: bool = False) -> Any:
+    """Return a program in which the equations of nested `jax.jit` calls take the place of the calls.
+
+    Args:
+        closed: The program, a `ClosedJaxpr`.
+        also: Returns whether the program of a `jax.checkpoint` is written out too.
+        selects: Compute both branches of a `cond`, and choose between their results.
+    """
+
+    def rule(eqn: Any, args: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in JITS or (name in REMATS and also(eqn)):
+            (inner,) = inner_jaxprs(eqn)
+            return run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args, rule)
+        if name == "cond" and selects:
+            branches = [run(x.jaxpr, x.consts, args[1:], rule) for x in eqn.params["branches"]]
+            last = len(branches) - 1
+            which = args[0] != 0 if last == 1 else jnp.clip(args[0], 0, last)
+            return [jax.lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
+        return bind(eqn, args)
+
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=None) for x in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args, rule))(*shapes)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """Return how many constants and how many carries a scan takes, in this order, before the arrays that it scans.
 
-    Told by shapes, as jax's releases name them differently: what is scanned and stacked has a dim more outside.
+    By shapes, as jax's releases name them differently: a scanned or stacked array has one dim more outside.
     """
-    (body,) = (getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn))
-    is_whole = lambda outer, inner: outer.aval.ndim == inner.aval.ndim  # noqa: E731
-    carries = sum(map(is_whole, eqn.outvars, body.outvars))
-    return sum(map(is_whole, eqn.invars, body.invars)) - carries, carries
+    (body,) = bodies(eqn)
+    same_ndim = lambda outer, inner: outer.aval.ndim == inner.aval.ndim  # noqa: E731
+    carries = sum(map(same_ndim, eqn.outvars, body.outvars))
+    return sum(map(same_ndim, eqn.invars, body.invars)) - carries, carries
 
 
 def overwrites(eqn: Any) -> bool:
     """Return whether an equation sets an entire array: `x.at[...].set(y)`, `variable[...] = y` with another dtype."""
     if eqn.primitive.name != "scatter":
         return False
-    array, places, new = (x.aval for x in eqn.invars)
-    return places.size == 0 and array.shape == new.shape and array.dtype == new.dtype
+    array, indices, new = (x.aval for x in eqn.invars)
+    return indices.size == 0 and array.shape == new.shape and array.dtype == new.dtype
 
 
-def _input_of(eqn: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
-    """Return which input of an equation its output at `place` is, or None."""
+def origins(jaxpr: Any, rounded: tuple[Any, ...] = ()) -> list[int | None]:
+    """Return for each output of a program which input it is, unchanged; None for one that is computed.
+
+    Args:
+        jaxpr: The program.
+        rounded: Two dtypes; a cast from one to the other counts as the value itself.
+    """
+
+    def rule(eqn: Any, given: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "transpose":  # nnx.scan moves the scanned dim to the front and back
+            return [given[0] and (given[0][0], tuple(given[0][1][i] for i in eqn.params["permutation"]))]
+        return [None if i is None else given[i] for i in _origins_in(eqn, rounded)]
+
+    read = lambda x, values: None if isinstance(x, core.Literal) else values.get(x)  # noqa: E731
+    dims = [tuple(range(getattr(x.aval, "ndim", 0))) for x in jaxpr.invars]
+    outputs = run(jaxpr, [None] * len(jaxpr.constvars), list(enumerate(dims)), rule, read)
+    return [x[0] if x is not None and x[1] == dims[x[0]] else None for x in outputs]
+
+
+def _origins_in(eqn: Any, rounded: tuple[Any, ...]) -> list[int | None]:
+    """Return for each output of an equation which of its inputs it is, or None."""
     name, params = eqn.primitive.name, eqn.params
-    if name in ("copy", "copy_p", "sharding_constraint", "reshard"):
-        return 0
+    if name in COPIES:
+        return list(range(len(eqn.outvars)))
     if name == "convert_element_type":
-        return 0 if {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype} == set(rounded) else None
+        return [0 if {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype} == set(rounded) else None]
     if overwrites(eqn):
-        return 2
-    inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
-    if name == "cond":
-        places = {origin(x, x.outvars[place], rounded) for x in inner}
-        only = places.pop() if len(places) == 1 else None
-        return None if only is None else only + 1  # after the index
-    if name in CALLS and inner and len(inner[0].invars) == len(eqn.invars):
-        return origin(inner[0], inner[0].outvars[place], rounded)
-    if name == "scan":
-        return _input_of_scan(eqn, inner[0], place, rounded)
+        return [2]
+    if name == "cond":  # an input, after the index, if all branches return the same one
+        branches = [origins(x, rounded) for x in bodies(eqn)]
+        return [None if x[0] is None or len({*x}) > 1 else 1 + x[0] for x in zip(*branches, strict=True)]
+    if (inner := called(eqn)) is not None:
+        return origins(inner, rounded)
+    if name == "scan" and params["length"]:
+        consts, carries = scan_counts(eqn)
+        found = origins(bodies(eqn)[0], rounded)
+        # A carry that comes in or that each turn sets to a constant; a scanned array returned slice by slice.
+        carry = [x if x is not None and (x == consts + i or x < consts) else None for i, x in enumerate(found)]
+        stacked = [x if x is not None and x >= consts + carries else None for x in found]
+        return [*carry[:carries], *stacked[carries:]]
     if name == "while":
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
-        found = origin(body, body.outvars[place], rounded)
-        return skipped + found if found == consts + place else None
-    return None
+        found = origins(getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"]), rounded)
+        return [skipped + x if x == consts + i else None for i, x in enumerate(found)]
+    return [None] * len(eqn.outvars)
 
 
-def _input_of_scan(eqn: Any, body: Any, place: int, rounded: tuple[Any, ...]) -> int | None:
-    consts, carries = scan_counts(eqn)
-    found = origin(body, body.outvars[place], rounded)
-    if found is None or eqn.params["length"] == 0:
-        return None
-    if place < carries:  # the carry that came in, or what each turn sets it to
-        return found if found == consts + place or found < consts else None
-    return found if found >= consts + carries else None  # a scanned array handed through, slice by slice
+def sources(jaxpr: Any, *, gradient: bool = False) -> list[int]:
+    """Return for each output of a program the inputs that it may depend on, as the bits of an int.
+
+    Args:
+        jaxpr: The program.
+        gradient: Only those inputs that a gradient of the output may reach.
+    """
+    return _sources(jaxpr, [1 << i for i in range(len(jaxpr.invars))], gradient)
 
 
 def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> list[bool]:
-    """Return for each input whether an output depends on it, or whether a gradient of an output can reach it."""
-    needed = {id(jaxpr.outvars[i]) for i in outputs}
-    for eqn in reversed(jaxpr.eqns):
-        # No gradient goes through whole numbers or comparisons.
-        places = [i for i, out in enumerate(eqn.outvars) if id(out) in needed and (not gradient or _is_inexact(out))]
-        if not places or (gradient and eqn.primitive.name == "stop_gradient"):
-            continue
-        reached = _reaches_through(eqn, places, gradient)
-        needed |= {id(x) for x, used in zip(eqn.invars, reached, strict=True) if used}
-    return [id(x) in needed for x in jaxpr.invars]
+    """Return for each input whether one of some outputs depends on it; see `sources`."""
+    of_outputs = sources(jaxpr, gradient=gradient)
+    needed = _union([of_outputs[i] for i in outputs])
+    return [bool(needed >> i & 1) for i in range(len(jaxpr.invars))]
 
 
-def _reaches_through(eqn: Any, outputs: list[int], gradient: bool) -> list[bool]:
-    """Return `reaches` for the outputs of an equation."""
-    name, inner = eqn.primitive.name, [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
+    def rule(eqn: Any, given: list[int]) -> list[int]:
+        through = _sources_through(eqn, given, gradient)
+        # No gradient passes through integers or comparisons.
+        return [x if not gradient or _is_inexact(var) else 0 for var, x in zip(eqn.outvars, through, strict=True)]
+
+    read = lambda x, values: 0 if isinstance(x, core.Literal) else values[x]  # noqa: E731
+    return run(jaxpr, [0] * len(jaxpr.constvars), inputs, rule, read)
+
+
+def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
+    name, inner = eqn.primitive.name, bodies(eqn)
+    if gradient and name == "stop_gradient":
+        return [0]
     if name == "scan":
         consts, carries = scan_counts(eqn)
-        while True:  # a carry that is used is an output of the turn before
-            reached = reaches(inner[0], outputs, gradient=gradient)
-            more = {i for i in range(carries) if reached[consts + i]} - set(outputs)
-            if not more:
-                return reached
-            outputs = [*outputs, *more]
+        while True:  # a carry depends on what the turn before made of it
+            made = _sources(inner[0], given, gradient)
+            carry = [a | b for a, b in zip(given[consts : consts + carries], made[:carries], strict=True)]
+            if carry == given[consts : consts + carries]:
+                return [*carry, *made[carries:]]  # a scan of no turns returns what came in
+            given = [*given[:consts], *carry, *given[consts + carries :]]
     if name == "cond":
-        branches = zip(*(reaches(x, outputs, gradient=gradient) for x in inner), strict=True)
-        return [not gradient, *map(any, branches)]
-    # The backward pass of a custom rule is a function of its own.
-    follows = name in CALLS and not (gradient and name.startswith("custom_"))
-    if follows and inner and (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars)):
-        return reaches(inner[0], outputs, gradient=gradient)
-    return [True] * len(eqn.invars)  # whatever else takes it may use it
+        branches = zip(*(_sources(x, given[1:], gradient) for x in inner), strict=True)
+        return [_union(x) | (0 if gradient else given[0]) for x in branches]
+    # The backward pass of a custom rule is a function of its own, which may read every input.
+    if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
+        return _sources(body, given, gradient)
+    return [_union(given)] * len(eqn.outvars)
 
 
-def sources(jaxpr: Any) -> list[frozenset[int]]:
-    """Return for each output of a program the places of the inputs that it may depend on."""
-    nothing: frozenset[int] = frozenset()
-    found = {id(x): frozenset([i]) for i, x in enumerate(jaxpr.invars)}  # a constant depends on none
-    for eqn in jaxpr.eqns:
-        given = [found.get(id(x), nothing) for x in eqn.invars]
-        inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
-        inner = inner[:1] if eqn.primitive.name in CALLS else []
-        if inner and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars):
-            made = [nothing.union(*(given[i] for i in places)) for places in sources(inner[0])]
-        else:  # whatever else takes it may use it
-            made = [nothing.union(*given)] * len(eqn.outvars)
-        found |= {id(x): places for x, places in zip(eqn.outvars, made, strict=True)}
-    return [found.get(id(x), nothing) for x in jaxpr.outvars]
-
-
-def same_program(a: Any, b: Any) -> bool:
-    """Return whether two traces of one function are the same, their constants included."""
-    texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]
-    held = [[np.asarray(x) for x in constants(closed)] for closed in (a, b)]
-    return texts[0] == texts[1] and all(
-        x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(*held, strict=True)
-    )
+def _union(bits: Sequence[int]) -> int:
+    total = 0
+    for x in bits:
+        total |= x
+    return total
 
 
 def _is_inexact(var: Any) -> bool:
@@ -168,11 +264,16 @@ def _is_inexact(var: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def same_program(a: Any, b: Any) -> bool:
+    """Return whether two traces of one function are the same, their constants included."""
+    texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]
+    arrays = [[np.asarray(x) for x in constants(closed)] for closed in (a, b)]
+    return texts[0] == texts[1] and all(
+        x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(*arrays, strict=True)
+    )
+
+
 def constants(closed: Any) -> list[Any]:
     """Return the arrays that a program holds, those of the programs in it as well."""
-    found = list(closed.consts)
-    for eqn in closed.jaxpr.eqns:
-        for inner in inner_jaxprs(eqn):
-            if isinstance(inner, core.ClosedJaxpr):
-                found += constants(inner)
-    return found
+    inner = [x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn)]
+    return [array for x in (closed, *inner) if isinstance(x, core.ClosedJaxpr) for array in x.consts]

@@ -1,367 +1,31 @@
-"""What each of jax's primitives makes of the relations of its inputs."""
+"""The relation of each primitive's output, given those of its inputs."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 
 import jax.numpy as jnp
 
-from jaxlit.programs.jaxpr import overwrites
+from jaxlit.programs.jaxpr import COPIES, overwrites
 from jaxlit.programs.relation import SAME, UNKNOWN, ZERO, Equation, Relation, join
 
-
-def _rows(eqn: Equation, power: int = 0) -> Relation:
-    """Return that the output has rows, where its shape tells."""
-    return UNKNOWN if eqn.row_dim is None else Relation("rows", power, eqn.row_dim)
-
-
-def _less(eqn: Equation) -> Relation:
-    place, bound = eqn.ins
-    # No place is negative, which indexing asks of each.
-    return replace(place, kind="never") if place.kind == "index" and bound == ZERO else _elementwise(eqn)
-
-
-def _elementwise(eqn: Equation) -> Relation:
-    """A function of single numbers: of rows it gives rows."""
-    found = {r for r in eqn.ins if r not in (SAME, ZERO)}
-    if not found:
-        return SAME
-    (relation, *others) = found
-    return relation if not others and relation.kind == "rows" and relation.power == 0 else UNKNOWN
-
-
-def _linear(eqn: Equation) -> Relation:
-    """A linear function of one input: a total stays one."""
-    (relation,) = eqn.ins
-    return UNKNOWN if relation.kind != "rows" and eqn.makes_rows else relation
-
-
-def _cast(eqn: Equation) -> Relation:
-    if eqn.ins[0].kind == "index":
-        return eqn.ins[0] if jnp.issubdtype(eqn.one.outvars[0].aval.dtype, jnp.integer) else UNKNOWN
-    # Whole numbers cut off what is after the point.
-    dtypes = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (eqn.one.invars[0], eqn.one.outvars[0])]
-    to_bool = eqn.one.outvars[0].aval.dtype == jnp.bool_
-    return _elementwise(eqn) if to_bool or dtypes == [True, False] else _linear(eqn)
-
-
-def _add(eqn: Equation) -> Relation:
-    if not eqn.has_rows:
-        return join(eqn.ins)
-    rows = {r for r in eqn.ins if r.kind == "rows"}
-    others = [r for r in eqn.ins if r.kind not in ("rows", "zero")]
-    # What is added to rows is one number for all of them.
-    fit = len(rows) == 1 and all(r == Relation("same", next(iter(rows)).power) for r in others)
-    return rows.pop() if fit else UNKNOWN
-
-
-def _multiply(eqn: Equation) -> Relation:
-    a, b = eqn.ins
-    if ZERO in (a, b):
-        return _zeros(eqn)
-    if a.kind == "same":
-        a, b = b, a
-    if b.kind == "same" or (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows"):
-        return replace(a, power=a.power + b.power)
-    return UNKNOWN
-
-
-def _zeros(eqn: Equation) -> Relation:
-    if not eqn.makes_rows:
-        return ZERO
-    return _rows(eqn)
-
-
-def _divide(eqn: Equation) -> Relation:
-    a, b = eqn.ins
-    if not jnp.issubdtype(eqn.one.outvars[0].aval.dtype, jnp.inexact):
-        return _elementwise(eqn)
-    if a == ZERO:
-        return _zeros(eqn)
-    if b.kind == "same" or (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows"):
-        return replace(a, power=a.power - b.power)
-    return replace(b, power=a.power - b.power) if (a.kind, b.kind) == ("same", "rows") else UNKNOWN
-
-
-def _select(eqn: Equation) -> Relation:
-    chosen_by, *cases = eqn.ins
-    if chosen_by.kind == "never":
-        return cases[0]
-    return join(cases) if chosen_by in (SAME, ZERO) and not eqn.has_rows else _elementwise(eqn)
-
-
-def _sum(eqn: Equation) -> Relation:
-    (relation,), axes = eqn.ins, eqn.one.params["axes"]
-    if relation.kind == "rows" and relation.dim in axes:
-        return Relation("total", relation.power)
-    return _moved(eqn)
-
-
-def _reduce(eqn: Equation) -> Relation:
-    """A maximum and the like: over anything but the rows."""
-    (relation,) = eqn.ins
-    plain = relation.power == 0 and relation.kind in ("rows", "same")
-    return (
-        _moved(eqn) if plain and not (relation.kind == "rows" and relation.dim in eqn.one.params["axes"]) else UNKNOWN
-    )
-
-
-def _along(parameter: str) -> Callable[[Equation], Relation]:
-    """A function along one dim, such as a sort: along anything but the rows."""
-
-    def rule(eqn: Equation) -> Relation:
-        found = {r for r in eqn.ins if r != SAME}
-        if len(found) != 1:
-            return UNKNOWN
-        (relation,) = found
-        dim = eqn.one.params[parameter] % len(eqn.shape(0))
-        return relation if relation.kind == "rows" and relation.dim != dim and relation.power == 0 else UNKNOWN
-
-    return rule
-
-
-def _fourier(eqn: Equation) -> Relation:
-    (relation,), transformed = eqn.ins, len(eqn.one.params["fft_lengths"])
-    apart = relation.kind != "rows" or relation.dim < len(eqn.shape(0)) - transformed
-    return relation if apart else UNKNOWN
-
-
-def _moved(eqn: Equation) -> Relation:
-    """A function that leaves rows whole, and tells by its shape where they are now."""
-    relations = {r for r in eqn.ins if r not in (SAME, ZERO)}
-    if len(relations) != 1:
-        return UNKNOWN
-    (relation,) = relations
-    if relation.kind == "rows":
-        return _rows(eqn, relation.power)
-    return UNKNOWN if eqn.makes_rows else relation
-
-
-def _broadcast(eqn: Equation) -> Relation:
-    relation = eqn.ins[0]
-    if relation.kind in ("rows", "index"):
-        return replace(relation, dim=eqn.one.params["broadcast_dimensions"][relation.dim])
-    if not eqn.makes_rows:
-        return relation
-    return _rows(eqn, relation.power) if relation.kind in ("same", "zero") else UNKNOWN
-
-
-def _tile(eqn: Equation) -> Relation:
-    (relation,), repeats, dim = eqn.ins, eqn.one.params["reps"], eqn.row_dim
-    if relation.kind == "rows":
-        return relation if repeats[relation.dim] == 1 else UNKNOWN
-    if not eqn.makes_rows:
-        return relation
-    alike = relation.kind in ("same", "zero") and dim is not None and eqn.shape(0)[dim] == 1
-    return _rows(eqn, relation.power) if alike else UNKNOWN
-
-
-def _iota(eqn: Equation) -> Relation:
-    along_rows = eqn.row_dim == eqn.one.params["dimension"]
-    return Relation("index", 0, eqn.one.params["dimension"]) if along_rows else _rows(eqn)
-
-
-def _reshape(eqn: Equation) -> Relation:
-    (relation,) = eqn.ins[:1]
-    if relation.kind != "rows":
-        return UNKNOWN if eqn.makes_rows else relation
-    # The rows stay whole blocks if as many numbers are in front of them as were.
-    dim, shape = eqn.row_dim, eqn.one.outvars[0].aval.shape
-    kept = dim is not None and prod(shape[:dim]) == prod(eqn.shape(0)[: relation.dim])
-    return _rows(eqn, relation.power) if kept else UNKNOWN
-
-
-def _dot(eqn: Equation) -> Relation:
-    a, b = eqn.ins
-    if ZERO in (a, b):
-        return _zeros(eqn)
-    (contracted_a, contracted_b), (batch_a, batch_b) = eqn.one.params["dimension_numbers"]
-    power = a.power + b.power
-    if a.kind == b.kind == "rows":
-        if (a.dim, b.dim) in zip(contracted_a, contracted_b, strict=True):
-            return Relation("total", power)
-        paired = (a.dim, b.dim) in zip(batch_a, batch_b, strict=True)
-        return _rows(eqn, power) if paired else UNKNOWN
-    if a.kind == "same":
-        a, b = b, a
-    if b.kind != "same":
-        return UNKNOWN
-    if a.kind == "rows":
-        return _rows(eqn, power)
-    return replace(a, power=power)
-
-
-def _convolve(eqn: Equation) -> Relation:
-    (a, b), params = eqn.ins, eqn.one.params
-    batch = params["dimension_numbers"].lhs_spec[0]
-    if a.kind == "rows" and b.kind == "same" and a.dim == batch and params["batch_group_count"] == 1:
-        return Relation("rows", a.power + b.power, params["dimension_numbers"].out_spec[0])
-    return UNKNOWN
-
-
-def _windows(eqn: Equation) -> Relation:
-    relation, params = eqn.ins[0], eqn.one.params
-    if relation.kind != "rows" or relation.power:
-        return UNKNOWN
-    alone = params["window_dimensions"][relation.dim] == params["window_strides"][relation.dim] == 1
-    return relation if alone and params["padding"][relation.dim] == (0, 0) else UNKNOWN
-
-
-def _gather(eqn: Equation) -> Relation:
-    table, places = eqn.ins
-    params = eqn.one.params
-    numbers = params["dimension_numbers"]
-    if places.kind in ("index", "indexed"):  # each row from its own, as in logp[jnp.arange(rows), labels]
-        own = table.kind == "rows" and _looks_up_own_row(numbers.start_index_map, table, places, eqn)
-        return _rows(eqn, table.power) if own and table.dim in numbers.collapsed_slice_dims else UNKNOWN
-    if places in (SAME, ZERO):
-        if table.kind != "rows":
-            return UNKNOWN if eqn.makes_rows else table
-        whole = params["slice_sizes"][table.dim] == eqn.shape(0)[table.dim]
-        return _rows(eqn, table.power) if whole else UNKNOWN
-    if places.kind != "rows" or places.power:
-        return UNKNOWN
-    if table.kind == "same":  # an embedding
-        return _rows(eqn, table.power)
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    return _rows(eqn, table.power) if (table.dim, places.dim) in pairs else UNKNOWN
-
-
-def _looks_up_own_row(index_map: tuple[int, ...], table: Relation, places: Relation, eqn: Equation) -> bool:
-    """Return whether the first of the places, and it alone, is that of the row among the rows of the table."""
-    alone = places.kind == "indexed" or eqn.shape(1)[-1:] == (1,)
-    return alone and index_map[:1] == (table.dim,) and places.dim < len(eqn.shape(1)) - 1
-
-
-def _scatter_into_rows(eqn: Equation) -> Relation:
-    """Entries of each row are written: at the same places in all, or where the row tells."""
-    table, places, new = eqn.ins
-    numbers = eqn.one.params["dimension_numbers"]
-    if table.power or new.power or new.kind != "rows":
-        return UNKNOWN
-    written, outside = numbers.update_window_dims, (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    if places in (SAME, ZERO) and table.dim not in (*numbers.scatter_dims_to_operand_dims, *outside):
-        window = [dim for dim in range(len(eqn.shape(0))) if dim not in outside]
-        fits = new.dim == written[window.index(table.dim)] and eqn.shape(2)[new.dim] == eqn.shape(0)[table.dim]
-    elif places.kind in ("index", "indexed") and table.dim in numbers.inserted_window_dims:
-        looked_up = [dim for dim in range(len(eqn.shape(2))) if dim not in written]
-        fits = _looks_up_own_row(numbers.scatter_dims_to_operand_dims, table, places, eqn)
-        fits = fits and new.dim == looked_up[places.dim]
-    else:
-        fits = False
-    return _rows(eqn) if fits else UNKNOWN
-
-
-def _scatter_add(eqn: Equation) -> Relation:
-    table, places, rows = eqn.ins
-    if table.kind == "rows":
-        return _scatter_into_rows(eqn)
-    if eqn.makes_rows or rows.kind != "rows" or places.kind != "rows" or places.power:
-        return UNKNOWN
-    return join([table, Relation("total", rows.power)])
-
-
-def _scatter(eqn: Equation) -> Relation:
-    if overwrites(eqn.one):
-        return eqn.ins[2]
-    return _scatter_into_rows(eqn) if eqn.ins[0].kind == "rows" else UNKNOWN
-
-
-def _slice(eqn: Equation) -> Relation:
-    relation, *places = eqn.ins
-    if any(r not in (SAME, ZERO) for r in places):
-        return UNKNOWN
-    if relation.kind != "rows":
-        return relation
-    size = eqn.one.outvars[0].aval.shape[relation.dim]
-    cuts = [[eqn_.params.get(name) for name in ("start_indices", "limit_indices")] for eqn_ in (eqn.one, eqn.longer)]
-    elsewhere = [[x and [v for i, v in enumerate(x) if i != relation.dim] for x in cut] for cut in cuts]
-    return relation if size == eqn.shape(0)[relation.dim] and elsewhere[0] == elsewhere[1] else UNKNOWN
-
-
-def _reverse(eqn: Equation) -> Relation:
-    (relation,) = eqn.ins
-    return UNKNOWN if relation.kind == "rows" and relation.dim in eqn.one.params["dimensions"] else relation
-
-
-def _split(eqn: Equation) -> Relation:
-    (relation,) = eqn.ins
-    return UNKNOWN if relation.kind == "rows" and relation.dim == eqn.one.params["axis"] else relation
-
-
-def _concatenate(eqn: Equation) -> Relation:
-    along = eqn.one.params["dimension"]
-    if eqn.ins[0].kind == "index":
-        (place, *others), last = eqn.ins, len(eqn.shape(0)) - 1
-        rows = all(r == Relation("rows", 0, place.dim) for r in others)
-        return (
-            replace(place, kind="indexed")
-            if rows and along == last != place.dim and eqn.shape(0)[last] == 1
-            else UNKNOWN
-        )
-    relation = join(eqn.ins)
-    return UNKNOWN if relation.kind == "rows" and relation.dim == along else relation
-
-
-def _stack(eqn: Equation) -> Relation:
-    relation = join(eqn.ins)
-    return _moved(eqn) if relation.kind == "rows" else relation
-
-
-def _pad(eqn: Equation) -> Relation:
-    relation, filling = eqn.ins
-    if filling != ZERO and not (filling == SAME and relation.kind == "rows" and relation.power == 0):
-        return UNKNOWN
-    if relation.kind == "rows" and eqn.one.params["padding_config"][relation.dim] != (0, 0, 0):
-        return UNKNOWN
-    return UNKNOWN if relation.kind != "rows" and eqn.makes_rows else relation
-
-
-_ELEMENTWISE = (  # by name, since jax does not export them all
+# By name, since jax does not export all of them. Functions of single numbers, and of entries along dims:
+_ELEMENTWISE = (
     "abs acos acosh and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz conj cos cosh digamma "
-    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic max min "
+    "eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min "
     "ne nextafter not or population_count pow rem round rsqrt shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square tan tanh xor random_wrap random_unwrap "
+    "sign sin sinh sqrt square tan tanh xor random_wrap random_unwrap"
 )
-_LINEAR = "neg copy copy_p stop_gradient real imag reduce_precision sharding_constraint reshard"
-
-RULES: dict[str, Callable[[Equation], Relation]] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(_LINEAR.split(), _linear),
-    **dict.fromkeys(("add", "sub", "add_any"), _add),
-    **dict.fromkeys(
-        ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"), _reduce
-    ),
-    **dict.fromkeys(("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "top_k"), _along("axis")),
-    **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "transpose", "squeeze"), _moved),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windows),
-    **dict.fromkeys(("slice", "dynamic_slice"), _slice),
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "conv_general_dilated": _convolve,
-    "convert_element_type": _cast,
-    "div": _divide,
-    "dot_general": _dot,
-    "fft": _fourier,
-    "gather": _gather,
-    "iota": _iota,
-    "lt": _less,
-    "mul": _multiply,
-    "pad": _pad,
-    "reduce_sum": _sum,
-    "reshape": _reshape,
-    "rev": _reverse,
-    "scatter": _scatter,
-    "scatter-add": _scatter_add,
-    "select_n": _select,
-    "sort": _along("dimension"),
-    "split": _split,
-    "stack": _stack,
-    "tile": _tile,
-}
-
-# What may take a row's place; to all else it is a number that is another on each replica.
-TAKES_PLACES = (
+_ALONG = (
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum fft reduce_and reduce_max reduce_min reduce_or "
+    "reduce_prod reduce_window_max reduce_window_min reduce_window_sum sort top_k random_bits random_fold_in "
+    "random_split"
+)
+# Linear functions of one array:
+_LINEAR = "imag neg real reduce_precision rev slice split squeeze stop_gradient tile transpose"
+# Zeros in, zeros out:
+_KEEP_ZERO = (*COPIES, "broadcast_in_dim", "convert_element_type", "mul", "neg", "reduce_sum", "reshape", "transpose")
+# Those that may take a row's index; to others it is a number that differs between replicas.
+_TAKE_INDEX = (
     "broadcast_in_dim",
     "concatenate",
     "convert_element_type",
@@ -371,11 +35,257 @@ TAKES_PLACES = (
     "scatter-add",
     "select_n",
 )
+# Parameters that are sizes: they may grow with the rows, as then the output's shape does.
+SIZES = ("shape", "new_sizes", "slice_sizes", "start_indices", "limit_indices", "reps")
 
-_KEEP_BOTH = ("convert_element_type", "copy", "mul", "neg", "reduce_sum", "reshape", "squeeze")
-KEEPS_ZERO = (*_KEEP_BOTH, "broadcast_in_dim", "transpose")
-# Through which a sum of several relations stays one.
-SUMS = (*_KEEP_BOTH, "add", "add_any", "div", "sub")
 
-# Whose parameters may tell of the number of rows: their rules look at the shapes that come of it.
-SHAPED = ("broadcast_in_dim", "dynamic_slice", "gather", "iota", "random_bits", "reshape", "slice", "tile")
+def relation_of(eqn: Equation) -> Relation:
+    """Return the relation of an equation's outputs; unknown for what no rule covers."""
+    name = eqn.name
+    if eqn.only_same and not eqn.grows:
+        return ZERO if name in _KEEP_ZERO and all(r == ZERO for r in eqn.ins) else SAME
+    if UNKNOWN in eqn.ins and eqn.ins[0].kind != "never":
+        return UNKNOWN
+    if any(r.kind in ("index", "never") for r in eqn.ins) and name not in _TAKE_INDEX:
+        return UNKNOWN
+    return _RULES[name](eqn) if name in _RULES else UNKNOWN
+
+
+def _linear(eqn: Equation) -> Relation:
+    return _local(eqn, linear=True)
+
+
+def _local(eqn: Equation, *, linear: bool = False) -> Relation:
+    """A function of each row by itself: of rows it makes rows, and a linear one of a total makes a total."""
+    relations = {r for r in eqn.ins if r not in (SAME, ZERO)}
+    if not relations:  # rows that are all the same, such as zeros
+        return eqn.rows() if eqn.name in _ELEMENTWISE.split() or eqn.name == "tile" else UNKNOWN
+    (relation, *others) = relations
+    if others or (relation.power and not linear):
+        return UNKNOWN
+    if relation.kind == "rows":
+        return UNKNOWN if _acts_along(eqn, relation.dim) else eqn.rows(relation.power)
+    return relation if linear and not eqn.grows else UNKNOWN
+
+
+def _acts_along(eqn: Equation, dim: int) -> bool:
+    """Return whether an equation's parameters say that it combines, moves or cuts entries along a dim of its input."""
+    params, shape = eqn.params, eqn.shape(0)
+    for key in ("axes", "axis", "dimension", "dimensions"):
+        named = params.get(key)
+        named = named if isinstance(named, tuple) else () if named is None else (named,)
+        # A squeezed dim has one entry; jnp.stack makes a new dim.
+        if eqn.name not in ("squeeze", "stack") and dim in [x % len(shape) for x in named]:
+            return True
+    if "padding_config" in params:
+        return params["padding_config"][dim] != (0, 0, 0)
+    if "window_dimensions" in params:
+        sizes = params["window_dimensions"][dim], params["window_strides"][dim], params["padding"][dim]
+        return sizes != (1, 1, (0, 0))
+    if "fft_lengths" in params:
+        return dim >= len(shape) - len(params["fft_lengths"])
+    if eqn.name in ("slice", "dynamic_slice"):
+        return eqn.out.shape[dim] != shape[dim] or len(eqn.out.shape) != len(shape)
+    return "reps" in params and params["reps"][dim] != 1
+
+
+def _convert(eqn: Equation) -> Relation:
+    if eqn.ins[0].kind == "index":
+        return eqn.ins[0] if jnp.issubdtype(eqn.out.dtype, jnp.integer) else UNKNOWN
+    cut = eqn.out.dtype == jnp.bool_ or (
+        jnp.issubdtype(eqn.one.invars[0].aval.dtype, jnp.inexact) and not jnp.issubdtype(eqn.out.dtype, jnp.inexact)
+    )
+    return _local(eqn, linear=not cut)
+
+
+def _less(eqn: Equation) -> Relation:
+    # Indexing asks whether an index is negative, which no row's is.
+    if eqn.ins[0].kind == "index":
+        return Relation("never", 0, eqn.ins[0].dim) if eqn.ins[1] == ZERO else UNKNOWN
+    return _local(eqn)
+
+
+def _add(eqn: Equation) -> Relation:
+    rows = {r for r in eqn.ins if r.kind == "rows"}
+    if not rows:
+        return UNKNOWN if eqn.grows else join(eqn.ins)
+    others = [r for r in eqn.ins if r.kind not in ("rows", "zero")]
+    # What is added to rows is one number for all of them.
+    fit = len(rows) == 1 and all(r == Relation("same", next(iter(rows)).power) for r in others)
+    return rows.pop() if fit else UNKNOWN
+
+
+def _multiply(eqn: Equation) -> Relation:
+    a, b = eqn.ins
+    if ZERO in (a, b):
+        return eqn.rows() if eqn.grows else ZERO
+    a, b = (b, a) if a.kind == "same" else (a, b)
+    paired = (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows")
+    return a.times(b.power) if paired or b.kind == "same" else UNKNOWN
+
+
+def _divide(eqn: Equation) -> Relation:
+    a, b = eqn.ins
+    if not jnp.issubdtype(eqn.out.dtype, jnp.inexact):
+        return _local(eqn)
+    if a == ZERO:
+        return eqn.rows() if eqn.grows else ZERO
+    if (a.kind, b.kind) == ("same", "rows"):
+        return Relation("rows", a.power - b.power, b.dim)
+    paired = (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows")
+    return a.times(-b.power) if paired or b.kind == "same" else UNKNOWN
+
+
+def _select(eqn: Equation) -> Relation:
+    chosen_by, *cases = eqn.ins
+    if chosen_by.kind == "never":
+        return cases[0]
+    if chosen_by in (SAME, ZERO) and not any(r.kind == "rows" for r in cases):
+        return join(cases)
+    return _local(eqn)
+
+
+def _sum(eqn: Equation) -> Relation:
+    (relation,) = eqn.ins
+    if relation.kind == "rows" and relation.dim in eqn.params["axes"]:
+        return Relation("total", relation.power)
+    return _linear(eqn)
+
+
+def _broadcast(eqn: Equation) -> Relation:
+    relation = eqn.ins[0]
+    if relation.kind == "index":  # of dims of size 1 only: each entry stays the only one of its row
+        dim = eqn.params["broadcast_dimensions"][relation.dim]
+        return Relation("index", 0, dim) if prod(eqn.out.shape) == prod(eqn.shape(0)) else UNKNOWN
+    if relation.kind == "rows" or (eqn.grows and relation.kind in ("same", "zero")):
+        return eqn.rows(relation.power)
+    return UNKNOWN if eqn.grows else relation
+
+
+def _iota(eqn: Equation) -> Relation:
+    rows = eqn.rows()
+    return Relation("index", 0, rows.dim) if rows.dim == eqn.params["dimension"] and rows != UNKNOWN else rows
+
+
+def _reshape(eqn: Equation) -> Relation:
+    relation, rows = eqn.ins[0], eqn.rows()
+    if relation.kind == "rows" and rows != UNKNOWN:
+        # The rows stay blocks if as many numbers come before them as did.
+        kept = prod(eqn.out.shape[: rows.dim]) == prod(eqn.shape(0)[: relation.dim])
+        return rows.times(relation.power) if kept else UNKNOWN
+    return _linear(eqn)
+
+
+def _dot(eqn: Equation) -> Relation:
+    a, b = eqn.ins
+    if ZERO in (a, b):
+        return eqn.rows() if eqn.grows else ZERO
+    (contracted_a, contracted_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    power = a.power + b.power
+    if a.kind == b.kind == "rows":
+        if (a.dim, b.dim) in zip(contracted_a, contracted_b, strict=True):
+            return Relation("total", power)
+        return eqn.rows(power) if (a.dim, b.dim) in zip(batch_a, batch_b, strict=True) else UNKNOWN
+    a, b = (b, a) if a.kind == "same" else (a, b)
+    if b.kind != "same":
+        return UNKNOWN
+    return eqn.rows(power) if a.kind == "rows" else a.times(b.power)
+
+
+def _convolve(eqn: Equation) -> Relation:
+    (a, b), numbers = eqn.ins, eqn.params["dimension_numbers"]
+    plain = b.kind == "same" and eqn.params["batch_group_count"] == 1
+    return eqn.rows(a.power + b.power) if plain and (a.kind, a.dim) == ("rows", numbers.lhs_spec[0]) else UNKNOWN
+
+
+def _gather(eqn: Equation) -> Relation:
+    (table, places), numbers = eqn.ins, eqn.params["dimension_numbers"]
+    if places.kind == "index":  # each row's own entry, as in logp[jnp.arange(rows), labels]
+        fits = _looks_up_own_row(numbers.start_index_map, eqn) and table.dim in numbers.collapsed_slice_dims
+    elif places in (SAME, ZERO):
+        if table.kind != "rows":
+            return UNKNOWN if eqn.grows else table
+        fits = eqn.params["slice_sizes"][table.dim] == eqn.shape(0)[table.dim]
+    else:  # an embedding, or rows that are looked up row by row
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        by_row = table.kind == "same" or (table.kind == "rows" and (table.dim, places.dim) in pairs)
+        fits = places == Relation("rows", 0, places.dim) and by_row
+    return eqn.rows(table.power) if fits else UNKNOWN
+
+
+def _looks_up_own_row(index_map: tuple[int, ...], eqn: Equation) -> bool:
+    """Return whether the first of each row's indices, and it alone, is the row's own in a table of rows."""
+    table, places = eqn.ins[:2]
+    return table.kind == "rows" and index_map[:1] == (table.dim,) and places.dim < len(eqn.shape(1)) - 1
+
+
+def _scatter(eqn: Equation) -> Relation:
+    table, places, new = eqn.ins
+    if eqn.name == "scatter" and overwrites(eqn.one):
+        return new
+    if table.kind != "rows":  # counts by label: what is added for each row adds up
+        fits = eqn.name == "scatter-add" and new.kind == "rows" and places == Relation("rows", 0, places.dim)
+        return join([table, Relation("total", new.power)]) if fits and not eqn.grows else UNKNOWN
+    # Entries of each row are written: at the same indices in all rows, or at those of the row.
+    numbers = eqn.params["dimension_numbers"]
+    written, outside = numbers.update_window_dims, (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    fits = False
+    if table.power or new.power or new.kind != "rows":
+        return UNKNOWN
+    if places in (SAME, ZERO) and table.dim not in (*numbers.scatter_dims_to_operand_dims, *outside):
+        window = [dim for dim in range(len(eqn.shape(0))) if dim not in outside]
+        fits = new.dim == written[window.index(table.dim)] and eqn.shape(2)[new.dim] == eqn.shape(0)[table.dim]
+    elif places.kind == "index" and table.dim in numbers.inserted_window_dims:
+        looked_up = [dim for dim in range(len(eqn.shape(2))) if dim not in written]
+        own = _looks_up_own_row(numbers.scatter_dims_to_operand_dims, eqn)
+        fits = own and new.dim == looked_up[places.dim]
+    return eqn.rows() if fits else UNKNOWN
+
+
+def _dynamic_slice(eqn: Equation) -> Relation:
+    return _linear(eqn) if all(r in (SAME, ZERO) for r in eqn.ins[1:]) else UNKNOWN
+
+
+def _concatenate(eqn: Equation) -> Relation:
+    first, *others = eqn.ins
+    if first.kind == "index":  # the row's index, followed by others of the row
+        fits = all(r == Relation("rows", 0, first.dim) for r in others) and eqn.shape(0)[-1] == 1
+        return first if fits and eqn.params["dimension"] == len(eqn.shape(0)) - 1 != first.dim else UNKNOWN
+    relation = join(eqn.ins)
+    along = relation.kind == "rows" and relation.dim == eqn.params["dimension"]
+    return UNKNOWN if along else relation
+
+
+def _stack(eqn: Equation) -> Relation:
+    relation = join(eqn.ins)
+    return eqn.rows(relation.power) if relation.kind == "rows" else relation
+
+
+def _pad(eqn: Equation) -> Relation:
+    relation, filling = eqn.ins
+    plain = filling == ZERO or (filling == SAME and relation.kind == "rows" and not relation.power)
+    return _linear(eqn) if plain else UNKNOWN
+
+
+_RULES: dict[str, Callable[[Equation], Relation]] = {
+    **dict.fromkeys([*_ELEMENTWISE.split(), *_ALONG.split()], _local),
+    **dict.fromkeys([*_LINEAR.split(), *COPIES], _linear),
+    **dict.fromkeys(("add", "add_any", "sub"), _add),
+    **dict.fromkeys(("scatter", "scatter-add"), _scatter),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenate,
+    "conv_general_dilated": _convolve,
+    "convert_element_type": _convert,
+    "div": _divide,
+    "dot_general": _dot,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "iota": _iota,
+    "lt": _less,
+    "mul": _multiply,
+    "pad": _pad,
+    "reduce_sum": _sum,
+    "reshape": _reshape,
+    "select_n": _select,
+    "stack": _stack,
+}

@@ -1,12 +1,11 @@
-"""A page of HTML that needs nothing beside itself."""
+"""A page of HTML that loads no other file."""
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxlit.reporting.curves import colors
-from jaxlit.reporting.table import count
+from jaxlit.table import count
 
 # One look for light and dark: the colors are named here, and nowhere else.
 _STYLE = """
@@ -53,101 +52,78 @@ details { margin-top: 12px; } summary { cursor: pointer; font-weight: 600; font-
 """
 
 
-class Cell(str):
-    """A cell of a table, in one of the style's classes.
-
-    Attributes:
-        kind: "n" for a number, "n best" for the best, "" for a text.
-    """
-
-    kind: str
-
-    def __new__(cls, text: object, kind: str = "") -> "Cell":
-        """Return the text with its class."""
-        found = super().__new__(cls, str(text))
-        found.kind = kind
-        return found
+Cell = tuple[str, str]  # the text, and its class: "n" for a number, "n best" for the best, "" for text
 
 
 def number(value: float, note: str = "", *, best: bool = False) -> Cell:
-    """Return a number as a cell, with a note after it."""
+    """Return a number as a cell, followed by a note."""
     if not math.isfinite(value):  # numpy warns where infinity is divided
-        shown = f"{value}"
+        text = f"{value}"
     elif value == value // 1 and abs(value) < 1e9:
-        shown = f"{value:,.0f}"
+        text = f"{value:,.0f}"
     else:
-        shown = f"{value:.5g}" if abs(value) < 1e5 else count(value)
-    return Cell(shown + note, "n best" if best else "n")
+        text = f"{value:.5g}" if abs(value) < 1e5 else count(value)
+    return text + note, "n best" if best else "n"
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Return a page of parts, each of them HTML."""
+    """Return a page of parts, each of them HTML; empty ones are left out."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body><main>\n' + (
-        "\n".join(filter(None, parts)) + "\n</main></body></html>\n"
-    )
+    body = "\n".join(filter(None, parts))
+    start = f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body><main>\n'
+    return f"{start}{body}\n</main></body></html>\n"
 
 
 def heading(title: str, state: str, kind: str, rest: str) -> str:
-    """Return the head of the page: how it ended stands first, "good", "bad" or "warn"."""
-    said = f'<span class="state {kind}">{escape(state)}</span>{escape(rest)}'
-    return f'<h1>{escape(title)}</h1><p class="sub">{said}</p>'
+    """Return the head of the page: how the training ended, of the class "good", "bad" or "warn", and other text."""
+    state = f'<span class="state {kind}">{escape(state)}</span>'
+    return f'<h1>{escape(title)}</h1><p class="sub">{state}{escape(rest)}</p>'
 
 
-def tiles(found: Mapping[str, str]) -> str:
+def tiles(values: Mapping[str, str]) -> str:
     """Return large values with their names below."""
-    inside = "".join(
-        f'<div class="tile"><b>{escape(x)}</b><span>{escape(k)}</span></div>' for k, x in found.items() if x
-    )
-    return f'<div class="tiles">{inside}</div>'
+    tile = '<div class="tile"><b>{}</b><span>{}</span></div>'
+    return f'<div class="tiles">{"".join(tile.format(escape(x), escape(k)) for k, x in values.items() if x)}</div>'
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table below its title, "" without rows."""
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str | Cell]], *, folded: bool = False) -> str:
+    """Return a table below its title, "" without rows; a folded one is shown when its title is clicked."""
     if not rows:
         return ""
-    cells = [[x if isinstance(x, Cell) else Cell(x) for x in row] for row in rows]
-    kinds = [x.kind.partition(" ")[0] for x in cells[0]]
-    top = "".join(f'<th class="{kind}">{escape(x)}</th>' for x, kind in zip(head, kinds, strict=True))
-    body = "".join("<tr>" + "".join(f'<td class="{x.kind}">{escape(x)}</td>' for x in row) + "</tr>" for row in cells)
-    return f'<h2>{escape(title)}</h2><div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    cells = [[(x, "") if isinstance(x, str) else x for x in row] for row in rows]
+    top = "".join(
+        f'<th class="{kind.split(" ")[0]}">{escape(x)}</th>' for x, (_, kind) in zip(head, cells[0], strict=True)
+    )
+    lines = ("".join(f'<td class="{kind}">{escape(x)}</td>' for x, kind in row) for row in cells)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    content = f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    title = escape(title)
+    return f"<details><summary>{title}</summary>{content}</details>" if folded else f"<h2>{title}</h2>{content}"
 
 
-def pairs(title: str, found: Mapping[str, Any]) -> str:
-    """Return names and values below a title, "" if there are none."""
-    return table(title, ("name", "value"), [(name, _plain(value)) for name, value in found.items()])
+def pairs(title: str, values: Mapping[str, Any], *, folded: bool = False) -> str:
+    """Return a table of names and values."""
+    return table(title, ("name", "value"), [(name, _text(value)) for name, value in values.items()], folded=folded)
 
 
 def text(title: str, content: str) -> str:
-    """Return a text whose lines and spaces count, below its title."""
+    """Return text whose line breaks and spaces are kept, below its title."""
     return f'<h2>{escape(title)}</h2><div class="wide"><pre>{escape(content)}</pre></div>'
 
 
-def folded(part: str) -> str:
-    """Return a table or a text that is shown when its title is clicked."""
-    title, _, rest = part.partition("</h2>")
-    return f"<details><summary>{title.removeprefix('<h2>')}</summary>{rest}</details>" if part else ""
-
-
-def figures(title: str, pictures: Mapping[str, tuple[str, Sequence[str]]]) -> str:
-    """Return pictures side by side, "" if there are none.
+def figure(svg: str, colors: Mapping[str, int]) -> str:
+    """Return a picture with its legend.
 
     Args:
-        title: Their title.
-        pictures: By name the SVG, and the names of its curves.
+        svg: The picture.
+        colors: The number of each curve's color by the curve's name.
     """
-    found = []
-    for svg, names in pictures.values():
-        keys = [
-            f'<span><i style="background:var(--c{color})"></i>{escape(name)}</span>'
-            for name, color in colors(names).items()
-        ]
-        found.append(f"<figure><figcaption>{''.join(keys)}</figcaption>{svg}</figure>" if svg else "")
-    inside = "".join(found)
-    return f'<h2>{escape(title)}</h2><div class="curves">{inside}</div>' if inside else ""
+    key = '<span><i style="background:var(--c{})"></i>{}</span>'
+    legend = "".join(key.format(color, escape(name)) for name, color in colors.items())
+    return f"<figure><figcaption>{legend}</figcaption>{svg}</figure>"
 
 
-def _plain(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_plain(x)}" for key, x in value.items())
-    return ", ".join(map(_plain, value)) if isinstance(value, (list, tuple)) else str(value)
+        return ", ".join(f"{key}={_text(x)}" for key, x in value.items())
+    return ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -235,9 +235,8 @@ def _train_by_hand(reference: Any, module: Any, batches: list[Any]) -> Training:
 
 def _is_per_replica(strategy: Any) -> bool:
     from jaxlit.strategies.registry import resolve_strategy
-    from jaxlit.strategies.replicas import PerReplica
 
-    return isinstance(resolve_strategy(strategy, None), PerReplica)
+    return resolve_strategy(strategy, None).per_replica
 
 
 def _kin_of(strategy: Any) -> "Strategy":
@@ -248,4 +247,4 @@ def _kin_of(strategy: Any) -> "Strategy":
 
     given: Any = resolve_strategy(strategy, None)
     cls = ShardMapDDP if isinstance(given, Simulated) else Simulated
-    return cls(sync_batchnorm=given.sync_batchnorm, loss_reduction=given.loss_reduction)
+    return cls(**{name: getattr(given, name) for name in ("sync_batchnorm", "loss_reduction") if hasattr(given, name)})

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import nnx
+import jax
+from flax import linen, nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.core.linen import AS_NNX, is_linen
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
+from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
@@ -47,7 +48,7 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         None,
         settings.limits,
         intake=settings.intake,
-        pinned=stage.verb == "fit" and bool(settings.overfit_batches),
+        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
         asked=not settings.fast_dev_run,
     )
 
@@ -62,8 +63,8 @@ def check_model(model: Any, stage: Stage) -> None:
     if not isinstance(model, (TrainModule, lazy)):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
-        if is_linen(model):
-            hint = f" It is a linen module, which a TrainModule can hold: {AS_NNX}."
+        if isinstance(model, linen.Module):
+            hint = f" It is a linen module, which a TrainModule can hold: {LINEN_AS_NNX}."
         elif isinstance(model, nnx.Module):
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
@@ -140,7 +141,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         ArgumentError: Saying what to begin with.
     """
     every = settings.accumulate_grad_batches
-    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.at.window is None:
+    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.index.window is None:
         raise ArgumentError(
             f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
             f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
@@ -154,7 +155,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if check.boolean("return_predictions", return_predictions) and settings.host_keys and strategy.num_processes > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and jax.process_count() > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."

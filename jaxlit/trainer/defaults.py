@@ -14,9 +14,10 @@ from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.core.hparams import hparams_of
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
+from jaxlit.notes import noting_place
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown

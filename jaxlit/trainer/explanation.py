@@ -16,7 +16,7 @@ from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import devices_of, placement
-from jaxlit.reporting.table import count, duration, size, table
+from jaxlit.table import count, duration, size, table
 from jaxlit.trainer.defaults import state_rows
 
 
@@ -126,7 +126,7 @@ def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
-    if (state := engine.state.lies()) is None:
+    if (state := engine.state.stored()) is None:
         return ()
     rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]

@@ -40,7 +40,7 @@ def _exhausted(error: BaseException, run: Run) -> BaseException:
         leaves = jax.tree.leaves(example)
         batch = sum(x.nbytes // (replicas if x.ndim and x.shape[0] % replicas == 0 else 1) for x in leaves)
     with run.compiles.paused():
-        return out_of_memory(error, place, state=engine.state.lies(), batch=batch, programs=programs)
+        return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
 
 
 def rescue(trainer: Any, run: Run) -> str:

@@ -48,7 +48,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
         )
     run.count_batches()
     if resume is not None:
-        state, count = resume.checkpoint.state, strategy.num_processes
+        state, count = resume.checkpoint.state, jax.process_count()
         for stage, pairs in (("training", [run.train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
                 snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)

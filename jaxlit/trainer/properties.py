@@ -171,7 +171,7 @@ class TrainerProperties(TrainerArguments):
         """The training state as global arrays; the next step overwrites them, so copy what you keep."""
         if (engine := self._session.engine) is None:
             raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
-        return self._session.strategy.canonical(engine.state.unflatten())
+        return engine.state.unflatten()
 
     @property
     def hyperparams(self) -> Hyperparams:

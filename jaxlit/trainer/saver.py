@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
@@ -85,7 +87,7 @@ class Saver:
         check_path(path, owner)
         order = None if order is None else check.integer("order", order, low=0, owner=owner)
         run = self._training()
-        if not run.engine.state.is_whole:
+        if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         run.hooks.take_writes(owner)
         check_finite(run)
@@ -108,7 +110,7 @@ class Saver:
             first: An error that came before.
         """
         run = self._fitted()
-        if first is not None and run is not None and run.engine.strategy.num_processes > 1:
+        if first is not None and run is not None and jax.process_count() > 1:
             return first  # the other processes may be elsewhere, and all of them must wait together
         while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
@@ -183,7 +185,7 @@ class Saver:
     def may_begin(self) -> bool:
         """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
         run = self._training()
-        return not run.control.interrupted or run.control.together or run.engine.strategy.num_processes == 1
+        return not run.control.interrupted or run.control.together or jax.process_count() == 1
 
     @property
     def has_trained(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import jax
+
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
@@ -22,7 +24,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.live import Live
-from jaxlit.errors import ArgumentError, ArgumentTypeError, note_step
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
@@ -33,6 +35,7 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
@@ -182,7 +185,7 @@ class Session:
         # A job that was started again continues from its newest checkpoint, which is further on.
         weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
-        several, fitting = self.strategy.num_processes > 1, stage.verb == "fit"
+        several, fitting = jax.process_count() > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, checkpoint, several=several, fitting=fitting)
         return checkpoint, weights
 
@@ -308,7 +311,7 @@ class Session:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
-        clock = Clock(self.strategy.num_processes > 1)
+        clock = Clock(jax.process_count() > 1)
         return Run(
             *(self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock),
             accumulate_given=self.settings.accumulate_grad_batches,
@@ -359,7 +362,6 @@ class Session:
             self.strategy.shard_batch,
             intake_of=run.loaders.intake_of,
             splits=self.strategy.splits_by_process,
-            num_processes=self.strategy.num_processes,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             control=self.control,
@@ -382,10 +384,10 @@ class Session:
     @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        extras = {} if self.engine is None else self.engine.extras
+        engine, extras = self.engine, {} if self.engine is None else self.engine.extras
         for key, keeper in extras.items():
-            if keeper is callback and self.engine is not None:
-                return self.strategy.canonical(self.engine.state.unflatten()).extras[key]
+            if keeper is callback and engine is not None:
+                return engine.state.unflatten().extras[key]
         raise ArgumentError(
             f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
             f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."

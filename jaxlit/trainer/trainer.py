@@ -148,7 +148,7 @@ class Trainer(TrainerProperties):
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given).of_trial()
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
-        strategy.use(settings.device_count)  # before anything is trained, so that a wrong count is refused here
+        strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
 

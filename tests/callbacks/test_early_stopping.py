@@ -13,7 +13,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
 from jaxlit.callbacks import EarlyStopping, EarlyStoppingReason
-from jaxlit.errors import ArgumentError, JaxlitError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError
 
 NAN, INF = math.nan, math.inf
 
@@ -192,7 +192,7 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
 )
 def test_a_wrong_argument_is_refused_by_name(name, allowed, value) -> None:
     arguments = {"monitor": "val/loss"} | {name: value}
-    refuses(ArgumentError, lambda: EarlyStopping(**arguments), name, repr(value), allowed)
+    refuses((ArgumentError, ArgumentTypeError), lambda: EarlyStopping(**arguments), name, repr(value), allowed)
 
 
 # As a Trainer runs it

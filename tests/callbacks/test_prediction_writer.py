@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,17 +40,12 @@ def expected(case: str, x: np.ndarray) -> Any:
     return [y[:, 0], [np.stack([y, 2 * y], 1), (y > 0).astype(np.float32)]]
 
 
-def same(found: Any, wanted: Any) -> None:
-    assert type(found) is type(wanted) or isinstance(wanted, np.ndarray), (type(found), type(wanted))
-    if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys()
-    if isinstance(wanted, (dict, list)):
-        assert len(found) == len(wanted)
-        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
-            same(found[key], wanted[key])
-        return
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+def same(loaded: Any, wanted: Any) -> None:
+    """Compare two trees of arrays, whose dicts and lists are the same."""
+    assert jax.tree.structure(loaded) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, strict=True)
 
 
 def predicts(make: Any) -> Any:
@@ -75,7 +71,7 @@ OFTEN = ("a dict", "fsdp"), ("a sequence", "single"), ("an array", "pmap")
 
 @pytest.mark.parametrize(("case", "strategy"), thinned([(c, s) for c in OUTPUTS for s in STRATEGIES], *OFTEN))
 @pytest.mark.parametrize("interval", ["batch", "epoch"])
-def test_rows_stand_in_the_order_of_the_data_as_numpy_computes_them(case: str, strategy: str, interval: str) -> None:
+def test_rows_are_those_of_numpy_in_order(case: str, strategy: str, interval: str) -> None:
     model, writer = predicts(OUTPUTS[case][0]), PredictionWriter("made/here", interval)
     predict(model, loader(), writer, strategy=strategy)
     same(PredictionWriter.load("made/here"), expected(case, DATA["x"]))
@@ -93,32 +89,32 @@ def test_parquet_holds_the_same_and_texts(case: str) -> None:
     batches = [{**batch, "id": np.array([f"row {i * 'x'}{k}" for k in range(8)])} for i, batch in enumerate(random(3))]
     writer = PredictionWriter("made", format="parquet")
     predict(predicts(lambda y: {"y": y}), batches, writer, host_keys=("id",))
-    found = PredictionWriter.load("made")
-    assert found["id"].tolist() == [f"row {i * 'x'}{k}" for i in range(3) for k in range(8)]
-    same(found["y"], np.concatenate([b["x"] @ KERNEL for b in batches]).astype(np.float32))
+    loaded = PredictionWriter.load("made")
+    assert loaded["id"].tolist() == [f"row {i * 'x'}{k}" for i in range(3) for k in range(8)]
+    same(loaded["y"], np.concatenate([b["x"] @ KERNEL for b in batches]).astype(np.float32))
 
 
-def test_several_loaders_have_a_folder_each_and_a_new_run_takes_the_old_ones_place() -> None:
+def test_loaders_have_a_folder_each_and_a_new_run_replaces_it() -> None:
     model, writer = predicts(lambda y: y), PredictionWriter("made")
     trainer = make_trainer(writer, **BARE)
     several = [random(k, seed=k) for k in range(1, 12)]
     trainer.predict(model, several, return_predictions=False)
-    for found, batches in zip(PredictionWriter.load("made"), several, strict=True):
-        same(found, expected("an array", np.concatenate([b["x"] for b in batches])))
+    for loaded, batches in zip(PredictionWriter.load("made"), several, strict=True):
+        same(loaded, expected("an array", np.concatenate([b["x"] for b in batches])))
     kept = trainer.predict(model, loader())
     same(PredictionWriter.load("made"), np.concatenate(kept))
     assert sorted(os.listdir("made")) == ["index.json", "predictions.npy"]
 
 
-def test_host_keys_of_numbers_are_written_with_the_outputs_they_belong_to() -> None:
+def test_host_keys_of_numbers_are_written_with_their_outputs() -> None:
     rows = {**DATA, "id": np.arange(36)[::-1].copy()}
     predict(predicts(lambda y: {"y": y}), jl.ArrayLoader(rows, 8), PredictionWriter("made"), host_keys=("id",))
-    found = PredictionWriter.load("made")
-    assert found["id"].tolist() == list(range(35, -1, -1))
-    same(found["y"], expected("an array", DATA["x"]))
+    loaded = PredictionWriter.load("made")
+    assert loaded["id"].tolist() == list(range(35, -1, -1))
+    same(loaded["y"], expected("an array", DATA["x"]))
 
 
-def test_a_run_that_is_cut_short_leaves_the_predictions_of_the_one_before() -> None:
+def test_an_interrupted_run_keeps_earlier_predictions() -> None:
     model, ours = predicts(lambda y: y), PredictionWriter("made")
     predict(model, loader(), ours)
     before = {path.name: path.read_bytes() for path in Path("made").iterdir()}
@@ -140,7 +136,7 @@ def test_a_run_that_is_cut_short_leaves_the_predictions_of_the_one_before() -> N
     assert PredictionWriter.load("made").shape == (8, 1) and sorted(os.listdir(".")) == ["made"]
 
 
-def test_the_outputs_of_no_more_than_two_batches_are_in_memory() -> None:
+def test_at_most_two_batches_are_in_memory() -> None:
     refs: list[Any] = []
     alive: list[int] = []
 
@@ -167,7 +163,7 @@ def predict_in_a_process() -> None:
 
 
 @pytest.mark.full
-def test_two_processes_write_the_rows_of_both_in_the_order_of_the_data(tmp_path: Path) -> None:
+def test_two_processes_write_all_rows_in_order(tmp_path: Path) -> None:
     for ended in launch(predict_in_a_process, tmp_path):
         assert ended.code == 0, ended.errors
     same(PredictionWriter.load(tmp_path / "made"), {"y": expected("an array", DATA["x"])})
@@ -185,22 +181,21 @@ def test_outputs_without_a_row_for_each_row_are_refused(case: str, make: Any, wo
     assert os.listdir(".") == []
 
 
-def test_outputs_of_another_shape_in_a_later_batch_and_texts_in_npy_are_refused() -> None:
-    wide = lambda self, batch: batch["x"]  # noqa: E731
+def test_outputs_of_another_shape_in_a_later_batch_are_refused() -> None:
     batches = [random(1)[0], random(1, features=2)[0]]
-    model = module(base=Linear, predict=wide)
+    model = module(base=Linear, predict=lambda self, batch: batch["x"])
     refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[3\].*\[2\].*Pad them")
+
+
+def test_host_keys_that_are_texts_are_refused_in_npy_files() -> None:
     named = [{**batch, "id": np.array(["a"] * 8)} for batch in random(2)]
-    model, arguments = predicts(lambda y: {"y": y}), {"host_keys": ("id",)}
-    steps, starts = [], hooks(on_predict_batch_end=lambda *_: steps.append(1))
-    run = lambda: predict(model, named, starts, PredictionWriter("made"), **arguments)  # noqa: E731
-    refuses(DataError, run, "'id' holds texts")
-    assert steps == []
-    predict(predicts(lambda y: y), named, PredictionWriter("lone"), **arguments)  # which host keys do not join
-    assert PredictionWriter.load("lone").shape[0] == 16
+    run = lambda *given: predict(predicts(given[0]), named, PredictionWriter("made"), host_keys=("id",))  # noqa: E731
+    refuses(DataError, lambda: run(lambda y: {"y": y}), "'id' holds texts")
+    run(lambda y: y)  # host keys do not join outputs that are one array
+    assert PredictionWriter.load("made").shape[0] == 16
 
 
-def test_a_link_stays_and_what_it_points_to_is_replaced() -> None:
+def test_a_link_stays_and_its_target_is_replaced() -> None:
     Path("disk/here").mkdir(parents=True)
     Path("link").symlink_to("disk/here")
     for scale in (1, 2):
@@ -209,38 +204,43 @@ def test_a_link_stays_and_what_it_points_to_is_replaced() -> None:
     assert Path("link").is_symlink() and os.listdir("disk") == ["here"] and sorted(os.listdir(".")) == ["disk", "link"]
 
 
-def test_what_cannot_be_done_at_the_end_is_refused_before_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, begun = predicts(lambda y: y), list[Any]()
-    watch = hooks(on_predict_batch_start=lambda *_: begun.append(1))
-    refuses(
-        ArgumentError,
-        lambda: predict(model, loader(), watch, PredictionWriter(".")),
-        r"'\.'\) is the folder that the program",
-    )
-    for one, two in (("a/b", "a/b"), ("a", "a/../a"), ("a", "a/b")):
-        writers = PredictionWriter(one), PredictionWriter(two)
-        refuses(ArgumentError, lambda: predict(model, loader(), watch, *writers), "replace each other's files")  # noqa: B023
-    Path("volume").mkdir()
+UNUSABLE: list[Any] = [
+    (["."], r"'\.'\) is the folder that the program"),
+    (["a/b", "a/b"], "replace each other's files"),
+    (["a", "a/../a"], "replace each other's files"),
+    (["a", "a/b"], "replace each other's files"),
+    (["file/made"], "cannot be made"),
+    (["work"], "holds no predictions"),
+]
 
+
+@pytest.mark.parametrize(("folders", "words"), UNUSABLE)
+def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], words: str) -> None:
+    Path("file").write_text("")
+    Path("work").mkdir()
+    Path("work/index.json").write_text("{}")
+    begun: list[Any] = []
+    watch = hooks(on_predict_batch_start=lambda *_: begun.append(1))
+    writers = map(PredictionWriter, folders)
+    refuses(ArgumentError, lambda: predict(predicts(lambda y: y), loader(), watch, *writers), words)
+    assert begun == []
+    assert sorted(os.listdir(".")) == ["file", "work"]
+    assert os.listdir("work") == ["index.json"]
+    refuses(ArgumentError, lambda: PredictionWriter.load("work"), "finds no predictions")
+
+
+def test_predictions_that_cannot_be_renamed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def busy(self: Path, target: Path) -> None:
         raise OSError(16, "Device or resource busy", str(self))
 
-    with monkeypatch.context() as patch:  # what a mount point says
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="resource busy.*partial"):
         patch.setattr(Path, "rename", busy)
-        refuses(
-            ArgumentError, lambda: predict(model, loader(), watch, PredictionWriter("volume")), "resource busy.*in it"
-        )
-    Path("file").write_text("")
-    refuses(
-        ArgumentError,
-        lambda: predict(model, loader(), watch, PredictionWriter("file/made")),
-        "cannot be made or replaced",
-    )
-    assert begun == [] and sorted(os.listdir(".")) == ["file", "volume"]
+        predict(predicts(lambda y: y), loader(), PredictionWriter("volume"))
+    same(PredictionWriter.load(".volume.partial")[0], expected("an array", DATA["x"]))
 
 
 @pytest.mark.parametrize("format", ["npy", "parquet"])
-def test_names_that_a_disk_may_take_for_one_are_told_apart(format: str) -> None:
+def test_names_differ_on_a_case_insensitive_disk(format: str) -> None:
     make = lambda y: {"a_b_2": y, "a{b": y + 1, "a|b": y + 2, "A_b": y + 3, "a_b_3": y + 4}  # noqa: E731
     predict(predicts(make), loader(), PredictionWriter("made", format=format))
     y = expected("an array", DATA["x"])
@@ -254,30 +254,24 @@ def test_names_that_a_disk_may_take_for_one_are_told_apart(format: str) -> None:
 def test_a_loader_without_rows_keeps_its_place(sizes: list[int], format: str, interval: str) -> None:
     loaders = [random(k, seed=k) for k in sizes]
     predict(predicts(lambda y: y), loaders, PredictionWriter("made", interval, format=format))
-    found = PredictionWriter.load("made")
-    assert [x is None for x in found] == [k == 0 for k in sizes]
-    for x, batches in zip(found, loaders, strict=True):
+    loaded = PredictionWriter.load("made")
+    assert [x is None for x in loaded] == [k == 0 for k in sizes]
+    for x, batches in zip(loaded, loaders, strict=True):
         if batches:
             same(x, expected("an array", np.concatenate([b["x"] for b in batches])))
 
 
 def test_an_epochs_rows_are_written_when_the_loader_ends() -> None:
-    sizes: list[tuple[int, int]] = []
+    sizes: list[int] = []
 
-    def look(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int, loader: int) -> None:
-        file = Path(".made.partial/dataloader_idx_0/predictions.npy")
-        sizes.append((loader, file.stat().st_size if file.exists() else 0))
-
-    class Flushes(PredictionWriter):
-        def on_predict_batch_end(self, *given: Any) -> None:
-            super().on_predict_batch_end(*given)
-            for rows in self._rows.values():
-                for file, *_ in rows._files._files.values():
-                    file.flush()
+    def look(trainer: Any, *_: Any) -> None:
+        file = Path(".made.partial/dataloader_idx_0/predictions.parquet")
+        sizes.append(file.stat().st_size if file.exists() else 0)
 
     loaders = [random(3, rows=8), random(3, rows=8)]
-    predict(predicts(lambda y: y), loaders, Flushes("made", "epoch"), hooks(on_predict_batch_end=look))
-    assert [size > 4 * 8 * 3 for _, size in sizes] == [False] * 4 + [True] * 2  # a batch later its outputs are taken
+    writer = PredictionWriter("made", "epoch", format="parquet")
+    predict(predicts(lambda y: y), loaders, writer, hooks(on_predict_batch_end=look))
+    assert [size > 0 for size in sizes] == [False] * 4 + [True] * 2  # a batch later its outputs are taken
 
 
 def test_host_keys_that_are_dates_are_written() -> None:
@@ -292,30 +286,14 @@ def test_host_keys_that_are_dates_are_written() -> None:
         assert PredictionWriter.load("made")["day"].tolist() == rows["day"].tolist()
 
 
-NOT_PARQUET: list[Any] = [
-    (lambda y: {"wave": y + 1j}, "'wave' has complex numbers.*format='npy'"),
-    (lambda y: {"none": y[:, :0], "y": y}, r"'none' has rows of shape \(0,\).*format='npy'"),
-]
-
-
-@pytest.mark.parametrize(("make", "words"), NOT_PARQUET)
-def test_what_parquet_does_not_hold_is_refused_by_name_and_npy_files_hold_it(make: Any, words: str) -> None:
-    refuses(DataError, lambda: predict(predicts(make), loader(), PredictionWriter("made", format="parquet")), words)
+@pytest.mark.parametrize("make", [lambda y: {"x": y + 1j}, lambda y: {"x": y[:, :0], "y": y}])
+def test_npy_files_hold_what_parquet_cannot(make: Any) -> None:
+    refused = lambda: predict(predicts(make), loader(), PredictionWriter("made", format="parquet"))  # noqa: E731
+    refuses(DataError, refused, "Parquet cannot hold 'x'.*format='npy'")
     predict(predicts(make), loader(), PredictionWriter("made"))
-    found, wanted = PredictionWriter.load("made"), make(expected("an array", DATA["x"]))
+    loaded, wanted = PredictionWriter.load("made"), make(expected("an array", DATA["x"]))
     for name, x in wanted.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
-
-
-def test_a_folder_of_something_else_is_refused_before_the_first_batch() -> None:
-    Path("work").mkdir()
-    Path("work/index.json").write_text("{}")
-    drawn = Stream(random(2))
-    refuses(
-        ArgumentError, lambda: predict(predicts(lambda y: y), drawn, PredictionWriter("work")), "holds no predictions"
-    )
-    refuses(ArgumentError, lambda: PredictionWriter.load("work"), "finds no predictions")
-    assert os.listdir("work") == ["index.json"]
+        np.testing.assert_allclose(loaded[name], x, rtol=1e-5, atol=1e-6)
 
 
 def test_a_trial_run_writes_nothing() -> None:

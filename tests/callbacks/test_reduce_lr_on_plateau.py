@@ -14,7 +14,7 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import THREE, fit, thinned
 
 from jaxlit.callbacks import ReduceLROnPlateau
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
 
 # Worked out by hand for factor=0.5, patience=2, min_delta=0.5, cooldown=1 and min_lr=0.3: a value, the rate after it.
 SEQUENCE = (
@@ -150,7 +150,11 @@ def test_another_hyperparameter_can_be_lowered() -> None:
 )
 def test_a_wrong_argument_is_refused_by_name(name, value) -> None:
     arguments = {"monitor": "val", name: value}
-    refuses(ArgumentError, lambda: ReduceLROnPlateau(**arguments), rf"ReduceLROnPlateau\({name}=\.\.\.\)")
+    refuses(
+        (ArgumentError, ArgumentTypeError),
+        lambda: ReduceLROnPlateau(**arguments),
+        rf"ReduceLROnPlateau\({name}=\.\.\.\)",
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ WRONG = {
     "log_model": ["latest", 1, None],
     "watch": ["grads", True],
     "watch_every_n_steps": [0, 1.5, True],
-    "processes": ["all"],
+    "processes": ["all", "shared"],
     "on_error": ["ignore"],
     **dict.fromkeys(("init_timeout", "finish_timeout"), (0, -1.0, float("inf"), True, "5")),
 }
@@ -27,7 +27,3 @@ def test_a_wrong_argument_is_refused_by_name(name):
     for value in WRONG[name]:
         error = refuses(ArgumentError, lambda value=value: WandbLogger(**{name: value}), rf"WandbLogger\({name}=")
         assert repr(value) in str(error)
-
-
-def test_a_shared_run_cannot_be_offline():
-    refuses(ArgumentError, lambda: WandbLogger(processes="shared", offline=True), "processes='group'")

@@ -79,7 +79,7 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
     optimizer = optimizer_of(module) if tx is None else jl.Optimizer(tx)
     graphdef, params, frozen, rest = nnx.split(module, optimizer.wrt, nnx.Param, ...)
     parts = [nnx.as_pure(part) for part in (params, frozen, rest)]
-    strategy.setup(jax.devices())
+    strategy.setup()
     init = lambda *parts: init_state(optimizer.tx, None if accumulate else 0, Precision(), *parts)  # noqa: E731
     state = jax.eval_shape(init, *parts)
     return state, strategy.state_sharding(state, PureModule(graphdef, optimizer.wrt, module), None)
@@ -143,7 +143,6 @@ def feeder_of(prefetch: int) -> Feeder:
     return Feeder(
         lambda batch: batch,
         splits=lambda batch: True,
-        num_processes=1,
         prefetch=prefetch,
         watchdog=Watchdog(None),
         control=Control(),

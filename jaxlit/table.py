@@ -1,14 +1,14 @@
-"""Tables of plain text, and numbers as people write them."""
+"""Tables of plain text, and short forms of large numbers."""
 
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """Return rows as lines whose columns stand below each other.
+    """Return the lines of a table with aligned columns.
 
     Args:
-        rows: The cells, those of the head first.
-        texts: How many columns, from the left, are text; the others are numbers, which end at one place.
+        rows: The cells of each row, the head first.
+        texts: How many columns, from the left, are text and aligned to the left; the others are numbers.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -21,7 +21,7 @@ def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes."""
+    """Return a number of bytes with its unit."""
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -32,7 +32,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """Return a large number in three digits, with its thousands as a letter."""
+    """Return a number with three digits and a letter for its thousands."""
     for letter in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or letter == "P":
             break
@@ -41,7 +41,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in three digits."""
+    """Return a duration with three digits and its unit."""
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

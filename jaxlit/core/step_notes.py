@@ -1,0 +1,133 @@
+"""Notes on what a user's step raises while it is traced: in which layer, and what to write in its place."""
+
+import traceback
+from typing import Any
+
+import flax.errors
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlit.leaf_names import leaf_name
+from jaxlit.notes import add_note
+
+LINEN_AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as a batch has it"
+RETURN_THE_LOSS = (
+    "The Trainer takes the optimizer's step, with the gradient of the loss that training_step returns: return the loss "
+    "alone, and the transform from configure_optimizers: return optax.adam(1e-3). To take all steps yourself, return "
+    "jax.lax.stop_gradient(loss) and optax.set_to_zero(), or write a loop of your own with jl.compile_step."
+)
+
+# Methods of torch's tensors, and what arrays have in their place.
+_METHODS = {
+    "view": "x.reshape(shape)",
+    "size": "x.shape",
+    "dim": "x.ndim",
+    "numel": "x.size",
+    "detach": "jax.lax.stop_gradient(x)",
+    "to": "x.astype(dtype) for a dtype; the strategy places arrays",
+    "type_as": "x.astype(y.dtype)",
+    "cpu": "nothing: the strategy places arrays",
+    "cuda": "nothing: the strategy places arrays",
+    "contiguous": "nothing",
+    "float": "x.astype(jnp.float32)",
+    "long": "x.astype(jnp.int32)",
+    "unsqueeze": "jnp.expand_dims(x, axis)",
+    "permute": "x.transpose(axes)",
+    "numpy": "self.log, or an output of the step",
+    "clone": "nothing: arrays do not change",
+    "expand": "jnp.broadcast_to(x, shape)",
+    "eq": "x == y",
+    "masked_fill": "jnp.where(mask, value, x)",
+    "zero_": "jnp.zeros_like(x): arrays do not change",
+    "data": "the array itself",
+    "grad": "nothing: gradients are values of each step, which Callback.trace_step sees",
+    "backward": "nothing: the gradient of what training_step returns is taken",
+}
+
+_TRACED = (
+    "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need some. Use "
+    "jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at values under jax.disable_jit()."
+)
+# The kind of an error, what its message contains, and the note.
+_NOTES: tuple[tuple[type[Exception], str, str], ...] = (
+    (
+        flax.errors.CallCompactUnboundModuleError,
+        "",
+        f"A linen module has no variables of its own. Give it some: {LINEN_AS_NNX}.",
+    ),
+    (
+        TypeError,
+        "unsupported format string passed to",
+        "A step is traced once, without numbers. Print by jax.debug.print('{:.3f}', x), or self.log it.",
+    ),
+    (
+        NotImplementedError,
+        "array.view()",
+        f"An array's view() is another than a tensor's. In its place: {_METHODS['view']}.",
+    ),
+    (
+        TypeError,
+        "'int' object is not callable",
+        "If this was x.size(): size is no method of arrays. In its place: x.shape.",
+    ),
+    (TypeError, "argument 'dim'", "Functions of jax have the arguments of numpy: axis= in place of dim=."),
+    (TypeError, "argument 'keepdim'", "Functions of jax have the arguments of numpy: keepdims= in place of keepdim=."),
+    (
+        flax.errors.TraceContextError,
+        "Cannot mutate Opt",
+        f"An optimizer of nnx was updated in the step. {RETURN_THE_LOSS}",
+    ),
+    (
+        flax.errors.TraceContextError,
+        "",
+        "A step may change the Variables of its own module only. A layer that is held by a closure, by a global or by "
+        "an object that is no nnx.Module is not part of it: make the layer an attribute of the module, and call it in "
+        "a method.",
+    ),
+    (jax.errors.JAXTypeError, "", _TRACED),
+    (jax.errors.JAXIndexError, "", _TRACED),
+)
+
+
+def note_step_error(error: Exception, step: str, batch: Any) -> None:
+    """Note on what a traced step raised: the batch, the layer, and what to write in its place.
+
+    Args:
+        error: The error.
+        step: The step's name, `Model.training_step`.
+        batch: The batch that it was traced with.
+    """
+    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+    add_note(error, f"{step} was traced with a batch of {shapes}.")
+    if layer := _layer_of(error):
+        add_note(error, f"It was raised in {layer}.")
+    if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array) and (way := _in_place_of(error.name)):
+        add_note(error, f"Arrays of jax have no {error.name}(). In its place: {way}.")
+    for kind, words, note in _NOTES:
+        if isinstance(error, kind) and words in str(error):
+            add_note(error, note)
+
+
+def _in_place_of(name: str) -> str | None:
+    """Return what an array has in place of a tensor's method; None for a name that neither has."""
+    if name in _METHODS:
+        return _METHODS[name]
+    modules = {"jnp": jnp, "jnp.linalg": jnp.linalg, "jax.nn": jax.nn}
+    return next((f"{key}.{name}(x)" for key, module in modules.items() if callable(getattr(module, name, None))), None)
+
+
+def _layer_of(error: Exception) -> str | None:
+    """Return the path and the class of the innermost layer whose method raised an error."""
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Not isinstance, which reads an attribute: the Trainer's module would fetch its newest arrays, in a trace.
+    layers = [x for x in frames if issubclass(type(x), nnx.Module)]
+    owner, paths = "self", dict[int, tuple[Any, ...]]()
+    for layer in layers:
+        if id(layer) not in paths:
+            owner = f"{type(layer).__name__}(...)" if paths else "self"  # a copy, which a transform of nnx has made
+            paths = {id(node): path for path, node in nnx.iter_graph(layer)}
+    if not layers or not (path := paths[id(layers[-1])]):
+        return None
+    kind = type(layers[-1])
+    return f"{owner}.{leaf_name(path)} ({'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__})"
