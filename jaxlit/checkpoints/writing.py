@@ -8,14 +8,14 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxlit.background import Background
 from jaxlit.checkpoints import manifest, quiet
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, raise_together, remove, step_of
 from jaxlit.distributed.exchange import agree
@@ -34,32 +34,29 @@ class Saving:
 
     def __init__(self, path: Path, order: int) -> None:
         self.path, self.order, self.seconds, self.was_awaited = path, order, 0.0, False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._writer: Background[None] | None = None
 
-    def start(self, finish: Any) -> None:
-        """Run `finish` in a thread."""
+    def start(self, finish: Callable[[], None]) -> None:
+        """Run `finish` in a thread, for which the end of the process waits."""
 
         def run() -> None:
             begun = time.monotonic()
             try:
                 finish()
-            except BaseException as error:
-                self._error = error
-            self.seconds = time.monotonic() - begun
+            finally:
+                self.seconds = time.monotonic() - begun
 
-        self._thread = threading.Thread(target=run, name="jaxlit-checkpoint")
-        self._thread.start()
+        self._writer = Background("jaxlit-checkpoint", run, daemon=False).start()
 
     @property
     def is_done(self) -> bool:
         """Whether it is written, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._writer is None or self._writer.is_done
 
     def join(self) -> None:
         """Wait until it is written, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._writer is not None:
+            self._writer.join()
 
     def wait(self) -> None:
         """Wait until it is written, and raise what went wrong; in several processes all must come here.
@@ -68,7 +65,7 @@ class Saving:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         self.join()
-        self.was_awaited, error = True, self._error
+        self.was_awaited, error = True, self._writer and self._writer.error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
 

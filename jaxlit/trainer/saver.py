@@ -1,7 +1,6 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxlit import checks as check
+from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
@@ -17,6 +17,7 @@ from jaxlit.loop import snapshot
 from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.notes import add_note
 from jaxlit.shown import shown
 
 
@@ -119,7 +120,7 @@ class Saver:
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"A checkpoint that was begun before failed as well: {error!r}")
+                    add_note(first, f"A checkpoint that was begun before failed as well: {error!r}")
         self._open = []
         return first
 
@@ -138,7 +139,7 @@ class Saver:
                 saving.join()
             then()
 
-        threading.Thread(target=wait, name="jaxlit-when-written").start()
+        Background("jaxlit-when-written", wait, daemon=False).start()
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
