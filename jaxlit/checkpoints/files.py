@@ -249,7 +249,7 @@ def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a crash on the way leaves it whole, or nothing that is taken for one."""
+    """Delete a checkpoint; a crash meanwhile leaves it complete, or nothing that a resume reads."""
     if path.exists():
         trash = path.parent / f"{_TRASH}{path.name}-{secrets.token_hex(4)}"
         os.rename(path, trash)

@@ -14,6 +14,7 @@ from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ModuleError, did_you_mean
 from jaxlit.loop.failures import Failures
+from jaxlit.notes import add_note
 from jaxlit.porting import advice
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ class Hooks:
                 elif first is None:
                     first = error
                 else:
-                    first.add_note(f"{function.owner}.{name} raised as well: {error!r}")
+                    add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
             function.add(perf_counter() - start - self.inside)
         return first
 

@@ -89,7 +89,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
             load_engine(engine, saved, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         else:
             engine.go_back(to.step, position.epoch, to.batch_idx)
-        position.stand_before(to.step, to.batch_idx, to.filled, to.data)
+        position.move_before(to.step, to.batch_idx, to.filled, to.data)
         run.results.latest = run.results.latest if to.latest is None else to.latest
         run.hooks.log.go_back(to.logged)
         run.evaluation = None

@@ -79,11 +79,11 @@ class Engines:
             run: The run.
             fitted: The engine of the last fit.
             fitting: Whether the run is one.
-            own: Whether the module's arrays are the Trainer's to overwrite.
+            own: Whether the engine may overwrite the module's arrays.
             resume: The checkpoint.
         """
         built, settings = self._built, run.settings
-        if own:  # its arrays go to the engine, and may be lost there, or overwritten with a checkpoint's
+        if own:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
         if fitting:
             engine = self._of_fit(run, own)

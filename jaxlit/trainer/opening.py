@@ -23,7 +23,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
 
     Raises:
         ArgumentError: Training would have no end, or a setting does not fit the loaders.
-        DataError: A loader cannot continue where the checkpoint stands.
+        DataError: A loader cannot continue where the checkpoint was taken.
     """
     settings, name = run.settings, type(run.module).__name__
     ((source, limit),) = run.loaders.open("training", required=True)
