@@ -1,4 +1,4 @@
-"""A training step for loops of one's own: a strategy without a Trainer."""
+"""A training step for a user's own loop: a strategy without a Trainer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -141,8 +141,9 @@ class CompiledStep:
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        whole = state.unflatten()
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state)))
+        trained = state.unflatten()
+        parts = trained.params, trained.frozen, trained.model_state
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, parts))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
         share_hparams(module, self._engine.module)

@@ -290,7 +290,7 @@ class Engine:
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
 
-        One program is a whole run's, whatever batches follow, unless what it has read of the Trainer changes. Those of
+        One program serves a run, whatever batches follow, unless what it has read of the Trainer changes. Those of
         earlier runs are used again for a first batch like theirs.
         """
         key = (stage, loader)
@@ -331,7 +331,7 @@ class Engine:
         return takes_loader(self.module, stage)
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
-        """Return what the trace of the stage's step found out; it must have been prepared."""
+        """Return what the trace of the stage's step has shown; it must have been prepared."""
         return self._evaluations[stage, loader].pure.trace_of(stage, loader)
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
@@ -354,9 +354,9 @@ class Engine:
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
-                with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
+                with collecting(None), reading() as noted:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
-                reads.extend(found)
+                reads.extend(noted)
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads
