@@ -67,7 +67,7 @@ def updates(tx: Any, steps: int) -> list[Any]:
 
 @pytest.mark.parametrize("lr", [0.01, SCHEDULE], ids=["number", "schedule"])
 @pytest.mark.parametrize("name", thinned(READ, "adamw", "frozen in part", full=[*READ][::3]))
-def test_a_rate_is_what_the_updates_of_rate_1_are_multiplied_with(name: str, lr: Any) -> None:
+def test_a_rate_is_the_factor_of_the_updates_of_rate_1(name: str, lr: Any) -> None:
     make = READ[name]
     (rates,) = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
     ratios = [made / unit for made, unit in zip(updates(make(lr), 3), updates(make(1.0), 3), strict=True)]
@@ -127,9 +127,7 @@ OFTEN = [("single", 1, "raise"), ("fsdp", 2, "skip")]
 
 
 @pytest.mark.parametrize(("strategy", "accumulate", "policy"), thinned(CASES, *OFTEN, full=CASES[::7]))
-def test_rows_hold_the_rate_of_each_group_at_the_steps_of_its_schedule(
-    strategy: str, accumulate: int, policy: str
-) -> None:
+def test_rows_have_the_rate_of_each_group(strategy: str, accumulate: int, policy: str) -> None:
     rows, halve = Rows(rates=True), hooks(on_train_epoch_end=lambda t, m: t.hyperparams.update(learning_rate=0.005))
     arguments = {"accumulate_grad_batches": accumulate, "nan_policy": policy, "log_every_n_steps": 1, "max_epochs": 2}
     fit(Groups(rngs=nnx.Rngs(0)), random(4), None, rows, halve, strategy=splitting(strategy), **arguments, **BARE)
@@ -175,7 +173,7 @@ def test_a_resumed_training_goes_on_with_its_rates() -> None:
     assert resumed == rates(2) and len(resumed) == 6
 
 
-def test_an_optimizer_that_begins_anew_begins_its_told_schedule_anew() -> None:
+def test_a_reset_optimizer_restarts_its_schedule() -> None:
     def lars(lr: Any) -> jl.Optimizer:
         return jl.Optimizer(optax.lars(lr), lr_schedule=lr)
 
