@@ -39,10 +39,7 @@ def labels(**of: list[str]) -> Any:
 
 # A way to say groups, and the same in optax's labels.
 GROUPS: dict[str, tuple[Any, Any]] = {
-    "attributes": (
-        {"inner": ADAM, "outer": SGD, ...: SLOW},
-        labels(a=["['inner']"], b=["['outer']"], c=[""]),
-    ),
+    "attributes": ({"inner": ADAM, "outer": SGD, ...: SLOW}, labels(a=["['inner']"], b=["['outer']"], c=[""])),
     "patterns": ({"*/kernel": ADAM, "*/bias": SGD, "norm/*": SLOW}, labels(a=["kernel"], b=["bias"], c=["norm"])),
     "filters": (
         {nnx.PathContains("blocks"): ADAM, nnx.PathContains("kernel"): SGD, nnx.Param: SLOW},
