@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.traits import Traits
-from jaxlit.core import log as metrics
+from jaxlit.core.log import named_values
+from jaxlit.core.module import TrainModule
 
 if TYPE_CHECKING:
-    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 
@@ -100,11 +100,11 @@ class Callback(Traits):
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value from a hook; the other arguments, and where it may be called, are those of `TrainModule.log`."""
-        metrics.log(name, value, *args, **kwargs)
+        TrainModule.log(None, name, value, *args, **kwargs)  # type: ignore[arg-type]
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Log several values from a hook, a mapping or an `nnx.MultiMetric`."""
-        for name, value in metrics.named_values(dictionary).items():
+        for name, value in named_values(dictionary).items():
             self.log(name, value, *args, **kwargs)
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:

@@ -1,6 +1,7 @@
 """Arrays of callbacks that live in the training state: what a callback must provide, and what is refused."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -28,14 +29,14 @@ class ArrayKeeper(Protocol):
 
 
 def check_extras(
-    keepers: Mapping[str, ArrayKeeper], params: Any, leaves_out: Callable[[Exception, ArrayKeeper, str], bool]
+    keepers: Mapping[str, ArrayKeeper], params: Any, tolerates: Callable[[Exception, ArrayKeeper, str], bool]
 ) -> dict[str, ArrayKeeper]:
-    """Refuse before anything is compiled what could not be kept in the state; returns the callbacks that can be.
+    """Refuse before anything is compiled what could not be kept in the state; return the callbacks that can be.
 
     Args:
         keepers: The callbacks, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
-        leaves_out: See `Engine`.
+        tolerates: See `TrainingPlan`.
 
     Raises:
         ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
@@ -44,11 +45,11 @@ def check_extras(
     for key, keeper in keepers.items():
         hook = "init_arrays"
         try:
-            arrays = jax.eval_shape(_checked_init(keeper), params)
+            arrays = jax.eval_shape(partial(_init, keeper), params)
             hook = "update_arrays"
             _check_update(keeper, arrays, params)
         except Exception as error:
-            if not leaves_out(error, keeper, hook):
+            if not tolerates(error, keeper, hook):
                 note_place(error, f"{type(keeper).__name__}.{hook}")
                 raise
             continue
@@ -56,80 +57,67 @@ def check_extras(
     return kept
 
 
-def eval_places(keepers: Mapping[str, ArrayKeeper], at: TrainState, leaves: Sequence[Any]) -> Any:
-    """Return the place in the state of what evaluations see as each parameter, a pytree like the parameters.
+def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Sequence[Any]) -> Any:
+    """Return the index in the state of what evaluations see as each parameter, a pytree like the parameters.
 
     Args:
         keepers: The callbacks that keep arrays, by their keys.
-        at: The places of the state's arrays.
+        index: The indices of the state's arrays.
         leaves: The arrays.
 
     Raises:
         ModuleError: Two callbacks ask for it, or one gives something else than its arrays, each like its parameter.
     """
-    chosen = {key: found for key, x in keepers.items() if (found := x.eval_params(at.extras[key])) is not None}
+    chosen = {key: made for key, x in keepers.items() if (made := x.eval_params(index.extras[key])) is not None}
     if len(chosen) > 1:
         raise ModuleError(
             f"{' and '.join(chosen)} both say by eval_params what evaluations see in place of the parameters. Leave "
             "one of them out."
         )
     for key, places in chosen.items():
-        where, own = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(at.extras[key])}
-        same = jax.tree.structure(places) == jax.tree.structure(at.params)
-        if not same or not all(isinstance(x, int) and x in own for x in jax.tree.leaves(places)):
+        where, arrays = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(index.extras[key])}
+        same = jax.tree.structure(places) == jax.tree.structure(index.params)
+        if not same or not all(isinstance(x, int) and x in arrays for x in jax.tree.leaves(places)):
             raise ModuleError(
                 f"{where} must return leaves of its arrays as they are, in a pytree like the parameters. What is "
                 "computed belongs into update_arrays."
             )
-        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, at.params)]
+        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, index.params)]
         if kinds[0] != kinds[1]:
             raise ModuleError(f"{where} must return an array of each parameter's own shape and dtype.")
         return places
-    return at.params
+    return index.params
+
+
+def _init(keeper: ArrayKeeper, params: Any) -> Any:
+    made, where = keeper.init_arrays(params), f"{type(keeper).__name__}.init_arrays"
+    # Here, where they are what the callback returned: traced, a Python number is an array too.
+    for path, x in named_leaves(made):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise ModuleError(
+                f"{where} must return a pytree of arrays, and {path or 'it'} is of type {type(x).__name__}. Make "
+                "numbers arrays, for example jnp.zeros(()), and keep what is no array in state_dict."
+            )
+    if not jax.tree.leaves(made):
+        raise ModuleError(f"{where} must return a pytree of arrays, got {shown(made)}, which has none.")
+    return made
 
 
 def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:
     where = f"{type(keeper).__name__}.update_arrays"
-    found = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
-    if not (isinstance(found, tuple) and len(found) == 2):
+    made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
+    if not (isinstance(made, tuple) and len(made) == 2):
         raise ModuleError(
-            f"{where} must return a tuple of two, (arrays, params), got {type(found).__name__}. Return the parameters "
+            f"{where} must return a tuple of two, (arrays, params), got {type(made).__name__}. Return the parameters "
             "as they came if it does not change them."
         )
-    for what, before, after in (("arrays", arrays, found[0]), ("params", params, found[1])):
-        _check_same(where, what, before, after)
-
-
-def _checked_init(keeper: ArrayKeeper) -> Callable[[Any], Any]:
-    where = f"{type(keeper).__name__}.init_arrays"
-
-    def init(params: Any) -> Any:
-        made = keeper.init_arrays(params)
-        # Here, where they are what the callback returned: traced, a Python number is an array too.
-        for path, x in named_leaves(made):
-            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-                raise ModuleError(
-                    f"{where} must return a pytree of arrays, and {path or 'it'} is of type {type(x).__name__}. Make "
-                    "numbers arrays, jnp.zeros(()) say, and keep what is no array in state_dict."
-                )
-        if not jax.tree.leaves(made):
-            raise ModuleError(f"{where} must return a pytree of arrays, got {shown(made)}, which has none.")
-        return made
-
-    return init
-
-
-def _check_same(where: str, what: str, before: Any, after: Any) -> None:
-    old, new = ({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)} for tree in (before, after))
-    for name in [*old, *(name for name in new if name not in old)]:
-        if old.get(name) != new.get(name):
+    for what, before, after in (("arrays", arrays, made[0]), ("params", params, made[1])):
+        old, new = ({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)} for tree in (before, after))
+        name = next((name for name in (old | new) if old.get(name) != new.get(name)), None)
+        if name is not None or jax.tree.structure(before) != jax.tree.structure(after):
+            kinds = [jax.tree.structure(before), jax.tree.structure(after)] if name is None else None
+            was, now = kinds or (old.get(name, "nothing"), new.get(name, "nothing"))
             raise ModuleError(
-                f"{where} changed {what}{f' at {name}' if name else ''} from {old.get(name, 'nothing')} to "
-                f"{new.get(name, 'nothing')}. They must keep their structure, shapes and dtypes: init_arrays makes "
-                "them as they stay."
+                f"{where} changed {what}{f' at {name}' if name else ''} from {was} to {now}. They must keep their "
+                "structure, kinds of containers, shapes and dtypes: init_arrays makes them as they stay."
             )
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise ModuleError(
-            f"{where} changed the structure of {what} from {jax.tree.structure(before)} to "
-            f"{jax.tree.structure(after)}. Return the same kinds of containers."
-        )

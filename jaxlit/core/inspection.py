@@ -1,4 +1,4 @@
-"""Looks at the program of a step for what its numbers would not tell."""
+"""Looks at the program of a step for mistakes that its numbers would not show."""
 
 import inspect
 import logging
@@ -25,10 +25,10 @@ _MANY_BYTES = 64 * 2**20  # of constants in a step
 
 
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
-    """Find out what a training step writes to, and refuse or warn of a program that is not what its author means.
+    """Note what a training step writes to, and refuse or warn of a program that is not what its author means.
 
     Args:
-        pure: The module taken apart, whose training step was traced.
+        pure: The module taken apart.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract.
         twice: Trace the step once more, and warn if it comes out another.
@@ -55,20 +55,18 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
 
 
 def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_state: Any) -> tuple[bool, ...]:
-    """Return for each leaf of the state whether a training step writes to it.
-
-    Args:
-        pure: The module taken apart.
-        closed: The step's program.
-        params: Trained variables.
-        frozen: Other parameters.
-        model_state: Other state.
-    """
-    parameters = len(jax.tree.leaves((params, frozen)))  # only these are cast
+    """Return for each leaf of the state whether a training step, given its program, writes to it."""
+    parameters, count = (len(jax.tree.leaves(x)) for x in ((params, frozen), (params, frozen, model_state)))
+    origins = _origins_of_state(pure, closed.jaxpr, [*range(count)], parameters)
     # nnx.scan and its like return every variable as a new value: what leaves as it came in was not written to.
-    count = len(jax.tree.leaves((params, frozen, model_state)))
-    exact, rounded = (jaxpr.origins(closed.jaxpr, dtypes)[1 : 1 + count] for dtypes in ((), pure.rounded))
-    return tuple(x != i for i, x in enumerate([*rounded[:parameters], *exact[parameters:]]))
+    return tuple(x != i for i, x in enumerate(origins))
+
+
+def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], parameters: int) -> list[int | None]:
+    """Return which input each of some leaves of the state is, of those that come after a step's loss."""
+    exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), pure.rounded))
+    # Only parameters are cast.
+    return [(rounded if leaf < parameters else exact)[i] for i, leaf in enumerate(leaves)]
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
@@ -77,22 +75,19 @@ def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any
         return
     changed, leaves = pure.trace_of("training").changed, pure.leaves(params, frozen, model_state)
     trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
-    names = [leaf.name for leaf, written in zip(leaves, changed, strict=True) if written]
+    name = next((leaf.name for leaf, written in zip(leaves, changed, strict=True) if written), "")
     low = jnp.dtype(pure.precision.compute).name
     if any(changed[:trained]):
         raise StateError(
-            f"{pure.name}.training_step writes to {names[0]}, which is trained, and under precision="
+            f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
             f"{pure.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
             "precision='32-true'."
         )
     if any(changed[trained:parameters]):
         _logger.warning(
-            "%s.training_step writes to %s, an nnx.Param that it sees as %s under precision=%r: what it writes is "
-            "rounded to that, and small updates are lost. Hold it in another nnx.Variable, which stays as it is.",
-            pure.name,
-            names[0],
-            low,
-            pure.precision.name,
+            f"{pure.name}.training_step writes to {name}, an nnx.Param that it sees as {low} under precision="
+            f"{pure.precision.name!r}: what it writes is rounded to that, and small updates are lost. Hold it in "
+            "another nnx.Variable, which stays as it is."
         )
 
 
@@ -101,8 +96,8 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
 
     Args:
         pure: The module taken apart.
-        stage: The stage, whose step was traced.
-        loader: The loader that it was traced for.
+        stage: The stage.
+        loader: The loader, for a step that asks for it.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract; the first three are the state.
 
@@ -110,21 +105,17 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
         StateError: Naming the variable and what to do.
     """
     closed, (_, (written, *_)) = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*args)
-    program, leaves = closed.jaxpr, pure.leaves(*args[:3])
-    parameters = len(jax.tree.leaves(args[:2]))
-    # The dict comes after the loss, its leaves in the order of its keys.
-    exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), pure.rounded))
-    for i, place in enumerate(sorted(written)):
-        leaf = leaves[place]
-        own_key = is_key(jax.tree.leaves(args[:3])[place])
-        if _is_scratch(leaf) or (own_key and replica.splits):  # a key is another on each replica already
-            continue
-        if (rounded if place < parameters else exact)[i] == place:
+    leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
+    indices = sorted(written)  # the order of a dict's leaves
+    for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):
+        leaf, own_key = leaves[i], is_key(state[i])
+        # A key differs between replicas already.
+        if origin == i or _is_scratch(leaf) or (own_key and replica.splits):
             continue
         short = {"validation": "val"}.get(stage, stage)
         way = f"Return the value, log it, or write to the variable in on_{stage}_end."
         if own_key:
-            way = "Draw from an nnx.Rngs that the module holds: its streams are others for each batch."
+            way = "Draw from an nnx.Rngs that the module holds: its streams differ between batches."
         elif leaf.kind is not None and issubclass(leaf.kind, nnx.metrics.MetricState):
             way = (
                 f"Log the metric itself, which gathers it over batches and devices: self.log('{short}/acc', metric), "
@@ -144,27 +135,21 @@ def _is_scratch(leaf: Leaf) -> bool:
 
 def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    unused = [leaf_name(path) for path, is_used in zip(paths, used, strict=True) if not is_used]
-    some = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+    unused = [path for path, is_used in zip(paths, used, strict=True) if not is_used]
+    some = ", ".join(map(leaf_name, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
     if unused and not any(used):
         _logger.warning(
-            "The loss of %s.training_step depends on no parameter, so that nothing is trained: %s. "
-            "Return the loss of the model's outputs.",
-            name,
-            some,
+            f"The loss of {name}.training_step depends on no parameter, so that nothing is trained: {some}. Return the "
+            "loss of the model's outputs."
         )
     elif unused:
         kept = {entry.key for path, is_used in zip(paths, used, strict=True) if is_used for entry in path}
-        only = (x.key for path, is_used in zip(paths, used, strict=True) if not is_used for x in path)
-        part = next((key for key in only if key not in kept), None)
+        part = next((entry.key for path in unused for entry in path if entry.key not in kept), None)
+        wrt = f"nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r})))" if part else "..."
         _logger.warning(
-            "The loss of %s.training_step does not depend on %d of %d parameters, whose gradient is zero: %s. Call the "
-            "layer in the step, or leave it out of training: jl.Optimizer(tx, wrt=%s).",
-            name,
-            len(unused),
-            len(paths),
-            some,
-            f"nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r})))" if part else "...",
+            f"The loss of {name}.training_step does not depend on {len(unused)} of {len(paths)} parameters, whose "
+            f"gradient is zero: {some}. Call the layer in the step, or leave it out of training: "
+            f"jl.Optimizer(tx, wrt={wrt})."
         )
 
 
@@ -173,10 +158,9 @@ def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -
     one, other = (jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2))
     if not jaxpr.same_program(one, other):
         _logger.warning(
-            "%s.training_step gave a different program when it was traced again: it draws from numpy or random, or "
-            "reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it in the "
-            "batch.",
-            pure.name,
+            f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
+            "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
+            "in the batch."
         )
 
 
@@ -184,11 +168,9 @@ def _warn_of_constants(closed: Any, module: TrainModule) -> None:
     for array in jaxpr.constants(closed):
         if getattr(array, "nbytes", 0) > _MANY_BYTES:
             _logger.warning(
-                "%s.training_step captures %s, an array of %.0f MiB, as a constant of the step. Pass it in the "
-                "batch, or hold it in an nnx.Variable.",
-                type(module).__name__,
-                _name_of(array, module),
-                array.nbytes / 2**20,
+                f"{type(module).__name__}.training_step captures {_name_of(array, module)}, an array of "
+                f"{array.nbytes / 2**20:.0f} MiB, as a constant of the step. Pass it in the batch, or hold it in an "
+                "nnx.Variable."
             )
 
 

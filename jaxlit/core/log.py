@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError
-from jaxlit.porting import takes_only_its_arguments
 from jaxlit.shown import shown
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -66,28 +65,13 @@ class Metric:
         return {self.name, *([self.step_name] * self.on_step), *([self.epoch_name] * self.on_epoch)}
 
 
-def metric_of(
-    where: str,
-    name: Any,
-    *,
-    prog_bar: bool = False,
-    logger: bool = True,
-    on_step: bool | None = None,
-    on_epoch: bool | None = None,
-    reduce_fx: Any = "mean",
-    add_dataloader_idx: bool = True,
-) -> Metric:
+def metric_of(where: str, name: Any, **how: Any) -> Metric:
     """Return how a name is logged from a step or hook, with Lightning's defaults there.
 
     Args:
         where: The step or hook.
         name: The metric's name.
-        prog_bar: See `TrainModule.log`, like the others.
-        logger: Send it to loggers.
-        on_step: Log the step's value.
-        on_epoch: Log the epoch's value.
-        reduce_fx: How an epoch adds up.
-        add_dataloader_idx: Whether several loaders get names of their own.
+        **how: Arguments of `TrainModule.log`: what `Metric` has.
 
     Raises:
         LogError: Nothing can be logged there, or not so.
@@ -103,26 +87,18 @@ def metric_of(
         raise LogError(f"self.log({name!r}, ...): every row has a {name!r} of its own. Log it under another name.")
     if "/dataloader_idx_" in name:
         raise LogError(f"self.log({name!r}, ...): '/dataloader_idx_<i>' is added by jaxlit. Log it without.")
-    if reduce_fx not in REDUCTIONS:
-        raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {reduce_fx!r}.")
-    for argument, value in (("prog_bar", prog_bar), ("logger", logger), ("add_dataloader_idx", add_dataloader_idx)):
-        if not isinstance(value, bool):
-            raise LogError(f"self.log({name!r}, {argument}=...) must be True or False, got {shown(value)}.")
-    for argument, value in (("on_step", on_step), ("on_epoch", on_epoch)):
-        if value is not None and not isinstance(value, bool):
-            raise LogError(f"self.log({name!r}, {argument}=...) must be True, False or None, got {shown(value)}.")
-    step_default, epoch_default = HOOKS[where]
-    if on_step and step_default is None:
+    by_step, by_epoch = HOOKS[where]
+    for argument, value in how.items():
+        optional = argument in ("on_step", "on_epoch")
+        if argument == "reduce_fx" and value not in REDUCTIONS:
+            raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {value!r}.")
+        if argument != "reduce_fx" and not (isinstance(value, bool) or (optional and value is None)):
+            allowed = "True, False or None" if optional else "True or False"
+            raise LogError(f"self.log({name!r}, {argument}=...) must be {allowed}, got {shown(value)}.")
+    if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    metric = Metric(
-        name,
-        prog_bar=prog_bar,
-        logger=logger,
-        on_step=bool(step_default) if on_step is None else on_step,
-        on_epoch=epoch_default if on_epoch is None else on_epoch,
-        reduce_fx=reduce_fx,
-        add_dataloader_idx=add_dataloader_idx,
-    )
+    defaults = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    metric = Metric(name, **defaults | {key: value for key, value in how.items() if value is not None})
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric
@@ -155,12 +131,12 @@ class Collector:
 
         Raises:
             LogError: The value is not a scalar number, the name is taken or was logged before in this step,
-                or the call stands inside a nested trace.
+                or the call is inside a nested trace.
         """
         name, step = metric.name, self.hook
         if jax.extend.core.get_opaque_trace_state() != self.trace:
             raise LogError(
-                f"self.log({name!r}, ...) stands inside a function that jax transforms (scan, vmap, grad, remat, "
+                f"self.log({name!r}, ...) is called inside a function that jax transforms (scan, vmap, grad, remat, "
                 f"cond or jit) in {step}. Return the value from that function and log it in {step} itself."
             )
         if name in self.metrics:
@@ -216,14 +192,14 @@ def check_scalar(name: str, value: Any, where: str) -> None:
 
 
 def _elsewhere(where: str) -> str:
-    """Return where an array goes that no mean of batches tells."""
+    """Return what to do with an array, which is no mean of batches."""
     stage, _, end = where.rpartition("_")
     if end != "step":
         return "trainer.logger.log_table, log_histogram and log_image take more than a number."
     returned = "{'loss': loss, 'confusion': matrix}" if stage == "training" else "it"
     hook = f"on_{'train' if stage == 'training' else stage}_batch_end(outputs, batch, batch_idx)"
     return (
-        f"What is no mean, a confusion matrix say, is added up by hand: return {returned} from the step, and {hook} "
+        f"Add up what is no mean, for example a confusion matrix, by hand: return {returned} from the step, and {hook} "
         "gets it."
     )
 
@@ -249,8 +225,9 @@ def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, wh
     name, kind = metric.name, type(value)
     if not isinstance(value, nnx.metrics.Average) or kind.compute is not nnx.metrics.Average.compute:
         raise LogError(
-            f"self.log({name!r}, {kind.__name__}()) in {where}: only nnx.metrics.Average and its kin, Accuracy say, "
-            "add up over batches and replicas. Log the parts as Averages; for an nnx.MultiMetric use self.log_dict."
+            f"self.log({name!r}, {kind.__name__}()) in {where}: only nnx.metrics.Average and its subclasses, "
+            "such as Accuracy, add up over batches and replicas. Log the parts as Averages; for an nnx.MultiMetric use "
+            "self.log_dict."
         )
     if metric.reduce_fx != "mean" or batch_size is not None:
         raise LogError(
@@ -264,8 +241,8 @@ _active: ContextVar[Any] = ContextVar("jaxlit_collector", default=None)
 
 def active_collector() -> Collector | None:
     """Return the collector of the step that is being traced, if any."""
-    found = _active.get()
-    return found if isinstance(found, Collector) else None
+    collector = _active.get()
+    return collector if isinstance(collector, Collector) else None
 
 
 @contextlib.contextmanager
@@ -278,18 +255,7 @@ def collecting(collector: Any) -> Iterator[Any]:
         _active.reset(token)
 
 
-@takes_only_its_arguments("self.log")
-def log(
-    name: str,
-    value: Any,
-    prog_bar: bool = False,
-    logger: bool | None = True,
-    on_step: bool | None = None,
-    on_epoch: bool | None = None,
-    reduce_fx: str = "mean",
-    batch_size: Any = None,
-    add_dataloader_idx: bool = True,
-) -> None:
+def log(name: str, value: Any, batch_size: Any, **how: Any) -> None:
     """Log a value from the step or hook that runs; the arguments are those of `TrainModule.log`.
 
     Raises:
@@ -299,19 +265,10 @@ def log(
     if collector is None:
         raise LogError(
             f"self.log({name!r}, ...) is called outside of the steps and hooks that a Trainer runs. Call it in one of "
-            "them, training_step say."
+            "them, for example in training_step."
         )
-    metric = metric_of(
-        collector.hook,
-        name,
-        prog_bar=prog_bar,
-        logger=logger is None or logger,
-        on_step=on_step,
-        on_epoch=on_epoch,
-        reduce_fx=reduce_fx,
-        add_dataloader_idx=add_dataloader_idx,
-    )
-    collector.add(metric, value, batch_size)
+    how["logger"] = True if how["logger"] is None else how["logger"]
+    collector.add(metric_of(collector.hook, name, **how), value, batch_size)
 
 
 def named_values(dictionary: Any) -> dict[str, Any]:

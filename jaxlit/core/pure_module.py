@@ -23,15 +23,15 @@ from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.step_notes import note_step_error
 from jaxlit.errors import JaxlitError, ModuleError, StateError
-from jaxlit.leaf_names import leaf_name
+from jaxlit.leaf_names import leaf_name, named_leaves
 
 
 @dataclass
 class Traced:
-    """What the trace of a stage's step found out."""
+    """What the trace of a stage's step has shown."""
 
     table: Table
-    outputs: Any = None  # jax.ShapeDtypeStructs of what the step returns beside the loss
+    outputs: Any = None  # jax.ShapeDtypeStructs of what the step returns besides the loss
     rows: int = 0  # rows of the batch that the body saw
     changed: tuple[bool, ...] = ()  # which leaves of (params, frozen, model_state) a training step wrote to
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
@@ -77,13 +77,13 @@ class PureModule:
 
     def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
         """Return what each leaf of the state is, given arrays or their shapes."""
-        found: list[Leaf] = []
+        leaves: list[Leaf] = []
 
         def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
-            found.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
+            leaves.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
 
         jax.eval_shape(rebuild, params, frozen, model_state)
-        return found
+        return leaves
 
     @property
     def rounded(self) -> tuple[Any, ...]:
@@ -96,11 +96,11 @@ class PureModule:
         return self.trace_of(stage, loader).table
 
     def trace_of(self, stage: str, loader: int | None = None) -> Traced:
-        """Return what the trace of a stage's step found out."""
+        """Return what the trace of a stage's step has shown."""
         return self.traced[stage, loader]
 
     def untraced(self) -> "PureModule":
-        """Return the same with no step traced: what a trace finds out is true of one program only."""
+        """Return the same with no step traced: what a trace shows is true of one program only."""
         return replace(self, traced={}, row_checks={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
@@ -112,28 +112,19 @@ class PureModule:
         """
         key = (stage, replica, loader)
         if key not in self._bodies:
-            # jit(inline=True) leaves nothing behind in the step, but shares one trace between the
+            # jit(inline=True) leaves no call in the step, but shares one trace between the
             # look-ahead that finds the metrics and the gradient: the user's code is traced once.
             self._bodies[key] = jax.jit(partial(self.run, stage, replica, loader), inline=True)
         return self._bodies[key]
 
-    def run(
-        self,
-        stage: str,
-        replica: Replica,
-        loader: int | None,
-        params: nnx.State,
-        frozen: nnx.State,
-        model_state: nnx.State,
-        batch: Any,
-        step: jax.Array,
-        epoch: jax.Array,
-        batch_idx: jax.Array,
-    ) -> tuple[jax.Array, Any]:
-        """Run the user's step of a stage; `body` says what it takes and returns."""
-        compute, training = self.precision.compute, stage == "training"
+    def run(self, stage: str, replica: Replica, loader: int | None, *args: Any) -> tuple[jax.Array, Any]:
+        """Run the user's step of a stage; see `body` for `args` and what is returned."""
+        params, frozen, model_state, batch, step, epoch, batch_idx = args
+        compute, training, name = self.precision.compute, stage == "training", f"{self.name}.{STAGES[stage].step}"
         held = (params, frozen, model_state)
         given = (cast(params, compute), cast(frozen, compute), model_state)
+        # The order matters: what the strategy prepares is no side effect of the step, and random keys are put back
+        # before the state is split off.
         module: Any = nnx.merge(self.graphdef, *given, copy=True)
         share_side_tables(module, self.origin)
         set_modes(module, training)
@@ -141,14 +132,11 @@ class PureModule:
         if replica.splits and replica.sync_batchnorm:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
-        rows = num_rows(batch)
-        attributes, name = AttributesOfStep(module), f"{self.name}.{STAGES[stage].step}"
+        attributes, rows = AttributesOfStep(module), num_rows(batch)
         optimizers = {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Optimizer)}
         steps = {path: x.step.get_value() for path, x in optimizers.items()}
-        with (
-            collecting(Collector(stage, rows, step, epoch, _held_metrics(module))) as collector,
-            reading() as reads,
-        ):
+        collector = Collector(stage, rows, step, epoch, _held_metrics(module))
+        with collecting(collector), reading() as reads:
             try:
                 output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
             except Exception as error:
@@ -165,12 +153,12 @@ class PureModule:
         put_back()
         new = self.split(module)
         if training:
-            new = tuple(_keep_dtypes(*trees, compute) for trees in zip(held, given, new, strict=True))
+            new = new if compute is None else _keep_dtypes(held, given, new)
             self._check_structure(held, new)
         else:
             new = _written(given, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
-        self._keep(stage, loader, collector, traced)
+        self._keep(stage, loader, list(collector.metrics.values()), traced)
         if replica.splits and (check := self.row_checks.pop((stage, loader), None)) is not None:
             check(rows)  # traces this step as well
             self.row_checks[stage, loader] = check
@@ -190,79 +178,68 @@ class PureModule:
                     "variables in __init__, and take what layers sow out again: nnx.pop(self, nnx.Intermediate)."
                 )
 
-    def _check_outputs(self, stage: str, first: Any, now: Any) -> None:
-        if jax.tree.structure(first) != jax.tree.structure(now):
-            raise ModuleError(
-                f"{self.name}.{STAGES[stage].step} returned {jax.tree.structure(now)} for a batch, and "
-                f"{jax.tree.structure(first)} for the first one. Return the same structure for every batch, or take "
-                "dataloader_idx as an argument, if it differs by loader."
-            )
-
-    def _check_batch(self, stage: str, first: Traced, now: Traced) -> None:
-        if first.reduction is not None and first.batch != now.batch:
-            raise ModuleError(
-                f"{self.name}.{STAGES[stage].step} is given batches of another structure than the first, {now.batch}, "
-                "and each replica sees its own rows of them. Take dataloader_idx as an argument, so that each loader "
-                "has a step of its own, or use strategy='ddp'."
-            )
-
-    def _keep(self, stage: str, loader: int | None, collector: Collector, traced: Traced) -> None:
-        metrics = list(collector.metrics.values())
-        if stage == "training":
-            metrics = [Metric("loss", logger=False), *metrics]
+    def _keep(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:
+        """Note what a trace has shown, or refuse what differs from the first trace of the step."""
+        metrics = [Metric("loss", logger=False), *metrics] if stage == "training" else metrics
         traced.outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.outputs)
-        known = self.traced.get((stage, loader))
-        if known is not None and list(known.table.metrics) != metrics:
-            old, new = {m.name for m in known.table.metrics}, {m.name for m in metrics}
-            raise StateError(
-                f"{self.name}.{STAGES[stage].step} logs {sorted(new - old) or sorted(new)} for a batch of "
-                f"{traced.rows} rows but {sorted(old - new) or sorted(old)} for the first batch. Log the same metrics, "
-                "with the same arguments, for every batch."
-            )
-        traced.table = Table(metrics) if known is None else known.table
+        known, name = self.traced.get((stage, loader)), f"{self.name}.{STAGES[stage].step}"
         if known is None:
+            traced.table = Table(metrics)
             traced.rows_of = tuple(is_row(x, traced.rows) for x in jax.tree.leaves(traced.outputs))
         else:
-            self._check_outputs(stage, known.outputs, traced.outputs)
-            self._check_batch(stage, known, traced)
-            traced.changed, traced.rows_of, traced.reduction = known.changed, known.rows_of, known.reduction
+            _check_same(name, known, metrics, traced)
+            traced.table, traced.changed = known.table, known.changed
+            traced.rows_of, traced.reduction = known.rows_of, known.reduction
             traced.reads += known.reads
         self.traced[stage, loader] = traced
 
 
-def _keep_dtypes(held: Any, given: Any, new: Any, compute: Any) -> Any:
-    """Return state in the dtypes in which it is held, and what a step left alone as it was."""
-    if compute is None:
-        return new
-    before = {path: pair for path, *pair in _zip_paths(held, given)}
+def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
+    """Refuse a step that logs or returns other things for one batch than for the first one."""
+    if list(first.table.metrics) != metrics:
+        old, new = {m.name for m in first.table.metrics}, {m.name for m in metrics}
+        raise StateError(
+            f"{name} logs {sorted(new - old) or sorted(new)} for a batch of {now.rows} rows but "
+            f"{sorted(old - new) or sorted(old)} for the first batch. Log the same metrics, with the same arguments, "
+            "for every batch."
+        )
+    if jax.tree.structure(first.outputs) != jax.tree.structure(now.outputs):
+        raise ModuleError(
+            f"{name} returned {jax.tree.structure(now.outputs)} for a batch, and {jax.tree.structure(first.outputs)} "
+            "for the first one. Return the same structure for every batch, or take dataloader_idx as an argument, if "
+            "it differs by loader."
+        )
+    if first.reduction is not None and first.batch != now.batch:
+        raise ModuleError(
+            f"{name} is given batches of another structure than the first, {now.batch}, and each replica sees its own "
+            "rows of them. Take dataloader_idx as an argument, so that each loader has its own step, or use "
+            "strategy='ddp'."
+        )
 
-    def keep(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        if (pair := before.get(jax.tree_util.keystr(path))) is None:
-            return x
-        old, passed = pair
+
+def _keep_dtypes(held: Any, given: Any, new: Any) -> Any:
+    """Return state in the dtypes in which it is held, and what a step left alone as it was."""
+    if jax.tree.structure(held) != jax.tree.structure(new):
+        return new  # which is refused
+
+    def keep(old: jax.Array, passed: jax.Array, x: jax.Array) -> jax.Array:
         if x is passed:
             return old
         floating = all(jnp.issubdtype(y.dtype, jnp.floating) for y in (old, x))
         return x.astype(old.dtype) if floating else x
 
-    return jax.tree_util.tree_map_with_path(keep, new)
+    return jax.tree.map(keep, held, given, new)
 
 
 def _written(given: Any, new: Any) -> dict[int, jax.Array]:
     """Return the leaves of an evaluation's state that came out as other values; what it has sown is left out."""
-    after = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(new)}
-    before = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(given)]
-    return {i: after[path] for i, (path, x) in enumerate(before) if path in after and after[path] is not x}
-
-
-def _zip_paths(a: Any, b: Any) -> list[tuple[str, Any, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(a)
-    return [(jax.tree_util.keystr(path), x, y) for (path, x), y in zip(leaves, jax.tree.leaves(b), strict=True)]
+    after = dict(named_leaves(new))
+    before = enumerate(named_leaves(given))
+    return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
 
 
 def _held_metrics(module: nnx.Module) -> dict[int, jax.Array]:
-    found = (node for _, node in nnx.iter_graph(module))
-    return {id(x): x.get_value() for x in found if isinstance(x, nnx.metrics.MetricState)}
+    return {id(x): x.get_value() for _, x in nnx.iter_graph(module) if isinstance(x, nnx.metrics.MetricState)}
 
 
 def _describe(tree: Any) -> dict[str, str]:

@@ -4,8 +4,8 @@ A strategy decides what a body sees, the global batch or one replica's rows. Eve
 between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxlit.core.device_sums import Table
-from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.optimizer import updates_of
-from jaxlit.core.parts import Hold, Part
+from jaxlit.core.parts import Hold
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import OF_RATE, Rates
 from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
@@ -33,26 +33,18 @@ class TrainStep:
 
     Args:
         pure: The module taken apart.
-        tx: The optimizer.
-        layout: How the flat state is laid out.
-        nan_policy: "raise", "skip" or "ignore".
-        clip: What is done to the gradients of an optimizer step first; it must be without state.
-        extras: Callbacks whose arrays are in the state, by their keys.
-        parts: What is trained from an epoch on only; `tx` keeps a state for each.
+        plan: How optimizer steps are taken.
+        layout: How the flat list becomes a `TrainState`.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
-        rates: The learning rates, which leave the optimizer step beside its table.
+        rates: The learning rates, which leave the optimizer step with its table.
         wrap: What the strategy makes of the user's step.
         reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
         constrain_window: Shards a window's gradients inside the step.
     """
 
     pure: PureModule
-    tx: optax.GradientTransformation
+    plan: TrainingPlan
     layout: Layout
-    nan_policy: str
-    clip: optax.GradientTransformation | None = None
-    extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
     traced: tuple[Callable[..., Any], ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
@@ -158,7 +150,7 @@ class TrainStep:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
         given = state.params, state.opt_state, state.params, loss, epoch
-        return waits(self._optimize, *given, wait_for_all=holds_weights(self.tx, state.params))
+        return waits(self._optimize, *given, wait_for_all=holds_weights(self.plan.tx, state.params))
 
     @property
     def table(self) -> Table:
@@ -224,9 +216,9 @@ class TrainStep:
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
         written = (new.params, new.frozen, new.model_state)
-        if self.nan_policy != "ignore":
+        if self.plan.nan_policy != "ignore":
             # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
-            sticky = old.bad_step >= 0 if self.nan_policy == "raise" else jnp.zeros((), bool)
+            sticky = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
             written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
         return replace(new, **dict(zip(("params", "frozen", "model_state"), written, strict=True)))
 
@@ -244,90 +236,83 @@ class TrainStep:
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         after `nnx.value_and_grad`.
         """
+        policy, bad_step = self.plan.nan_policy, old.bad_step
         loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
-        if self.nan_policy == "raise" and old.loss_scale is None:
-            return self._apply_masked(old, new, grads, loss, sums)
+        if policy == "skip" or old.loss_scale is not None:
+            return self._apply_if(old, new, grads, loss, sums)
+        if policy == "ignore":
+            fields, updates = self._updated(self._optimize, old, new, grads, loss)
+        else:
+            # Under "raise" a bad step and all later ones change nothing but counters; see `guarded` for the exception.
+            # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
+            finite, early = all_finite(grads), jnp.isfinite(loss) & (bad_step < 0)
+            ok, known = early & jnp.stack(finite).all(), {"early": early, "finite": finite}
+            known["wait_for_all"] = holds_weights(self.plan.tx, old.params)
+            fields, updates = self._updated(partial(guarded, self._optimize, **known), old, new, grads, loss)
+            kept = {name: fields[name] if name == "opt_state" else getattr(old, name) for name in fields}
+            fields, sums = keep_unless(ok, (kept, old.sums), (fields, sums))
+            updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None
+            bad_step = jnp.where(ok | (bad_step >= 0), bad_step, old.step)
+        return replace(new, **fields, sums=sums).advance(steps=1, bad_step=bad_step), updates
 
-        def update() -> tuple[Any, ...]:
-            opt_state, (params, updates) = self._optimize(grads, old.opt_state, new.params, loss, old.epoch)
-            params, extras = self._update_extras(old, params, grads)
-            # Kept for traced functions only: otherwise they would be one more copy of the parameters.
-            return params, opt_state, extras, new.frozen, new.model_state, updates if self.traced else None
+    def _updated(
+        self, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
+    ) -> tuple[dict[str, Any], Any]:
+        """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""
+        opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
+        params, extras = self._update_extras(old, params, grads)
+        fields = {"params": params, "opt_state": opt_state, "extras": extras}
+        # Updates are kept for traced functions only: otherwise they would be one more copy of the parameters.
+        return fields | {"frozen": new.frozen, "model_state": new.model_state}, updates if self.traced else None
 
-        checks = self.nan_policy != "ignore"
-        if not checks and old.loss_scale is None:
-            params, opt_state, extras, _, _, updates = update()
-            new = replace(new, params=params, opt_state=opt_state, extras=extras, sums=sums)
-            return new.advance(steps=1), updates
-        finite_grads = jnp.stack(all_finite(grads)).all()
-        overflow = jnp.zeros((), bool)
+    def _apply_if(
+        self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array, sums: jax.Array
+    ) -> tuple[TrainState, Any]:
+        """Return what `_apply` does where bad steps are left out, or steps whose scaled gradients overflow."""
+        update = partial(self._updated, self._optimize, old, new, grads, loss)
+        never, sticky = jnp.zeros((), bool), self.plan.nan_policy == "raise"
+        finite_grads, overflow = jnp.stack(all_finite(grads)).all(), never
         if (scale := old.loss_scale) is not None:
             # What is not finite without any scaling is no overflow of it.
             overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
-        bad = ~(jnp.isfinite(loss) & finite_grads) & ~overflow if checks else jnp.zeros((), bool)
+        bad = never if self.plan.nan_policy == "ignore" else ~(jnp.isfinite(loss) & finite_grads) & ~overflow
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
-        sticky = self.nan_policy == "raise"
-        stopped = bad | (old.bad_step >= 0) if sticky else jnp.zeros((), bool)
+        stopped = bad | (old.bad_step >= 0) if sticky else never
         ok = ~bad & ~overflow & ~stopped
         if scale is not None:
             scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
 
-        def keep() -> tuple[Any, ...]:
-            before = old.at_start(new.window_start)
-            held, treedef = jax.tree.flatten((before.params, before.frozen, before.model_state))
-            written = jax.tree.leaves((new.params, new.frozen, new.model_state))
-            leaves = self.pure.leaves(before.params, before.frozen, before.model_state)
-            kept = [
-                jnp.where(stopped, a, b) if leaf.goes_on(a.dtype) else a
-                for leaf, a, b in zip(leaves, held, written, strict=True)
-            ]
-            params, frozen, model_state = treedef.unflatten(kept)
+        def keep() -> tuple[dict[str, Any], Any]:
+            before, names = old.at_start(new.window_start), ("params", "frozen", "model_state")
+            states = [[getattr(state, name) for name in names] for state in (before, new)]
+            leaves, treedef = self.pure.leaves(*states[0]), jax.tree.structure(states[0])
+            # Counts and random keys continue after a step that is left out, but not after one that stops the training.
+            triples = zip(leaves, *map(jax.tree.leaves, states), strict=True)
+            kept = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
+            fields = dict(zip(names, treedef.unflatten(kept), strict=True))
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return params, old.opt_state, old.extras, frozen, model_state, nothing
+            return fields | {"opt_state": old.opt_state, "extras": old.extras}, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
-        params, opt_state, extras, frozen, model_state, updates = jax.lax.cond(ok, update, keep)
-        # The first bad step under "raise", the newest under "skip".
-        mark = bad & ((old.bad_step < 0) | (not sticky))
-        new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
-        new = replace(new, sums=jnp.where(ok | overflow & ~stopped, sums, old.sums), loss_scale=scale)
+        fields, updates = jax.lax.cond(ok, update, keep)
+        new = replace(new, **fields, loss_scale=scale)
+        new = replace(new, sums=jnp.where(ok | (overflow & ~stopped), sums, old.sums))
         if (start := new.window_start) is not None:
             new = replace(new, window_start=replace(start, batches=jnp.zeros_like(start.batches)))
+        # The first bad step under "raise", the newest under "skip".
+        mark = bad & ((old.bad_step < 0) | (not sticky))
         return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
-
-    def _apply_masked(
-        self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array, sums: jax.Array
-    ) -> tuple[TrainState, Any]:
-        """Return what `_apply` does under "raise": a bad step and all later ones leave everything but counters alone.
-
-        There is no conditional: it would keep all gradients alive, and let the host wait for a GPU in every step. See
-        `guarded` for the one thing that a bad step may change.
-        """
-        finite, early = all_finite(grads), jnp.isfinite(loss) & (old.bad_step < 0)
-        ok = early & jnp.stack(finite).all()
-        known, wait_for_all = {"early": early, "finite": finite}, holds_weights(self.tx, old.params)
-        given = grads, old.opt_state, new.params, loss, old.epoch
-        opt_state, (params, updates) = guarded(self._optimize, *given, **known, wait_for_all=wait_for_all)
-        params, extras = self._update_extras(old, params, grads)
-        params, extras, sums = keep_unless(ok, (old.params, old.extras, old.sums), (params, extras, sums))
-        held, written = ((x.frozen, x.model_state) for x in (old, new))
-        frozen, model_state = keep_unless(ok, held, written)
-        if self.traced:
-            updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
-        new = replace(new, params=params, opt_state=opt_state, extras=extras, frozen=frozen, model_state=model_state)
-        bad_step = jnp.where(ok | (old.bad_step >= 0), old.bad_step, old.step)
-        return replace(new, sums=sums).advance(steps=1, bad_step=bad_step), updates
 
     def _optimize(
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        old, hold = opt_state, Hold(self.parts, epoch)
+        old, hold = opt_state, Hold(self.plan.parts, epoch)
         clipped = grads = hold.without(grads)
-        if self.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.clip.update(grads, self.clip.init(params))
+        if self.plan.clip is not None:  # by global norm or value: no state is carried from step to step
+            clipped, _ = self.plan.clip.update(grads, self.plan.clip.init(params))
         where = f"{self.pure.name}.configure_optimizers"
-        updates, opt_state = updates_of(self.tx, clipped, opt_state, params, loss, where)
+        updates, opt_state = updates_of(self.plan.tx, clipped, opt_state, params, loss, where)
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)
@@ -335,7 +320,7 @@ class TrainStep:
     def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
         """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
         extras = {}
-        for key, keeper in self.extras.items():
+        for key, keeper in self.plan.extras.items():
             # Each has containers of its own, which it may write to: those of the step are read again later.
             given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
             with noting_place(f"{type(keeper).__name__}.update_arrays"):
@@ -349,7 +334,7 @@ class TrainStep:
         """Return a table as it leaves a step, with the rates of an optimizer step."""
         # One small array out of the step: what else the host reads with a row are more columns of it.
         columns = [table, *(jnp.stack([rate, OF_RATE])[:, None] for rate in rates)]
-        if self.nan_policy != "ignore":
+        if self.plan.nan_policy != "ignore":
             bad = (state.bad_step >= 0).astype(jnp.float32)
             columns.append(jnp.stack([bad, bad])[:, None])
         return jnp.concatenate(columns, axis=1)

@@ -229,10 +229,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
     Raises:
         DataError: Naming the leaf, what it holds, and what to do.
     """
-    try:
-        leaves = named_leaves(batch)
-    except ValueError as error:  # jax sorts the keys of dicts
-        raise DataError(f"{where} gave a batch whose keys cannot be sorted. Use strings for keys.") from error
+    leaves = named_leaves(batch)
     if not leaves:
         raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
     for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list):

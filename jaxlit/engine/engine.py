@@ -3,10 +3,9 @@
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,29 +17,27 @@ from flax import nnx
 from jaxlit import sharding
 from jaxlit.core.device_sums import Table
 from jaxlit.core.eval_step import EvalStep
-from jaxlit.core.extras import ArrayKeeper, check_extras, eval_places
+from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule, takes_loader
-from jaxlit.core.optimizer import Optimizer
-from jaxlit.core.parts import Part
 from jaxlit.core.passes import Passes
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.reads import Reads, reading
-from jaxlit.core.replica import Replica, abstract_batch
+from jaxlit.core.replica import abstract_batch
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import check_trainable, epoch_starter, init_state, undone_with_window
-from jaxlit.engine.eval_program import EvalProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.look import Look
+from jaxlit.engine.program_key import program_key
 from jaxlit.engine.step_traces import trace_step
-from jaxlit.engine.traits import Traits
 from jaxlit.engine.window_start import WindowStart
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program
@@ -49,6 +46,22 @@ _logger = logging.getLogger("jaxlit")
 
 _FLOAT32 = Precision()
 _MOST_KEPT = 8  # programs of one evaluation step, each for another kind of batch
+_Key = tuple[str, int | None]  # a stage, and the loader for a step that asks for it
+
+
+@dataclass(frozen=True)
+class _EvalProgram:
+    """A stage's step, compiled for batches like the first one that it was given.
+
+    Args:
+        pure: The module taken apart, with what the traces of this program have noted.
+        like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
+        program: The compiled step.
+    """
+
+    pure: PureModule
+    like: Any
+    program: CompiledProgram
 
 
 class Engine:
@@ -57,77 +70,64 @@ class Engine:
     Args:
         module: The module; its arrays are copied.
         strategy: The strategy, set up.
-        optimizer: What `configure_optimizers` returned; None to evaluate only.
-        accumulate: Batches an optimizer step.
-        nan_policy: "raise", "skip" or "ignore".
+        plan: How it is trained; None to evaluate only.
         precision: The dtypes.
-        clip: What is done to the gradients before the optimizer; None for nothing.
         debug: Donate nothing, so that old arrays stay readable.
-        own: Whether the module's arrays belong to the engine, which then need not copy them.
-        extras: Callbacks that keep arrays in the state, by their keys.
-        parts: What is trained from an epoch on only; the optimizer keeps a state for each.
-        leaves_out: Given an error, whose it is, and its hook: whether to continue without the callback.
-        example: The first batch of the training, for a strategy that looks at the step before it places the state.
+        take_ownership: The module's arrays may be overwritten, and need not be copied.
 
     Attributes:
         state: The arrays.
         pure: The module taken apart.
-        debug: See above.
+        key: All that its programs depend on, see `program_key`.
     """
 
     def __init__(
         self,
         module: TrainModule,
         strategy: Strategy,
-        optimizer: Optimizer | None,
+        plan: TrainingPlan | None,
         *,
-        accumulate: int = 1,
-        nan_policy: str = "raise",
         precision: Precision = _FLOAT32,
-        clip: optax.GradientTransformation | None = None,
         debug: bool = False,
-        own: bool = False,
-        extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
-        parts: Sequence[Part] = (),
-        leaves_out: Callable[[Exception, ArrayKeeper, str], bool] = lambda *_: False,
-        example: Any = None,
+        take_ownership: bool = False,
     ) -> None:
-        wrt = optimizer.wrt if optimizer else nnx.Param
-        self.strategy, self.nan_policy, self.module, self._parts = strategy, nan_policy, module, parts
-        self.evaluates_only = optimizer is None
-        self.tx, self._clip, self.debug = optimizer.tx if optimizer else optax.identity(), clip, debug
-        self.traits = Traits.of(module, strategy, precision)
-        self.pure = PureModule(self.traits.graphdef, wrt, module, precision)
+        self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, plan is None
+        self.nan_policy = "raise" if plan is None else plan.nan_policy
+        self.key = program_key(module, strategy, precision)
+        self.pure = PureModule(self.key[0][-1], plan.optimizer.wrt if plan else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
-        variables = self.pure.split(module)
-        # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
-        if optimizer:
-            check_trainable(self.tx, variables[0], module)
-        held = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
-        self.rates = rates_of(optimizer, held, parts) if optimizer else Rates()
-        self.extras = extras = check_extras(extras, held, leaves_out)
-        # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
-        replicas = strategy.replica.stack_size if accumulate > 1 else 0
-        init = partial(init_state, self.tx, replicas, precision, extras=extras)
-        if nan_policy == "skip" and accumulate > 1:
-            undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), example)
-            init = partial(init, undone=undone)
-        self.state = FlatState(self.pure, strategy, init, variables, donate=own, example=example)
-        self.state.eval_at = self.state.evaluated(eval_places(extras, self.state.at, self.state.leaves))
+        variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
+        self.rates, self.extras = Rates(), {}
+        if plan is not None:
+            # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
+            check_trainable(plan.tx, variables[0], module)
+            params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+            self.rates = rates_of(plan.optimizer, params, plan.parts)
+            self.extras = check_extras(plan.extras, params, plan.tolerates)
+            self._plan = plan = replace(plan, extras=self.extras)
+            # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
+            replicas = strategy.replica.stack_size if plan.accumulate > 1 else 0
+            init = partial(init_state, plan.tx, replicas, precision, extras=self.extras)
+            if plan.nan_policy == "skip" and plan.accumulate > 1:
+                undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), plan.example)
+                init = partial(init, undone=undone)
+        example = plan.example if plan else None
+        self.state = FlatState(self.pure, strategy, init, variables, donate=take_ownership, example=example)
+        self.state.eval_index = self.state.evaluated(eval_index(self.extras, self.state.index, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
-        # By stage and loader: those that are kept, the one that was used last at the end, and the one of this run.
-        self._evaluations: dict[tuple[str, int | None], list[EvalProgram]] = {}
-        self._evaluation: dict[tuple[str, int | None], EvalProgram] = {}
+        # All that are kept, the one that was used last at the end; and those of this run.
+        self._kept_evaluations: dict[_Key, list[_EvalProgram]] = {}
+        self._evaluations: dict[_Key, _EvalProgram] = {}
         self._next_epoch = epoch_starter(strategy.replicated)
-        self._wrap = partial(strategy.wrap_body, shardings=self.state.laid)
+        self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
         # Shallow: programs are shared, and so are arrays, which no evaluation donates.
-        found = copy.copy(self)
-        found.state, found.evaluates_only, found._evaluation = self.state.branch(), True, {}
-        return found
+        engine = copy.copy(self)
+        engine.state, engine.evaluates_only, engine._evaluations = self.state.branch(), True, {}
+        return engine
 
     # Training ---------------------------------------------------------------------------------------
 
@@ -135,19 +135,16 @@ class Engine:
         """Trace the training step on the first batch and build its programs; later calls do nothing."""
         if "train_step" in self._programs:
             return
-        state, at = self.state, self.state.at
+        state, index = self.state, self.state.index
 
-        def inspect(replica: Replica, *args: Any) -> None:
-            self.pure.body("training", replica)(*args)
-            inspect_step(self.pure, replica, *args, twice=self.debug)
-
-        trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
+        inspect = partial(inspect_step, self.pure, twice=self.debug)
+        trace_step(self.pure, self.strategy, state.abstract(), ("training", None), inspect, batch)
         step = self._step = TrainStep(
-            *(self.pure, self.tx, state.layout, self.nan_policy, self._clip, self.extras, self._parts),
+            *(self.pure, self._plan, state.layout),
             rates=self.rates,
             wrap=self._wrap,
-            reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.laid_grads),
-            constrain_window=partial(sharding.constrain, shardings=None if state.has_own else state.laid_grads),
+            reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.grad_shardings),
+            constrain_window=partial(sharding.constrain, shardings=None if state.per_replica else state.grad_shardings),
         )
         table, written = self.pure.table("training"), self._written()
         fits = self._restored is not None and self._restored.metrics == table.metrics
@@ -155,9 +152,9 @@ class Engine:
             _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
         # How many columns the metrics have is known only now, as the step was traced.
         if not fits:
-            state.put(at.sums, table.empty_sums())
+            state.put(index.sums, table.empty_sums())
         out = _outputs(self.pure, "training")
-        loss = None if at.window is None else EACH
+        loss = None if index.window is None else EACH
         # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
         train = Program(
             name="train_step",
@@ -167,27 +164,27 @@ class Engine:
             outputs=(state.array_specs, SHARED, loss, out),
             donate=(0,),
             parts=(step.gradients, step.apply),
-            grads=state.laid_grads,
+            grads=state.grad_shardings,
             passes=Passes(step, written),
         )
         self._programs["train_step"] = self._compile(train)
-        if at.window is not None:
+        if index.window is not None:
             if not fits:
-                state.put(at.window.metrics, state.stacked(table.empty()))
+                state.put(index.window.metrics, state.stacked(table.empty()))
             passes = Passes(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
-        # Under "raise" a bad window is undone whole: what its batches have written has to be there.
-        undoes = at.window is not None and written and self.nan_policy == "raise"
-        self.window_start = WindowStart(state, written) if undoes else None
+        # Under "raise" a bad window is undone: what its batches have written is restored.
+        restores = index.window is not None and written and self.nan_policy == "raise"
+        self.window_start = WindowStart(state, written) if restores else None
         self.look = Look(step, train, state, written, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
     def _written(self) -> tuple[int, ...]:
         """Return the places in the state of what the user's training step writes."""
-        places = jax.tree.leaves([getattr(self.state.at, name) for name in ("params", "frozen", "model_state")])
+        places = jax.tree.leaves([getattr(self.state.index, name) for name in ("params", "frozen", "model_state")])
         return tuple(itertools.compress(places, self.pure.trace_of("training").changed))
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
@@ -196,11 +193,7 @@ class Engine:
         return logs, loss, outputs
 
     def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
-        """Take an optimizer step that functions look into.
-
-        Args:
-            traced: Functions of (grads, updates, params, opt_state), compiled in once for each set of them.
-            batch: The placed batch.
+        """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
             What `train_step` returns, and a tuple of the functions' results.
@@ -223,23 +216,23 @@ class Engine:
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch and forget the last one's metrics and unfinished window."""
-        at, leaves = self.state.at.counters, self.state.leaves
-        leaves[at] = self._next_epoch(leaves[at], np.int32(epoch))  # type: ignore[call-overload]
+        counters, leaves = self.state.index.counters, self.state.leaves
+        leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
         self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
         self.clear_sums()
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""
-        self.state.put(self.state.at.sums, self.training_table.empty_sums())
+        self.state.put(self.state.index.sums, self.training_table.empty_sums())
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""
         state = self.state
-        if (window := state.at.window) is not None:
+        if (window := state.index.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
             state.put(window.metrics, state.stacked(self.training_table.empty()))
-        if (start := state.at.window_start) is not None:
+        if (start := state.index.window_start) is not None:
             state.put(start.batches, np.zeros((), np.int32))
 
     @property
@@ -249,7 +242,7 @@ class Engine:
 
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
-        return self.training_table.read(np.asarray(self.state.leaves[self.state.at.sums]))  # type: ignore[call-overload]
+        return self.training_table.read(np.asarray(self.state.leaves[self.state.index.sums]))  # type: ignore[call-overload]
 
     def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
         """Forget a bad step and those after it, none of which has changed the parameters: the next one is `step`."""
@@ -263,15 +256,10 @@ class Engine:
         return self.state.counters()[3]
 
     def restore(self, arrays: Mapping[int, Any], table: Table | None) -> None:
-        """Replace arrays of the state.
-
-        Args:
-            arrays: By their place; the sums and the window's metrics have the columns of `table`.
-            table: The training metrics they were saved with, None to leave the metrics as they are.
-        """
+        """Replace arrays of the state, given by index, and the training metrics that they were saved with, if any."""
         if table is not None:
             self._restored = table
-            if (window := self.state.at.window) is not None:
+            if (window := self.state.index.window) is not None:
                 self.state.put(window.metrics, self.state.stacked(table.empty()))
         self.state.restore(arrays)
 
@@ -284,7 +272,7 @@ class Engine:
                 made = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
                 return Layout(made).flatten(made)
 
-            places = jax.tree.leaves(state.at.extras[key])
+            places = jax.tree.leaves(state.index.extras[key])
             made = self.strategy.create_state(init, [state.shardings[i] for i in places], state.unflatten().params)
             for place, array in zip(places, made, strict=True):
                 state.leaves[place] = array
@@ -292,66 +280,68 @@ class Engine:
     def place_sums(self, table: Any, count: int) -> list[jax.Array]:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
         # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [jax.device_put(table, self.state.own), jax.device_put(np.int32(count), self.strategy.replicated)]
+        return [
+            jax.device_put(table, self.state.replica_sharding),
+            jax.device_put(np.int32(count), self.strategy.replicated),
+        ]
 
     # Evaluation -------------------------------------------------------------------------------------
 
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
 
-        One program is a whole run's, whatever batches follow, unless what it has read of the Trainer changes. Those of
+        One program serves a run, whatever batches follow, unless what it has read of the Trainer changes. Those of
         earlier runs are used again for a first batch like theirs.
         """
         key = (stage, loader)
-        if key in self._evaluation and self._evaluation[key].holds:
+        if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        kept, like = self._evaluations.setdefault(key, []), jax.tree.flatten(abstract_batch(batch))
-        program = next((x for x in kept if x.fits(like)), None) or self._build_eval(stage, batch, loader, like)
+        kept, like = self._kept_evaluations.setdefault(key, []), jax.tree.flatten(abstract_batch(batch))
+        known = (x for x in kept if x.like == like and self._holds(key, x))
+        program = next(known, None) or self._build_eval(stage, batch, loader, like)
         kept[:] = [*(x for x in kept if x is not program), program][-_MOST_KEPT:]
-        self._evaluation[key] = program
+        self._evaluations[key] = program
 
-    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> EvalProgram:
+    @staticmethod
+    def _holds(key: _Key, program: _EvalProgram) -> bool:
+        """Return whether the step would read of the Trainer what it has read while it was traced."""
+        return program.pure.trace_of(*key).reads.hold()
+
+    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, state = self.pure.untraced(), self.state
 
-        def inspect(replica: Replica, *args: Any) -> None:
-            pure.body(stage, replica, loader)(*args)
-            inspect_evaluation(pure, stage, loader, replica, *args)
-
-        trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
+        inspect = partial(inspect_evaluation, pure, stage, loader)
+        trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)
         step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
-        sums = [ArraySpec(state.own, per_replica=state.has_own), ArraySpec(self.strategy.replicated)]
+        sums = [ArraySpec(state.replica_sharding, per_replica=state.per_replica), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
             fn=step.run,
-            inputs=([state.array_specs[i] for i in state.eval_at], sums),
+            inputs=([state.array_specs[i] for i in state.eval_index], sums),
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
-        return EvalProgram(pure, stage, loader, like, self._compile(program))
+        return _EvalProgram(pure, like, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
         """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""
         return takes_loader(self.module, stage)
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
-        """Return what the trace of the stage's step found out; it must have been prepared."""
-        return self._evaluation[stage, loader].pure.trace_of(stage, loader)
+        """Return what the trace of the stage's step has shown; it must have been prepared."""
+        return self._evaluations[stage, loader].pure.trace_of(stage, loader)
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
         return self.place_sums(self.state.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
-        """Add a placed batch to the metrics.
-
-        Returns:
-            The metrics so far, those of the batch alone, and the step's outputs.
-        """
+        """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
         leaves = self.state.leaves
-        return self._evaluation[stage, loader].program.run([leaves[i] for i in self.state.eval_at], sums, batch)
+        return self._evaluations[stage, loader].program.run([leaves[i] for i in self.state.eval_index], sums, batch)
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
@@ -364,25 +354,25 @@ class Engine:
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
-                with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
+                with collecting(None), reading() as noted:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
-                reads.extend(found)
+                reads.extend(noted)
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads
         leaves = self.state.leaves
-        return self._applied[fn][0]([leaves[i] for i in self.state.eval_at], inputs)
+        return self._applied[fn][0]([leaves[i] for i in self.state.eval_index], inputs)
 
     @property
     def programs(self) -> list[CompiledProgram]:
         """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
         training = () if self.evaluates_only else self._programs.values()
-        return [x for x in (*training, *(x.program for x in self._evaluation.values())) if x.ran]
+        return [x for x in (*training, *(x.program for x in self._evaluations.values())) if x.ran]
 
     @property
     def failed(self) -> CompiledProgram | None:
         """The program whose first call has raised an error, if one has."""
-        programs = (*self._programs.values(), *(x.program for x in self._evaluation.values()))
+        programs = (*self._programs.values(), *(x.program for x in self._evaluations.values()))
         return next((x for x in programs if x.failed), None)
 
     # Helpers ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""A second look at batches: their losses and gradients, taken once more."""
+"""Runs batches again to diagnose a bad step: their losses and gradients."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ class Look:
         written: Sequence[int],
         compile: Callable[[Program], CompiledProgram],
     ) -> None:
-        counters: Any = state.at.counters
+        counters: Any = state.index.counters
         self._state, self._step, self._written = state, step, [counters, *written]
         outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
         look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
@@ -44,15 +45,14 @@ class Look:
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""
-        state, program, found = self._state, self._compile(), []
-        names, leaves = self._names, list(state.leaves)
+        program, names, leaves, results = self._compile(), self._names, list(self._state.leaves), []
         for batch in batches:
             made, table, bad = program.run(leaves, batch)
             for i, x in zip(self._written, made, strict=True):
                 leaves[i] = x
             loss = self._step.table.read(np.asarray(table))[0]
-            found.append((loss, [name for name, count in zip(names, np.asarray(bad), strict=True) if count]))
-        return found
+            results.append((loss, list(itertools.compress(names, np.asarray(bad)))))
+        return results
 
     def took(self, bad: Collection[str] | None) -> list[str]:
         """Return the arrays of the optimizer's state that a bad step whose loss was finite has changed.
@@ -61,12 +61,12 @@ class Look:
             bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
         """
         state, names = self._state, self._names
-        if state.at.loss_scale is not None:  # such a step changes nothing
+        if state.index.loss_scale is not None:  # such a step changes nothing
             return []
         known = sum(1 << i for i, name in enumerate(names) if bad is not None and name in bad)
-        waits = zip(jax.tree.leaves(state.at.opt_state), self._step.waits(state.abstract()), strict=True)
+        waits = zip(jax.tree.leaves(state.index.opt_state), self._step.waits(state.abstract()), strict=True)
         return [state.specs[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
 
     @property
     def _names(self) -> list[str]:
-        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.at.params)]
+        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.index.params)]

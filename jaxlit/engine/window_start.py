@@ -9,7 +9,7 @@ from jaxlit.engine.flat_state import FlatState
 
 
 class WindowStart:
-    """Keeps what the steps of a window write beside it: statistics, counts and random keys, in copies on the devices.
+    """Keeps copies, on the devices, of what the steps of a window write: statistics, counts and random keys.
 
     A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.
 
@@ -26,7 +26,7 @@ class WindowStart:
         """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self._places]
-        self._kept = self._choose([leaves[self._state.at.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
+        self._kept = self._choose([leaves[self._state.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Put back what was kept."""

@@ -89,7 +89,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
             load_engine(engine, saved, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         else:
             engine.go_back(to.step, position.epoch, to.batch_idx)
-        position.stand_before(to.step, to.batch_idx, to.filled, to.data)
+        position.move_before(to.step, to.batch_idx, to.filled, to.data)
         run.results.latest = run.results.latest if to.latest is None else to.latest
         run.hooks.log.go_back(to.logged)
         run.evaluation = None
@@ -139,7 +139,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     engine, position = run.engine, run.position
     if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
-    if engine.nan_policy != "raise" or not engine.state.is_whole:
+    if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # a user who ends training at once does not wait for the device

@@ -16,7 +16,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
-    """Return what the optimizer step has to log, to be read one step late, when its values are ready."""
+    """Return the row of the optimizer step, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
@@ -27,7 +27,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
         if (hook := run.hooks.begin_row) is not None:
             hook(step)
         return run.results.latest, window, step
-    # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
+    # Values of a trace_step have the interval of their callback: they get a row even if the step would have none.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
         return None, traced, step
     return (None, {}, step) if run.tracing.seen else None
@@ -48,14 +48,15 @@ def log_pending(run: Run) -> None:
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
     row |= window
-    # By themselves rates make no row of a step that has nothing else to log, unless a monitor asks for it.
+    # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
     if run.rates_in == "step" or (run.rates_in is None and row):
-        row = {**row, **run.results.rates(logs), **row}  # a user's own value of a name is left
+        # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
+        row = {**row, **run.results.rates(logs), **row}
     if (hook := run.hooks.fill_row) is not None:  # the row's values have arrived, so its step is done
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
-    # The last column is the guard's: the row is on the host, so looking costs nothing.
+    # The last column is the guard's flag: the row is on the host, so reading it costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
     else:
@@ -63,15 +64,15 @@ def log_pending(run: Run) -> None:
 
 
 def bind_measures(hooks: Hooks) -> None:
-    """Find the callbacks that add to rows, by hooks that only they have."""
+    """Bind the hooks of callbacks that add to rows, which only those have."""
     owners: list[Any] = [c for c in hooks.callbacks if callable(getattr(type(c), "fill_row", None))]
     for name in ("begin_row", "fill_row") if owners else ():
-        found = hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
-        setattr(hooks, name, found)
+        hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
+        setattr(hooks, name, hooks.bound[name])
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:
-    """Show the metrics that the steps of an epoch have added up, and return those that are logged."""
+    """Show the metrics of an epoch, summed over its steps, and return those that are logged."""
     engine, row = run.engine, dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
@@ -86,7 +87,7 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
 
 
 def note_monitor(run: Run) -> None:
-    """Note in which rows the learning rate is to be, and tell if it cannot be read off the optimizer."""
+    """Note which rows have the learning rate, and warn if it cannot be read from the optimizer."""
     monitor = next((c for c in run.hooks.callbacks if c.rates_in is not None), None)
     run.rates_in = None if monitor is None else monitor.rates_in
     if monitor is not None and not run.engine.rates.names:

@@ -105,21 +105,22 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
             "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or "
-            "a jl.callbacks.Timer(...). A callback of your own that ends it sets limits_time = True."
+            "a jl.callbacks.Timer(...). Or a callback that ends it sets limits_time = True."
         )
 
 
-def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | None, val_dataloaders: Any) -> None:
+def check_fitting(settings: Settings, module: TrainModule, checkpoint: Checkpoint | None, val_dataloaders: Any) -> None:
     """Refuse a checkpoint that has seen more than is asked for, and validation data that no step takes.
 
     Raises:
         ArgumentError: The checkpoint has seen more epochs.
         ModuleError: There is no validation step.
     """
-    if found is not None and settings.max_epochs is not None and found.state["epoch"] > settings.max_epochs:
+    seen = 0 if checkpoint is None else checkpoint.state["epoch"]
+    if checkpoint is not None and settings.max_epochs is not None and seen > settings.max_epochs:
         raise ArgumentError(
-            f"Trainer(max_epochs={settings.max_epochs}) is less than the {found.state['epoch']} epochs that "
-            f"{found.path} has seen. Raise max_epochs, or begin a new training with its weights: fit(init_from=path)."
+            f"Trainer(max_epochs={settings.max_epochs}) is less than the {seen} epochs of "
+            f"{checkpoint.path}. Raise max_epochs, or begin a new training with its weights: fit(init_from=path)."
         )
     step = STAGES["validation"].step
     if val_dataloaders is not None and not is_overridden(module, step):
@@ -140,7 +141,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         ArgumentError: Saying what to begin with.
     """
     every = settings.accumulate_grad_batches
-    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.at.window is None:
+    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.index.window is None:
         raise ArgumentError(
             f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
             f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
@@ -149,7 +150,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
 
 
 def check_predictions(settings: Settings, strategy: Strategy, return_predictions: bool) -> None:
-    """Refuse to return predictions that would hold rows of one process beside those of all.
+    """Refuse to return predictions that would mix rows of one process with rows of all.
 
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.

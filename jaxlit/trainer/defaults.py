@@ -106,8 +106,8 @@ def callbacks_of_module(module: Any) -> list[Callback]:
         return []
     where = f"{type(module).__name__}.configure_callbacks"
     with noting_place(where):
-        found = configure()
-    return callbacks_of(f"callbacks of {where}", found)
+        callbacks = configure()
+    return callbacks_of(f"callbacks of {where}", callbacks)
 
 
 def without(callbacks: Sequence[Callback], others: Sequence[Callback]) -> list[Callback]:
@@ -138,34 +138,34 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
     """Return a list of callbacks."""
     if value is None:
         return []
-    found = [value] if isinstance(value, Callback) else value
-    if not isinstance(found, (list, tuple)):
+    callbacks = [value] if isinstance(value, Callback) else value
+    if not isinstance(callbacks, (list, tuple)):
         raise ArgumentTypeError(
             f"Trainer({name}=...) takes callbacks, got {shown(value)}. Pass a list of jl.callbacks."
         )
-    for c in found:
+    for c in callbacks:
         if isinstance(c, type) and issubclass(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
         if not isinstance(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.")
-    return list(found)
+    return list(callbacks)
 
 
-def tell_hyperparams(hooks: Hooks) -> None:
+def log_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
     loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]
     takes = [c for c in loggers if c.hyperparams_of_module and c.takes_hyperparams]
-    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _teller(c, name)) for c in takes])
+    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _with_hyperparams(c, name)) for c in takes])
     hooks(name)
 
 
-def _teller(logger: Any, name: str) -> Callable[..., None]:
+def _with_hyperparams(logger: Any, name: str) -> Callable[..., None]:
     method = fitting(logger, name, ["params"])
 
-    def tell(trainer: Any, module: Any) -> None:
+    def call(trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         # A dict for each, to keep or to change.
         method(redacted({**({} if data is None else data.hparams.readable()), **hparams_of(module).readable()}))
 
-    return tell
+    return call

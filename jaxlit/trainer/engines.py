@@ -12,13 +12,14 @@ from jaxlit.core.groups import labels_of, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.parts import Part, by_part
+from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.kept import KeptEngine
+from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.loop.callback_arrays import array_keepers
@@ -28,7 +29,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build
-from jaxlit.trainer.resuming import check_window
+from jaxlit.trainer.opening import check_window
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Engines:
 
     def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
         use_compile_cache(compile_cache)
-        self._strategy, self._kept = strategy, KeptEngine()
+        self._strategy, self._kept = strategy, EvalCache()
         self._built: _Built | None = None
 
     def module_of(
@@ -78,11 +79,11 @@ class Engines:
             run: The run.
             fitted: The engine of the last fit.
             fitting: Whether the run is one.
-            own: Whether the module's arrays are the Trainer's to overwrite.
+            own: Whether the engine may overwrite the module's arrays.
             resume: The checkpoint.
         """
         built, settings = self._built, run.settings
-        if own:  # its arrays go to the engine, and may be lost there, or overwritten with a checkpoint's
+        if own:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
         if fitting:
             engine = self._of_fit(run, own)
@@ -105,9 +106,9 @@ class Engines:
         own: bool = False,
         restores: bool = False,
     ) -> Engine:
-        """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `KeptEngine`."""
+        """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
         given = module, self._strategy, Precision(settings.precision)
-        return self._kept.evaluator(*given, debug=settings.debug, own=own, restores=restores, fitted=fitted)
+        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=own, restores=restores, fitted=fitted)
 
     def _of_fit(self, run: Run, own: bool) -> Engine:
         settings = run.settings
@@ -121,21 +122,18 @@ class Engines:
         # A later epoch may need room for a window; a subclass need not know which.
         least = 1 if all(c.batches_per_step(0) is None for c in run.hooks.callbacks) else 2
         parts = frozen_parts(run.hooks.callbacks, run.module, optimizer.wrt)
-        return Engine(
-            run.module,
-            self._strategy,
+        plan = TrainingPlan(
             by_part(optimizer, parts),
             accumulate=max(settings.accumulate_grad_batches, least),
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
-            precision=Precision(settings.precision),
             clip=settings.clip,
-            debug=settings.debug,
-            own=own,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
             parts=parts,
-            leaves_out=run.hooks.failed.goes_on,
+            tolerates=run.hooks.failed.tolerates,
             example=example,
         )
+        options = {"precision": Precision(settings.precision), "debug": settings.debug, "take_ownership": own}
+        return Engine(run.module, self._strategy, plan, **options)
 
 
 def _names_of(callback: Any, module: TrainModule, wrt: Any) -> frozenset[str]:

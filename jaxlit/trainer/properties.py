@@ -197,7 +197,7 @@ class TrainerProperties(TrainerArguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        ready = run is not None and run.train is not None and getattr(run, "feeder", None) is not None
+        ready = run is not None and run.train is not None and run.feeder is not None
         return run.feeder.waited(run.train[0]) if ready else 0.0  # type: ignore[union-attr, index]
 
     @property

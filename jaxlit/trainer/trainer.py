@@ -37,7 +37,7 @@ class Trainer(TrainerProperties):
         strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8",
             "auto" or a registered one) or a `Strategy`.
         devices: How many devices, or "auto" for all; `single` uses one.
-        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's own.
+        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's.
         precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
             loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are
             bfloat16 as well.
@@ -48,8 +48,8 @@ class Trainer(TrainerProperties):
             `min_epochs` is None.
         max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
-        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). Beside a
-            WandbLogger stand a CSVLogger and a JSONLLogger unless it is False: W&B loses rows if a process is killed.
+        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). With a
+            WandbLogger there is a CSVLogger and a JSONLLogger too, unless it is False: W&B loses rows if it is killed.
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.
@@ -190,7 +190,7 @@ class Trainer(TrainerProperties):
         Args:
             model: The module, or `jl.lazy(...)`; then the built module is `trainer.module`.
             train_dataloaders: A `jl.ArrayLoader`, a grain dataset of batches or another re-iterable of pytrees of
-                numpy arrays; a batch holds global rows. Left out, the module's own `train_dataloader` hook is asked.
+                numpy arrays; a batch holds global rows. Left out, the module's `train_dataloader` hook is called.
             val_dataloaders: The same for validation, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
@@ -222,7 +222,7 @@ class Trainer(TrainerProperties):
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its weights.
 
         Returns:
             The metrics of each loader.
@@ -265,11 +265,11 @@ class Trainer(TrainerProperties):
         """
         check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
-        found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
-        return None if not return_predictions else found if len(found) != 1 else found[0]
+        outputs = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
+        return None if not return_predictions else outputs if len(outputs) != 1 else outputs[0]
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights; from a callback, say.
+        """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights, for example from a callback.
 
         The module is a copy of `trainer.module` with the arrays that it has now, in evaluation mode, in the precision
         of a step; what `fn` writes to it is dropped. It is compiled once for each function, so pass the same function
@@ -319,11 +319,11 @@ class Trainer(TrainerProperties):
         `on_safe_point` is where nothing is left to do.
 
         Args:
-            path: Its folder; a checkpoint that is there is replaced once the new one is whole.
+            path: Its folder; an older checkpoint there is replaced once the new one is complete.
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
-            ArgumentError: Something else than a checkpoint stands at `path`.
+            ArgumentError: `path` is something else than a checkpoint.
 
         Example:
             >>> import jaxlit as jl
@@ -335,7 +335,7 @@ class Trainer(TrainerProperties):
         self.saver.save(path)
 
     def explain(self) -> Explanation:
-        """Tell where the time of the newest run went, how its state lies on the devices, and what its programs cost.
+        """Return where the time of the newest run went, how its state is sharded, and what its programs cost.
 
         It prints as tables, also while the run continues; it waits for no device, and compiles nothing again.
 

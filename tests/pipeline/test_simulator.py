@@ -64,7 +64,7 @@ def by_clock(schedule: S.Schedule, count: int) -> tuple[float, dict[Any, float]]
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 1), (3, 6), (4, 8), (5, 5)])
-def test_tasks_begin_when_a_clock_says_so_and_the_order_keeps_what_waits_behind(name, ranks, count) -> None:
+def test_tasks_begin_by_a_clock_and_in_order(name, ranks, count) -> None:
     schedule = SCHEDULES[name](ranks)
     found, (makespan, begun) = simulate(schedule, count), by_clock(schedule, count)
     share = ranks / schedule.num_stages
@@ -114,7 +114,7 @@ class Given(S.Schedule):
         (("0B0 0F0", "1F0 1B0"), "rank 0 with bwd_0__0 for fwd_0__0, rank 1 with fwd_1__0 for fwd_0__0"),
     ],
 )
-def test_a_schedule_that_is_not_whole_or_waits_for_ever_is_refused(rows, words) -> None:
+def test_an_incomplete_or_deadlocked_schedule_is_refused(rows, words) -> None:
     refuses(ArgumentError, lambda: simulate(Given(*rows), 1), words)
 
 

@@ -39,7 +39,7 @@ def test_a_training_equals_the_plain_loop(case: Case) -> None:
     assert outcome.kind in ("equal", "refused"), f"{outcome.message}\n{outcome.details}"
 
 
-def test_a_loss_that_adds_up_rows_is_refused_where_a_step_sees_some_of_them() -> None:
+def test_a_sum_loss_is_refused_under_replicas() -> None:
     outcome = try_case(Case(loss="sum", sizes=(8,), strategy="shard_map", devices=2))
     assert outcome.kind == "refused", outcome.message
 

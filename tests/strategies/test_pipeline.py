@@ -97,7 +97,7 @@ def test_a_language_model_that_is_hard_to_cut(schedule: str, stages: int, device
 
 
 @pytest.mark.full
-def test_a_window_of_batches_and_microbatches_is_one_step_on_all_of_them() -> None:
+def test_a_window_of_microbatches_is_one_step() -> None:
     """Its tail too: the last window has two batches, and the second of them too few rows for as many microbatches."""
     batches = sized(8, 8, 8, 8, 3)
     expected, module = layered(), layered()
@@ -273,7 +273,7 @@ def test_a_loss_that_is_a_sum_is_that_of_all_rows() -> None:
 
 
 @pytest.mark.full
-def test_stages_have_names_on_the_screen_and_the_module_is_whole_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_printed_and_the_module_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
     module = layered()
     trainer = fit(module, BATCHES, strategy=Pipeline(2, layers="layers"), devices=2)
     assert {x.sharding for x in jax.tree.leaves(nnx.state(module))} == {SingleDeviceSharding(jax.devices()[0])}
@@ -298,7 +298,7 @@ class Mixed(Layered):
 
 
 @pytest.mark.full
-def test_functions_among_layers_and_layers_that_are_called_twice_are_left_as_they_are() -> None:
+def test_functions_and_repeated_calls_among_layers_work() -> None:
     relu, expected, module = type(jax.nn.relu), Mixed(rngs=nnx.Rngs(0)), Mixed(rngs=nnx.Rngs(0))
     by_microbatches(expected, BATCHES, 4)
     fit(module, BATCHES, strategy=Pipeline(4, layers="layers"), devices=4)
