@@ -93,7 +93,7 @@ class RunReport(Callback):
 
 def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None, began: str) -> str:
     curves, config, watched = _curves(trainer), config_of(trainer, module, {}), monitored(trainer)
-    ours = {name: config.get(f"jaxlit/{name}", config.get(name)) for name in ("trainer", "versions", "num_params")}
+    ours = {name: config.get(f"jaxlit/{name}") or config[name] for name in ("trainer", "versions", "num_params")}
     hparams = {name: config[name] for name in module.hparams if name in config}
     defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
     chosen = {name: value for name, value in ours["trainer"].items() if str(value) != str(defaults.get(name))}
