@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlit.configured import Configured
+from jaxlit.callbacks.traits import Traits
 from jaxlit.core.log import named_values
 from jaxlit.core.module import TrainModule
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-class Callback(Configured):
+class Callback(Traits):
     """What a user adds to training: override the hooks that are needed.
 
     A callback's hook comes before the module's hook of the same name, a DataModule's before both. Only
@@ -97,15 +97,6 @@ class Callback(Configured):
         ...         if values.get("train/loss", float("inf")) <= self.target:
         ...             trainer.stop(f"train/loss reached {self.target}")
     """
-
-    runs_last: bool = False
-    """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
-
-    limits_time: bool = False
-    """Whether it ends every fit, by `trainer.stop_after(...)` say: no other limit is needed then."""
-
-    in_fast_dev_run: bool = True
-    """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value from a hook; the other arguments, and where it may be called, are those of `TrainModule.log`."""
@@ -253,10 +244,10 @@ class Callback(Configured):
         """
 
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Run before a checkpoint is written; what is put into `checkpoint`, JSON values, is found at loading."""
+        """Run before a checkpoint is written; JSON values in `checkpoint` are saved with it."""
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: "Callback", path: Path) -> None:
-        """Run when a checkpoint is whole on the disk, which it may be some steps later.
+        """Run when a checkpoint is complete on the disk, which may be some steps later.
 
         Args:
             trainer: The trainer.
@@ -320,13 +311,13 @@ class Callback(Configured):
         For averages of the weights, statistics of the gradients and the like, whose arrays are as large as the
         parameters and change with every step. They are saved in checkpoints and restored bit by bit, also under
         another strategy, and they are split over the devices as the parameters are: an array of the shape of a
-        parameter and at the same path as that parameter, everything else whole on every device.
+        parameter and at the same path as that parameter, everything else replicated.
         `trainer.callback_arrays(callback)` reads them.
 
         When training continues from a checkpoint without them, they are made again from its parameters.
 
-        Both methods are compiled: an attribute of the callback that they read has, for the whole fit, the value that it
-        had when they were traced. What changes belongs into the arrays, or follows from `global_step`.
+        Both methods are compiled: they read attributes of the callback once in a fit, when they are traced. Values that
+        change belong into the arrays, or follow from `global_step`.
 
         Args:
             params: The trained parameters of step 0, a pytree of arrays as they are held.
@@ -370,7 +361,7 @@ class Callback(Configured):
         """Return which of the arrays validations and `trainer.apply` see in place of the parameters, in a fit.
 
         Args:
-            arrays: What stands for each array of `init_arrays`, for one callback of a training.
+            arrays: Placeholders for the arrays of `init_arrays`.
 
         Returns:
             A pytree like the parameters, of leaves of `arrays` as they are; None for the parameters themselves.

@@ -2,10 +2,9 @@
 
 import csv
 import io
-import os
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
@@ -15,17 +14,19 @@ class CSVLogger(FileLogger):
     """Write every logged row to a CSV file in the run's folder, flushed at once.
 
     The columns are `step`, `epoch` and the metrics in the order in which they first appear. Numbers have six
-    significant digits, whole numbers all of their digits. What is logged at one step and epoch is one row.
+    significant digits, integers all of their digits. Values of one step and epoch are one row.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
-        on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
+        on_error: What a file that cannot be written does: "warn" prints it once and tries again with the next row,
             "raise" ends training.
 
     Example:
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.CSVLogger("rows.csv")])
     """
+
+    role = "csv_logger"
 
     def __init__(self, filename: str = "metrics.csv", *, on_error: str = "warn") -> None:
         super().__init__(filename, on_error=on_error)
@@ -36,9 +37,9 @@ class CSVLogger(FileLogger):
         return {**super().state_dict(), "columns": self._columns}
 
     def _open(self, path: Path) -> None:
-        if not path.exists() or not path.stat().st_size:  # a full disk may have let it be made, and not written
+        if not path.exists() or not path.stat().st_size:  # on a full disk it may have been made and not written
             self._columns, self._rows = ["step", "epoch"], 0
-            path.write_text(",".join(self._columns) + "\n")
+            path.write_text(self._head())
             return
         with path.open(newline="") as file:
             reader = csv.reader(file)
@@ -50,7 +51,7 @@ class CSVLogger(FileLogger):
                 )
             self._columns = columns
         rows = self._read(path)
-        if not path.read_bytes().endswith(b"\n"):  # the machine died while it wrote the last row
+        if not path.read_bytes().endswith(b"\n"):  # the machine stopped while it wrote the last row
             self._rewrite(path, rows := rows[:-1])
         self._rows = len(rows)
 
@@ -69,12 +70,8 @@ class CSVLogger(FileLogger):
             raise
 
     def _text(self, row: dict[str, Any]) -> str:
-        line = io.StringIO()
-        self._writer(line).writerow(_short(row))
-        return line.getvalue()
-
-    def _writer(self, file: TextIO) -> "csv.DictWriter[str]":
-        return csv.DictWriter(file, self._columns, restval="", extrasaction="ignore", lineterminator="\n")
+        short = _short(row)
+        return _line([short.get(name) for name in self._columns])
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         with path.open(newline="") as file:
@@ -83,13 +80,13 @@ class CSVLogger(FileLogger):
     def _restore(self, kept: dict[str, Any]) -> None:
         self._columns = [str(name) for name in kept.get("columns") or self._columns]
 
-    def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", newline="") as file:
-            writer = self._writer(file)
-            writer.writeheader()
-            writer.writerows(map(_short, rows))
-        os.replace(temporary, path)
+    def _head(self) -> str:
+        return _line(self._columns)
+
+
+def _line(cells: list[Any]) -> str:
+    csv.writer(line := io.StringIO(), lineterminator="\n").writerow(cells)
+    return line.getvalue()
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:

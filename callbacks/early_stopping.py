@@ -5,9 +5,8 @@ import math
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.monitor import Monitor, is_blocked
-from jaxlit.errors import ArgumentError
+from jaxlit import checks as check
+from jaxlit.callbacks.monitor import MonitorCallback
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -34,11 +33,10 @@ class EarlyStoppingReason(Enum):
     NON_FINITE_METRIC = 4
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(MonitorCallback):
     """Stop training when a monitored metric has not improved for some checks.
 
-    Arguments and attributes are Lightning's. While `min_epochs` keeps training going, patience does
-    not run.
+    Arguments and attributes are Lightning's. Checks that `min_epochs` or `min_steps` block do not count.
 
     Args:
         monitor: The metric's name in `trainer.callback_metrics`.
@@ -51,7 +49,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None, as in Lightning:
             at the end of each epoch if each validates at its end.
         strict: A missing metric is an error.
-        verbose: Say when the metric has improved, and by how much.
+        verbose: Log when the metric has improved, and by how much.
 
     Attributes:
         wait_count: Checks since the last improvement.
@@ -65,7 +63,7 @@ class EarlyStopping(Callback):
         >>> stop = jl.callbacks.EarlyStopping("val/loss", patience=5)
     """
 
-    runs_last = True
+    role = "early_stopping"
     in_fast_dev_run = False
 
     def __init__(
@@ -82,56 +80,31 @@ class EarlyStopping(Callback):
         strict: bool = True,
         verbose: bool = False,
     ) -> None:
-        for name, value in (("strict", strict), ("check_finite", check_finite), ("verbose", verbose)):
-            if not isinstance(value, bool):
-                raise ArgumentError(f"EarlyStopping({name}=...) takes True or False, got {value!r}.")
-        self._monitor = Monitor("EarlyStopping", monitor, mode, check_on_train_epoch_end, strict)
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ArgumentError(f"EarlyStopping(patience=...) takes an int of at least 0, got {patience!r}.")
-        if not _is_number(min_delta) or not min_delta >= 0:
-            raise ArgumentError(f"EarlyStopping(min_delta=...) takes a number of at least 0, got {min_delta!r}.")
+        super().__init__(monitor, mode, check_on_train_epoch_end, min_delta=min_delta, strict=strict)
+        self.patience = check.integer("patience", patience, low=0, owner="EarlyStopping")
+        self.check_finite = check.boolean("check_finite", check_finite, owner="EarlyStopping")
+        self.verbose = check.boolean("verbose", verbose, owner="EarlyStopping")
         for name, value in (("stopping", stopping_threshold), ("divergence", divergence_threshold)):
-            if value is not None and not _is_number(value):
-                raise ArgumentError(f"EarlyStopping({name}_threshold=...) takes a number or None, got {value!r}.")
-        self.monitor, self.min_delta, self.patience, self.mode = monitor, min_delta, patience, mode
-        self.check_finite, self.strict, self.verbose = check_finite, strict, verbose
+            if value is not None:
+                check.number(f"{name}_threshold", value, owner="EarlyStopping")
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
-        self._reset()
 
     def _reset(self) -> None:
-        self.wait_count, self.stopped_epoch = 0, 0
-        self.best_score = self._monitor.worst
+        super()._reset()
+        self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-
-    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Find out when to check; each fit counts from zero."""
-        self._monitor.begin(trainer, stage)
-        if stage == "fit":
-            self._reset()
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Stop at once if that training was stopped, unless there is more patience now."""
         if self.stopping_reason_message is not None and self.wait_count >= self.patience:
             trainer.stop(self.stopping_reason_message)
 
-    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Check after a validation of a fit."""
-        self._check(trainer, self._monitor.after_validation(trainer))
-
-    def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Check after an epoch."""
-        self._check(trainer, self._monitor.after_epoch(trainer))
-
-    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Tell if there was nothing to check."""
-        self._monitor.warn_if_unseen(trainer)
-
-    def _check(self, trainer: "Trainer", value: float | None) -> None:
-        if value is None:
-            return
+    def check(self, trainer: "Trainer", value: float) -> None:
+        """Take a new value, and stop training if the rules say so."""
         before = self.best_score
-        reason, message = self._judge(value, blocked=is_blocked(trainer))
+        blocked = trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps
+        reason, message = self._judge(value, blocked)
         if self.verbose and self.best_score != before and trainer.is_global_zero:
             by = f" by {abs(value - before):.4g}" if math.isfinite(before) else ""
             _logger.info("%s improved%s to %.4g.", self.monitor, by, value)
@@ -141,8 +114,8 @@ class EarlyStopping(Callback):
             trainer.stop(message)
 
     def _judge(self, value: float, blocked: bool) -> tuple[EarlyStoppingReason, str]:
-        """Take a new value, and return why to stop; the words are empty if training continues."""
-        is_better, name, why = self._monitor.is_better, self.monitor, EarlyStoppingReason
+        """Return why to stop, with a message that is empty if training continues."""
+        is_better, name, why = self.is_better, self.monitor, EarlyStoppingReason
         if self.check_finite and not math.isfinite(value):
             return why.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold):
@@ -159,31 +132,17 @@ class EarlyStopping(Callback):
                 return why.PATIENCE_EXHAUSTED, f"{checks}; the best was {self.best_score:.4g}"
         return why.NOT_STOPPED, ""
 
-    @property
-    def state_key(self) -> str:
-        """The class, with what it monitors: values of another metric mean nothing to it."""
-        return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the best value."""
-        return {
-            "validated": self._monitor.state,
-            "wait_count": self.wait_count,
+        """Return the counts, the best value and why training was stopped."""
+        return super().state_dict() | {
             "stopped_epoch": self.stopped_epoch,
-            # An infinity is no JSON value.
-            "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the counts and the best value."""
-        self._monitor.state = state_dict.get("validated", False)
-        self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
-        self.best_score = float(state_dict["best_score"])
+        """Take back the counts, the best value and why training was stopped."""
+        super().load_state_dict(state_dict)
+        self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)

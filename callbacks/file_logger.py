@@ -1,4 +1,4 @@
-"""What loggers that write rows to a file of the run have in common."""
+"""The base of loggers that write rows to a file of the run."""
 
 import contextlib
 import json
@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
+from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import LoggerError
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import say
 
@@ -23,38 +24,36 @@ _TAIL = 4  # rows that values of their step may join: callbacks log at a step of
 class FileLogger(Logger, ABC):
     """Writes rows to a file in the run's folder, each flushed at once, and drops those that a resume makes again.
 
-    What is logged at the same step and epoch under other names joins the row of that step, one of the last four: the
-    values of a step, of a validation after it and of the epoch that it ends are one row. A text, table or histogram
-    has a row of its own, which those before it no longer join.
+    Values that are logged at the same step and epoch under other names join the row of that step, one of the last four:
+    the values of a step, of a validation after it and of the epoch that it ends are one row. A text, table or histogram
+    is a row by itself, and rows before it are no longer joined.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
-        on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
+        on_error: What a file that cannot be written does: "warn" prints it once and tries again with the next row,
             "raise" ends training.
     """
 
     hyperparams_of_module = False  # checkpoints hold them
 
     def __init__(self, filename: str, *, on_error: str = "warn") -> None:
-        name = type(self).__name__
-        if not isinstance(filename, str) or Path(filename).name != filename or filename in ("", ".."):
-            raise ArgumentError(f"{name}(filename=...) takes a file name without folders, got {filename!r}.")
-        if not Path(filename).suffix:  # in Lightning a folder stands in this place
-            raise ArgumentError(
-                f"{name}(filename=...) takes a name with a suffix, got {filename!r}. Pass {filename}.txt, say; the "
-                "folder is the run's: Trainer(default_root_dir=...)."
-            )
-        if on_error not in ("warn", "raise"):
-            raise ArgumentError(f"{name}(on_error=...) takes 'warn' or 'raise', got {on_error!r}.")
+        name, is_name = type(self).__name__, isinstance(filename, str) and Path(filename).name == filename
+        rule = "takes a file name with a suffix and without folders; the folder is Trainer(default_root_dir=...)"
+        check.require(is_name and Path(filename).suffix != "", "filename", filename, rule, owner=name)
+        check.one_of("on_error", on_error, ("warn", "raise"), owner=name)
         self.filename, self.on_error = filename, on_error
         self.path: Path | None = None
-        self._trainer: Trainer | None = None
         self._file: BinaryIO | None = None
-        self._size = 0  # bytes of whole rows
+        self._size = 0  # bytes of complete rows
         self._rows = 0
         self._tail: list[dict[str, Any]] = []  # the last rows, which others of their step may join
         self._keep: dict[str, Any] | None = None  # what a checkpoint knows of the file
-        self._told = False  # of a failure
+        self._warned = False  # of a failure
+
+    @property
+    def row_files(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The file."""
+        return (self.filename,)
 
     @property
     def location(self) -> str | None:
@@ -63,16 +62,16 @@ class FileLogger(Logger, ABC):
 
     @property
     def experiment(self) -> Self:  # type: ignore[override]
-        """The logger itself: what it writes with is its own methods."""
+        """The logger itself, which writes the file."""
         return self
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyperparameters to `hparams.json` beside the rows, without secrets; what is no JSON value as its text.
+        """Write hyperparameters to `hparams.json` next to the rows, without secrets; other than JSON values as text.
 
         Raises:
             LoggerError: No run has begun, or the file cannot be written.
         """
-        if (trainer := self._trainer) is None:
+        if (trainer := self._attached) is None:
             raise LoggerError(f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run.")
         if not trainer.is_global_zero:
             return
@@ -89,11 +88,11 @@ class FileLogger(Logger, ABC):
                 f"{type(self).__name__} cannot write {path}: {error}. Free the disk, or move it away."
             ) from error
 
-    # What a kind of file defines --------------------------------------------------------------------
+    # Of each format ---------------------------------------------------------------------------------
 
     @abstractmethod
     def _open(self, path: Path) -> None:
-        """Get to know a file that is there, or make one; sets `_rows`.
+        """Read an existing file, or make a new one; sets `_rows`.
 
         Raises:
             LoggerError: It is no file of this logger's.
@@ -105,23 +104,29 @@ class FileLogger(Logger, ABC):
 
     @abstractmethod
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the whole rows of the file."""
+        """Return the complete rows of the file."""
 
-    @abstractmethod
+    def _head(self) -> str:
+        """Return the line before the rows."""
+        return ""
+
     def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
         """Replace the file by one that has these rows; a crash leaves the old one or the new one."""
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(self._head() + "".join(map(self._text, rows)), newline="")
+        os.replace(temporary, path)
 
     # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Take note of the trainer."""
-        self._trainer, self._told = trainer, False
+        """Begin a run."""
+        self._attached, self._warned = trainer, False
 
     def on_log(self, trainer: "Trainer", values: dict[str, Any], step: int) -> None:
         """Write one row.
 
         Raises:
-            LoggerError: The file is no logger's; or, with `on_error="raise"`, it cannot be written.
+            LoggerError: The file was not written by a logger; or, with `on_error="raise"`, it cannot be written.
         """
         if not trainer.is_global_zero:
             return
@@ -146,25 +151,25 @@ class FileLogger(Logger, ABC):
                 raise LoggerError(
                     f"{problem} Free the disk, pass another Trainer(default_root_dir=...), or Trainer(logger=False)."
                 ) from error
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 say(f"{problem} Training continues; rows are missing until it can.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows the file has, and the last ones, which others may join after the checkpoint."""
+        """Return how many rows the file has, and the last ones, which others may join later."""
         return {"rows": self._rows, "tail": self._tail}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what the file had; `on_load_checkpoint` drops what has come since."""
+        """Take back what the file had; `on_load_checkpoint` drops the rows after it."""
         self._keep = {**state_dict, "rows": int(state_dict["rows"])}
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Drop the rows that training will make again."""
-        # One that stands before a bad step knows rows of steps after it, which were undone.
+        # A checkpoint before a step that was not finite counts rows of later steps, which were undone.
         self._drop(trainer, checkpoint["global_step"], undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Drop the rows of a training that left no checkpoint, and starts again.
+        """Drop the rows of a training that left no checkpoint and starts again.
 
         Raises:
             LoggerError: The run's folder can never be made.
@@ -189,7 +194,7 @@ class FileLogger(Logger, ABC):
             )
 
     def _drop(self, trainer: "Trainer", step: int, *, undone: bool = False) -> None:
-        """Drop rows from a step on, and those that a checkpoint does not know."""
+        """Drop rows from a step on, and those that a checkpoint does not count."""
         path, kept, self._keep = trainer.run_dir / self.filename, self._keep, None
         if not trainer.is_global_zero or not path.exists():
             return
@@ -199,7 +204,7 @@ class FileLogger(Logger, ABC):
             rows, tail = self._read(path), (kept or {}).get("tail", [])
             if kept is not None:
                 rows = [*rows[: kept["rows"] - len(tail)], *tail]
-            if kept is None or undone:  # then all that tells is the step
+            if kept is None or undone:  # only the step is known
                 rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
             self._restore(kept or {})
             self._rewrite(path, rows)
@@ -211,7 +216,7 @@ class FileLogger(Logger, ABC):
         self.path, self._rows, self._tail = path, len(rows), tail if rows[len(rows) - len(tail) :] == tail else []
 
     def _restore(self, kept: dict[str, Any]) -> None:
-        """Take what else a checkpoint knows of the file."""
+        """Take what else a checkpoint contains of the file."""
 
     def _joined(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the rows at the end of the file that a new row replaces, if it joins one, and what replaces them."""

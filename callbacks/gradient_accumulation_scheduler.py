@@ -1,9 +1,10 @@
 """Change from epoch to epoch how many batches an optimizer step takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.traits import Traits
 from jaxlit.checks import is_int
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
@@ -35,8 +36,10 @@ class GradientAccumulationScheduler(Callback):
         [8, 8, 4, 1]
     """
 
+    changes_step = True
+
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, {0: 8, 4: 1} say"
+        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
         if not isinstance(scheduling, Mapping) or not all(is_int(x, low=-(2**63)) for x in _flat(scheduling)):
             raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
         if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
@@ -49,12 +52,20 @@ class GradientAccumulationScheduler(Callback):
         below = [start for start in self.scheduling if start <= epoch]
         return self.scheduling[max(below)] if below else 1
 
+    def batches_per_step(self, epoch: int) -> int:
+        """Return the same, for the Trainer."""
+        return self.get_accumulate_grad_batches(epoch)
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that only one callback can set the number."""
+        if isinstance(other, GradientAccumulationScheduler):
+            return "The callbacks hold two GradientAccumulationSchedulers. Leave one of them out."
+        return None
+
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin with the number of the epoch that a fit begins in, or continues in."""
         if stage != "fit":
             return
-        if sum(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks) > 1:
-            raise ArgumentError("The callbacks hold two GradientAccumulationSchedulers. Leave one of them out.")
         if trainer.accumulate_grad_batches != 1:
             raise ArgumentError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) with a "
@@ -75,22 +86,3 @@ class GradientAccumulationScheduler(Callback):
 
 def _flat(scheduling: Mapping[int, int]) -> list[int]:
     return [*scheduling, *scheduling.values()]
-
-
-def scheduler_in(callbacks: Sequence[Callback]) -> GradientAccumulationScheduler | None:
-    """Return the callback that sets the batches of a step, None where they are the same in all epochs."""
-    return next((c for c in callbacks if isinstance(c, GradientAccumulationScheduler)), None)
-
-
-def steps_of(callbacks: Sequence[Callback], accumulate_grad_batches: int, batches: int, epochs: int) -> int:
-    """Return the optimizer steps of the first epochs.
-
-    Args:
-        callbacks: Those of a fit.
-        accumulate_grad_batches: The Trainer's, where no callback sets it.
-        batches: Batches of an epoch.
-        epochs: How many epochs.
-    """
-    if (scheduler := scheduler_in(callbacks)) is None:
-        return epochs * -(-batches // accumulate_grad_batches)
-    return sum(-(-batches // scheduler.get_accumulate_grad_batches(epoch)) for epoch in range(epochs))

@@ -1,35 +1,34 @@
 """Logged rows as lines of JSON."""
 
 import json
-import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
 from jaxlit.reporting.histogram import count
+from jaxlit.to_json import to_json
 
 
 class JSONLLogger(FileLogger):
-    """Write every logged row to a file as a JSON object on a line of its own, flushed at once.
+    """Write every logged row to a file as a JSON object on one line, flushed at once.
 
-    A row holds `step`, `epoch` and all metrics that were logged there, no others, with every digit; what is not finite
-    is the text "NaN", "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms have rows
-    of their own.
+    A row contains `step`, `epoch` and the metrics that were logged there, with every digit; a number that is not finite
+    is the text "NaN", "Infinity" or "-Infinity", since JSON has no such numbers. Texts, tables and histograms are
+    separate rows.
 
     Args:
         filename: The file's name in `trainer.run_dir`.
-        on_error: What a file that cannot be written does: "warn" says so once and tries again with the next row,
+        on_error: What a file that cannot be written does: "warn" prints it once and tries again with the next row,
             "raise" ends training.
 
     Example:
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=[jl.callbacks.JSONLLogger()])
     """
+
+    role = "jsonl_logger"
 
     def __init__(self, filename: str = "metrics.jsonl", *, on_error: str = "warn") -> None:
         super().__init__(filename, on_error=on_error)
@@ -51,10 +50,7 @@ class JSONLLogger(FileLogger):
         self._log(key, {"counts": counts.tolist(), "edges": edges.tolist()}, step)
 
     def _log(self, key: str, value: Any, step: int | None) -> None:
-        if (trainer := self._trainer) is None:
-            raise LoggerError("JSONLLogger has no file yet. Log from a hook, or after the first run of its Trainer.")
-        at = max(trainer.global_step - 1, 0) if step is None else step
-        self.on_log(trainer, {"epoch": trainer.current_epoch, key: value}, at)
+        self.log_metrics({key: value}, step)
 
     def _open(self, path: Path) -> None:
         path.touch()
@@ -64,7 +60,7 @@ class JSONLLogger(FileLogger):
         self._rows = len(rows)
 
     def _text(self, row: dict[str, Any]) -> str:
-        return json.dumps(_plain(row), allow_nan=False) + "\n"
+        return json.dumps(to_json(row, lenient=True), allow_nan=False) + "\n"
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         whole, _, torn = path.read_text().rpartition("\n")
@@ -79,20 +75,3 @@ class JSONLLogger(FileLogger):
                 "JSONLLogger(filename=...), or move that file away."
             )
         return rows
-
-    def _rewrite(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(map(self._text, rows)))
-        os.replace(temporary, path)
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {str(key): _plain(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_plain(value) for value in x]
-    if hasattr(x, "tolist"):  # numpy's and jax's
-        return _plain(np.asarray(x).tolist())
-    if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
-    return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)

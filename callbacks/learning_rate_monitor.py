@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate in rows of its own, or once an epoch; without it, it stands in the rows that there are.
+    """Log the learning rate also in rows without other values, or once an epoch; by default it is in existing rows.
 
     A rate is `lr`, with `jl.Optimizer(by=...)` `lr/<group>` for each group, and of a part of `BackboneFreeze`
     `lr/<part>`. It is computed in the compiled step, and comes to the host with the row. Where it cannot be read off
@@ -37,14 +38,21 @@ class LearningRateMonitor(Callback):
             )
         self.logging_interval = logging_interval or "step"
 
+    @property
+    def rates_in(self) -> str:  # type: ignore[override]
+        """The rows that have the learning rates."""
+        return self.logging_interval
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that one of them is enough."""
+        if isinstance(other, LearningRateMonitor):
+            return "The callbacks hold two LearningRateMonitors. Leave one of them out."
+        return None
+
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Refuse a second monitor, and rows that there are none of."""
-        if stage != "fit":
-            return
-        if sum(isinstance(c, LearningRateMonitor) for c in trainer.callbacks) > 1:
-            raise ArgumentError("The callbacks hold two LearningRateMonitors. Leave one of them out.")
-        if self.logging_interval == "step" and not trainer.log_every_n_steps:
+        """Refuse a Trainer that logs no rows of steps."""
+        if stage == "fit" and self.logging_interval == "step" and not trainer.log_every_n_steps:
             raise ArgumentError(
                 'LearningRateMonitor("step") adds to the rows of steps, and Trainer(log_every_n_steps=0) makes none. '
-                'Pass log_every_n_steps=50, say, or LearningRateMonitor("epoch").'
+                'Pass log_every_n_steps=50 or LearningRateMonitor("epoch").'
             )

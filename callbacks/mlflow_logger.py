@@ -5,7 +5,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_MOST_AT_ONCE = 500  # metrics or parameters in one call
-_LONGEST = 500  # characters of a parameter, which every store takes
-_MOST_COPIES = 3  # of checkpoints that wait to be sent
+_MAX_METRICS, _MAX_PARAMS = 500, 100  # in one call
+_MAX_LENGTH = 500  # characters of a parameter, which every store takes
+_MAX_COPIES = 3  # of checkpoints that wait to be sent
 _NO_CLIENT: Any = None
 _KEY = "jaxlit_run"  # a tag
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the names of metrics and parameters
 
 
 class MLFlowLogger(Logger):
-    """Send every logged row to an MLflow run, with hyperparameters as its parameters; pictures and texts are artifacts.
+    """Send every logged row to an MLflow run, with hyperparameters as its parameters, and media as artifacts.
 
-    All is sent by a thread of its own: training waits for MLflow at the end only. What cannot be sent is told of once,
-    and nothing more is sent; rows stay in the CSV file. A resumed training continues in its run, where rows that it
-    makes again appear twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
+    Another thread sends everything: training waits for MLflow at the end only. A failure is printed once, and nothing
+    more is sent; rows stay in the CSV file. A resumed training continues in its run, where rows that it makes again
+    appear twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
 
     Args:
         experiment_name: The experiment, which is made if it is not there.
         run_name: The run's name; None for the name of its folder.
-        tracking_uri: Where MLflow is; None for what `MLFLOW_TRACKING_URI` or MLflow itself says.
+        tracking_uri: MLflow's address; None for `MLFLOW_TRACKING_URI`, or MLflow's default.
         tags: Tags of the run.
         save_dir: A folder for an `mlflow.db` and artifacts, in place of `tracking_uri`.
         log_model: True uploads the checkpoints that are kept at the end, "all" each once it is written.
         prefix: What the names of all metrics begin with, and a slash.
-        artifact_location: Where a new experiment keeps its artifacts; None for as MLflow decides.
+        artifact_location: Where a new experiment keeps its artifacts; None for MLflow's default.
         run_id: A run to continue with.
-        finish_timeout: Seconds to wait at the end for what is not sent yet.
-        on_error: "warn" says once what cannot be sent; "raise" ends training.
+        finish_timeout: Seconds to wait at the end until everything is sent.
+        on_error: "warn" prints a failure once; "raise" ends training.
 
     Raises:
         LoggerError: MLflow is not installed.
@@ -77,12 +77,6 @@ class MLFlowLogger(Logger):
         finish_timeout: float = 60.0,
         on_error: str = "warn",
     ) -> None:
-        texts = {"run_name": run_name, "tracking_uri": tracking_uri, "artifact_location": artifact_location}
-        for name, text in {"experiment_name": experiment_name, **texts, "run_id": run_id}.items():
-            allowed = (text is None and name != "experiment_name") or (isinstance(text, str) and text != "")
-            check.require(allowed, name, text, "takes a string that is not empty", owner="MLFlowLogger")
-        check.require(tags is None or isinstance(tags, Mapping), "tags", tags, "takes a mapping", owner="MLFlowLogger")
-        check.require(isinstance(prefix, str), "prefix", prefix, "takes a string", owner="MLFlowLogger")
         known = log_model in (True, False, "all") and isinstance(log_model, (bool, str))
         check.require(known, "log_model", log_model, "takes True, False or 'all'", owner="MLFlowLogger")
         check.one_of("on_error", on_error, ("warn", "raise"), owner="MLFlowLogger")
@@ -91,7 +85,12 @@ class MLFlowLogger(Logger):
             raise ArgumentError(
                 f"MLFlowLogger(save_dir={str(save_dir)!r}, tracking_uri={tracking_uri!r}) are two places. Pass one."
             )
-        _need_mlflow()
+        try:
+            import mlflow.tracking  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError as error:
+            raise LoggerError(
+                "MLFlowLogger needs MLflow, which is not installed. Run `pip install jaxlit[mlflow]`."
+            ) from error
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, dict(tags or {})
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location
@@ -100,8 +99,9 @@ class MLFlowLogger(Logger):
         self._given_id, self._client = run_id, _NO_CLIENT
         self._key = ""  # a tag of the run, which is known before its id is
         self._sender: BackgroundQueue | None = None
+        self._staging: Path | None = None  # the folder of files that are not sent yet
         self._error: Exception | None = None
-        self._copies = 0
+        self._copies = 0  # of checkpoints
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -130,7 +130,7 @@ class MLFlowLogger(Logger):
     # What a run calls -------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin again; each fit that is no resume has a run of its own."""
+        """Begin a run of the Trainer; each fit has its own run in MLflow, unless it is resumed."""
         if stage == "fit":
             self.run_id, self._client, self._key = self._given_id, _NO_CLIENT, secrets.token_hex(8)
         self._error, self._copies = None, 0
@@ -142,102 +142,86 @@ class MLFlowLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        row, now, at = dict(metrics), int(time.time() * 1000), self._at(step)
+        row, now, at = dict(metrics), int(time.time() * 1000), self._step(step)
         self._send(lambda: self._log_metrics(row, now, at))
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
-        """Upload it, a copy since it may be deleted before it is sent."""
+        """Upload a copy of it, as it may be deleted before it is sent."""
         if self.log_model != "all" or not trainer.is_global_zero:
             return
-        if self._copies >= _MOST_COPIES:
+        if self._copies >= _MAX_COPIES:
             say(f"MLFlowLogger leaves {path.name} out: {self._copies} checkpoints before it are not sent yet.")
             return
         self._copies += 1
-        folder = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-"))
+        folder = self._stage()
         shutil.copytree(path, folder / path.name)
-        self._send(lambda: self._upload(folder, "checkpoints", copy=True), drop=folder)
+
+        def upload() -> None:
+            try:
+                self._upload(folder, "checkpoints")
+            finally:
+                self._copies -= 1
+
+        self._send(upload)
 
     def finalize(self, status: str) -> None:
-        """End the run, and wait for what is not sent."""
+        """End the run, and wait until everything is sent."""
         if self._sender is None or (trainer := self._attached) is None:
             return
         if self.log_model is True:
             paths = [p for c in trainer.checkpoint_callbacks for p in (*c.best_k_models, c.last_model_path) if p]
             for path in dict.fromkeys(paths):
-                self._send(lambda path=path: self._upload(Path(path), f"checkpoints/{Path(path).name}"))
+                where = f"checkpoints/{Path(path).name}"
+                self._send(lambda path=path, where=where: self._client.log_artifacts(self.run_id, path, where))
         ended = "FAILED" if status == "failed" else "KILLED" if trainer.interrupted else "FINISHED"
         self._send(lambda: self._client.set_terminated(self.run_id, status=ended))
         sender, self._sender = self._sender, None
         if not sender.wait_idle(self.finish_timeout):
             say(f"MLFlowLogger waited {self.finish_timeout:g} s for MLflow: {len(sender)} rows or files are not sent.")
+        elif self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
         sender.stop()
+        self._staging = None
         self._raise()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the run is found by."""
+        """Return the tag by which the run is found."""
         return {"run": self._key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in that run, unless another was asked for."""
         self._key = state_dict["run"]
 
-    # What is no number ------------------------------------------------------------------------------
-
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Send a text."""
-        self._log_media(key, step, lambda files: files.log_text(key, text))
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
-    ) -> None:
-        """Send a table, as CSV."""
-        self._log_media(key, step, lambda files: files.log_table(key, columns, data))
-
-    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Send counts and edges, as JSON."""
-        self._log_media(key, step, lambda files: files.log_histogram(key, values, bins=bins))
-
-    def log_image(
-        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
-    ) -> None:
-        """Send images, and their captions as texts beside them."""
-        self._log_media(key, step, lambda files: files.log_image(key, images, caption=caption))
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Send a matplotlib figure, as an image."""
-        self._log_media(key, step, lambda files: files.log_figure(key, figure))
-
-    def _log_media(self, key: str, step: int | None, write: Callable[[MediaFolder], None]) -> None:
-        folder, at = Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-")), self._at(step)
-        try:
-            write(MediaFolder(lambda: folder, lambda: at, tells=False))
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self._send(lambda: self._upload(folder / "media", "media", drop=folder), drop=folder)
-
     # Helpers, the last four in the thread -------------------------------------------------------------
 
-    def _at(self, step: int | None) -> int:
-        trainer = self._attached
-        return int(step) if step is not None else 0 if trainer is None else max(trainer.global_step - 1, 0)
+    def _stores(self, method: str) -> bool:
+        return True
 
-    def _send(self, job: Callable[[], Any], *, drop: Path | None = None) -> None:
+    def _take(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
+        """Send media as files."""
+        if self._attached is None or not self._attached.is_global_zero:
+            return
+        folder, at = self._stage(), self._step(step)
+        getattr(MediaFolder(lambda: folder, lambda: at, announces=False), method)(key, *args, **named)
+        self._send(lambda: self._upload(folder / "media", "media"))
+
+    def _stage(self) -> Path:
+        """Make a folder for files that are to be sent."""
+        self._staging = self._staging or Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-"))
+        return Path(tempfile.mkdtemp(dir=self._staging))
+
+    def _send(self, job: Callable[[], Any]) -> None:
         """Have the thread do something with the run, which it opens first."""
         self._raise()
         trainer = self._attached
-        if trainer is None or not trainer.is_global_zero or self._error is not None:
-            if drop is not None:
-                shutil.rmtree(drop, ignore_errors=True)
+        if trainer is None or not trainer.is_global_zero:
             return
         if self._sender is None:
             self._sender = BackgroundQueue("mlflow", self._fail)
-        name, folder = self.run_name or trainer.run_dir.name, drop
+        name = self.run_name or trainer.run_dir.name
 
         def work() -> None:
             if self._error is not None:
-                if folder is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
                 return
             if self._client is None:
                 self._open(name)
@@ -266,11 +250,13 @@ class MLFlowLogger(Logger):
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", artifacts or (folder / "artifacts").as_uri()
         client = MlflowClient(tracking_uri=uri)
         if self.run_id is None:
-            found = client.get_experiment_by_name(self.experiment_name)
-            made = None if found is not None else client.create_experiment(self.experiment_name, artifacts)
-            self.experiment_id = made if found is None else found.experiment_id
-            there = client.search_runs([self.experiment_id], f"tags.{_KEY} = '{self._key}'")
-            self.run_id = there[0].info.run_id if there else None
+            experiment = client.get_experiment_by_name(self.experiment_name)
+            if experiment is None:
+                self.experiment_id = client.create_experiment(self.experiment_name, artifacts)
+            else:
+                self.experiment_id = experiment.experiment_id
+            runs = client.search_runs([self.experiment_id], f"tags.{_KEY} = '{self._key}'")
+            self.run_id = runs[0].info.run_id if runs else None
         if self.run_id is not None:
             self.experiment_id = client.get_run(self.run_id).info.experiment_id
             client.update_run(self.run_id, status="RUNNING")
@@ -283,41 +269,30 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Metric  # type: ignore[import-not-found]
 
         names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in row}
-        found = [Metric(names[name], float(value), now, step) for name, value in row.items()]
-        for start in range(0, len(found), _MOST_AT_ONCE):
-            self._client.log_batch(self.run_id, metrics=found[start : start + _MOST_AT_ONCE])
+        metrics = [Metric(names[name], float(value), now, step) for name, value in row.items()]
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MAX_METRICS])
 
     def _log_params(self, flat: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # type: ignore[import-not-found]
 
-        there = self._client.get_run(self.run_id).data.params  # which a run never lets go of
-        found = [Param(key, value) for key, value in flat.items() if key not in there]
-        for start in range(0, len(found), 100):
-            self._client.log_batch(self.run_id, params=found[start : start + 100])
+        known = self._client.get_run(self.run_id).data.params  # which cannot be changed
+        params = [Param(key, value) for key, value in flat.items() if key not in known]
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=params[start : start + _MAX_PARAMS])
 
-    def _upload(self, folder: Path, place: str, *, drop: Path | None = None, copy: bool = False) -> None:
+    def _upload(self, folder: Path, where: str) -> None:
         try:
-            self._client.log_artifacts(self.run_id, str(folder), place)
+            self._client.log_artifacts(self.run_id, str(folder), where)
         finally:
-            self._copies -= copy
-            if copy or drop is not None:
-                shutil.rmtree(drop or folder, ignore_errors=True)
-
-
-def _need_mlflow() -> None:
-    try:
-        import mlflow.tracking  # type: ignore[import-not-found]  # noqa: F401
-    except ImportError as error:
-        raise LoggerError(
-            "MLFlowLogger needs MLflow, which is not installed. Run `pip install jaxlit[mlflow]`."
-        ) from error
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield values with the path of their names, as texts that every store takes."""
+    """Yield values as texts that every store takes, with the path of their names."""
     for key, value in params.items():
         name = _FORBIDDEN.sub("_", f"{before}{key}")
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}/")
         else:
-            yield name, str(value)[:_LONGEST]
+            yield name, str(value)[:_MAX_LENGTH]

@@ -13,12 +13,13 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
-from jaxlit.callbacks.monitor import Monitor
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric
+from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import filled
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import ArgumentError, CheckpointError, LoggerError, NonFiniteError, did_you_mean
+from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: Epochs between checkpoints. None, without `every_n_train_steps` and `train_time_interval`: one
             after each epoch; where only the newest is kept, so seldom that writing takes a tenth of the time at most.
         train_time_interval: Time between checkpoints: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
-        save_on_exception: Write one when training raises, if the state is whole.
+        save_on_exception: Write one when training raises, if the state is complete.
         on_save_error: What a checkpoint that cannot be written does: "raise", a step later at most, or "warn".
 
     Attributes:
@@ -65,6 +66,7 @@ class ModelCheckpoint(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=best)
     """
 
+    role = "checkpoint"
     runs_last = True
     in_fast_dev_run = False
 
@@ -84,9 +86,9 @@ class ModelCheckpoint(Callback):
         on_save_error: str = "raise",
     ) -> None:
         check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
-        self._monitor = Monitor("ModelCheckpoint", monitor if monitor is not None else "loss", mode)
-        interval = train_time_interval
-        if interval is not None:
+        check_monitor("loss" if monitor is None else monitor, mode, owner="ModelCheckpoint")
+        self._sign = 1 if mode == "min" else -1
+        if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
@@ -115,7 +117,7 @@ class ModelCheckpoint(Callback):
         """The best checkpoint, without `monitor` the newest; "" if there is none."""
         if self.monitor is None:
             return self.last_model_path
-        return min(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path], default="")
+        return min(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path], default="")
 
     @property
     def best_model_score(self) -> float | None:
@@ -126,10 +128,15 @@ class ModelCheckpoint(Callback):
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
 
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one folder."""
+        same = isinstance(other, ModelCheckpoint) and self.dirpath == other.dirpath
+        return "The callbacks hold two ModelCheckpoints of one folder. Give one another dirpath." if same else None
+
     # When -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin again; a resume brings back what was known."""
+        """Begin a fit; a resume restores the state afterwards."""
         if stage != "fit":
             return
         self._reset()
@@ -141,7 +148,7 @@ class ModelCheckpoint(Callback):
             )
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Note that training continues from a checkpoint: what a crash has left at a later step may be replaced."""
+        """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
         self._resumed, self._step = True, trainer.global_step
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -168,7 +175,7 @@ class ModelCheckpoint(Callback):
         self._validated |= not trainer.sanity_checking
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """Write a checkpoint if it is time, and tell of one that could not be written."""
+        """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
         if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
         if not trainer.saver.may_begin:
@@ -191,8 +198,8 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
-        # them read off the device.
+        # All processes write a checkpoint together. The others may be elsewhere, except after an error that all of them
+        # read from the device.
         meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
         if not (self.save_on_exception and self._fitting and kept and meets):
             return
@@ -207,7 +214,7 @@ class ModelCheckpoint(Callback):
             _logger.warning("No checkpoint of the error's place was written: %s", error)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Wait for the last checkpoint, so that whoever speaks of the end of training finds it."""
+        """Wait for the last checkpoint, before other callbacks print its path."""
         self.finish(trainer)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -284,7 +291,7 @@ class ModelCheckpoint(Callback):
         trainer.saver.announce(self, saving.path)
 
     def _delete_replaced(self, trainer: "Trainer") -> None:
-        """Delete what newer checkpoints stand for; a failure loses nothing, and so is only told of."""
+        """Delete checkpoints that newer ones replace; a failure loses nothing, and is a warning."""
         names, self._replaced = self._replaced, []
         for name in names if trainer.is_global_zero else ():
             try:
@@ -293,7 +300,7 @@ class ModelCheckpoint(Callback):
                 _logger.warning("The old checkpoint %s could not be deleted: %s", self._folder / name, error)
 
     def _failed(self, error: CheckpointError) -> None:
-        """Take back what was noted of a checkpoint that was not written."""
+        """Restore the state from before a checkpoint that was not written."""
         self.load_state_dict(self._before)
         self._saved_at = None
         if self.on_save_error == "raise":
@@ -301,7 +308,7 @@ class ModelCheckpoint(Callback):
         _logger.warning("%s", error)
 
     def _names(self, state: dict[str, Any]) -> set[str]:
-        """Return the checkpoints that may have to go once a state no longer keeps them."""
+        """Return the checkpoints that are deleted once a state no longer has them."""
         if self.save_top_k == -1:
             return set()
         return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
@@ -311,10 +318,10 @@ class ModelCheckpoint(Callback):
             return True
         if len(self.best_k_models) < self.save_top_k:
             return True
-        return self.save_top_k > 0 and self._monitor.is_better(score, self.best_k_models[self._worst()])
+        return self.save_top_k > 0 and self._sign * score < self._sign * self.best_k_models[self._worst()]
 
     def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._monitor.sign * self.best_k_models[path])
+        return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
     def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
         """Return the monitored value, None if there is no new one or it is not finite.
@@ -325,14 +332,11 @@ class ModelCheckpoint(Callback):
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
             if epoch_over and (self._validated or not trainer.num_val_batches):
-                raise LoggerError(
-                    f"ModelCheckpoint(monitor={self.monitor!r}): no such metric was logged."
-                    f"{did_you_mean(name, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
-                )
+                raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
         number = metrics.version(name)
         if number is not None and number == self._seen:
-            return None  # that of a validation which an earlier checkpoint was judged by
+            return None  # of a validation that has scored an earlier checkpoint
         self._seen, value = number, float(metrics[name])
         return value if math.isfinite(value) else None
 
@@ -340,7 +344,7 @@ class ModelCheckpoint(Callback):
         name = disk.name_of(trainer.global_step, self._suffix(trainer, epoch_over))
         path, version = self._folder / name, 0
         mine = {*self.best_k_models, self.last_model_path, self._newest_finite}
-        # An earlier fit's are its own; what is left of a training that crashed is replaced.
+        # Those of an earlier fit are kept; those of a training that crashed are replaced.
         while not self._resumed and str(path) not in mine and path.exists():
             version += 1
             path = self._folder / f"{name}-v{version}"
@@ -391,6 +395,6 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {known[k]: float(v) for k, v in state_dict["best_k_models"] if k in known}
         self.last_model_path = known.get(state_dict["last_model"], "")
         self._newest_finite = known.get(state_dict["newest_finite"], "")
-        # A crash may have come before they went.
+        # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]

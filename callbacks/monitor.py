@@ -1,108 +1,143 @@
-"""A metric that a callback watches: when it is looked at, and what is better."""
+"""The base of callbacks that check a metric after each validation, or after each epoch."""
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.errors import LoggerError, did_you_mean
 
 if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
 
 _logger = logging.getLogger("jaxlit")
 
 
-class Monitor:
-    """Reads one metric after each validation, or after each epoch.
+class MonitorCallback(Callback, ABC):
+    """Check a metric, and keep the best value and how many checks have passed since.
 
     Args:
-        owner: The callback's class name, for messages.
-        name: The metric's name in `trainer.callback_metrics`.
+        monitor: The metric's name in `trainer.callback_metrics`.
         mode: "min" if lower is better, else "max".
-        check_on_train_epoch_end: Look at the end of each epoch; None: where each epoch ends with a validation.
+        check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None: at the end of
+            each epoch if each validates at its end.
+        min_delta: The least change that counts as an improvement.
         strict: A missing metric is an error.
     """
 
+    runs_last = True
+
     def __init__(
-        self, owner: str, name: Any, mode: Any, check_on_train_epoch_end: bool | None = None, strict: bool = True
+        self, monitor: str, mode: str, check_on_train_epoch_end: bool | None, *, min_delta: float, strict: bool = True
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise ArgumentError(f"{owner}(monitor=...) takes the name of a logged metric, got {name!r}.")
-        if mode not in ("min", "max"):
-            raise ArgumentError(f"{owner}(mode=...) takes 'min' or 'max', got {mode!r}.")
-        if not isinstance(check_on_train_epoch_end, bool | None):
-            raise ArgumentError(
-                f"{owner}(check_on_train_epoch_end=...) takes True, False or None, got {check_on_train_epoch_end!r}."
-            )
-        self.owner, self.name, self.sign, self.strict = owner, name, 1 if mode == "min" else -1, strict
-        self._asked, self._at_epoch_end = check_on_train_epoch_end, False
+        owner, asked = type(self).__name__, check_on_train_epoch_end
+        self.monitor, self.mode = check_monitor(monitor, mode, owner=owner)
+        rule = "takes True, False or None"
+        check.require(isinstance(asked, bool | None), "check_on_train_epoch_end", asked, rule, owner=owner)
+        self.min_delta = check.number("min_delta", min_delta, low=0, owner=owner)
+        self.strict = check.boolean("strict", strict, owner=owner)
+        self._asked, self._at_epoch_end = asked, False
         self._fitting = self._validated = self._looked = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.wait_count = 0
+        self.best_score = self._sign * math.inf
+
+    @abstractmethod
+    def check(self, trainer: "Trainer", value: float) -> None:
+        """Take a new value of the metric."""
 
     @property
-    def worst(self) -> float:
-        """What every value is better than."""
-        return self.sign * math.inf
+    def _sign(self) -> int:
+        return 1 if self.mode == "min" else -1
 
     def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
         """Return whether a value is better than another, by more than `min_delta`."""
-        return self.sign * value < self.sign * than - min_delta
+        return self._sign * value < self._sign * than - min_delta
 
-    @property
-    def state(self) -> bool:
-        """Whether a validation has come whose epoch is not over: what a checkpoint must keep."""
-        return self._validated
-
-    @state.setter
-    def state(self, validated: bool) -> None:
-        self._validated, self._looked = bool(validated), True
-
-    def begin(self, trainer: "Trainer", stage: str) -> None:
-        """Begin a run: `trainer.validate` is no check."""
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Find out when to check; each fit counts from zero."""
         self._fitting, self._validated, self._looked = stage == "fit", False, False
         interval = trainer.val_check_interval  # an int counts batches
         each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
         self._at_epoch_end = each_epoch if self._asked is None else self._asked
+        if self._fitting:
+            self._reset()
 
-    def after_validation(self, trainer: "Trainer") -> float | None:
-        """Return the value that a validation of a fit has made; None if this is not the time."""
-        if not self._fitting or trainer.sanity_checking:
-            return None
-        self._validated = True
-        return None if self._at_epoch_end else self._read(trainer)
+    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Check after a validation of a fit."""
+        if self._fitting and not trainer.sanity_checking:
+            self._validated = True
+            if not self._at_epoch_end:
+                self._read(trainer)
 
-    def after_epoch(self, trainer: "Trainer") -> float | None:
-        """Return the value at the end of an epoch; None if this is not the time."""
+    def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Check after an epoch."""
         validated, self._validated = self._validated, False
         if not self._at_epoch_end:
-            # Without validations the end of an epoch is the only time that there is.
-            return None if trainer.num_val_batches else self._read(trainer)
-        # An epoch that was cut short has had no validation: its old value must not count twice.
-        if self._asked is None and trainer.num_val_batches and not validated:
-            return None
-        return self._read(trainer)
+            due = not trainer.num_val_batches  # without validations there is no other time
+        else:
+            # An epoch that was interrupted has had no validation: its old value must not count twice.
+            due = self._asked is not None or not trainer.num_val_batches or validated
+        if due:
+            self._read(trainer)
 
-    def warn_if_unseen(self, trainer: "Trainer") -> None:
-        """Tell at the end of training that the metric was never looked at."""
+    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Warn if the metric was never checked."""
         if not self._looked and not trainer.interrupted:
             _logger.warning(
                 "%s(monitor=%r) was never checked: training ended before a validation or epoch that it watches.",
-                self.owner,
-                self.name,
+                type(self).__name__,
+                self.monitor,
             )
 
-    def _read(self, trainer: "Trainer") -> float | None:
+    def _read(self, trainer: "Trainer") -> None:
         self._looked, metrics = True, trainer.callback_metrics
-        if self.name in metrics:
-            return float(metrics[self.name])
-        if not self.strict:
-            return None
-        raise LoggerError(
-            f"{self.owner}(monitor={self.name!r}): no such metric was logged.{did_you_mean(self.name, metrics)} "
-            f"Logged: {', '.join(sorted(metrics)) or 'nothing'}."
-        )
+        if self.monitor in metrics:
+            self.check(trainer, float(metrics[self.monitor]))
+        elif self.strict:
+            raise no_such_metric(type(self).__name__, self.monitor, metrics)
+
+    @property
+    def state_key(self) -> str:
+        """The class and its metric: values of another metric mean nothing to it."""
+        return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the best value."""
+        return {
+            "validated": self._validated,
+            "wait_count": self.wait_count,
+            # An infinity is no JSON value.
+            "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back the counts and the best value."""
+        self._validated, self._looked = bool(state_dict.get("validated", False)), True
+        self.wait_count, self.best_score = state_dict["wait_count"], float(state_dict["best_score"])
 
 
-def is_blocked(trainer: "Trainer") -> bool:
-    """Return whether `min_epochs` or `min_steps` keep training going after the epoch that runs."""
-    return trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps
+def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
+    """Return the name of a metric, and "min" or "max".
+
+    Raises:
+        ArgumentError: One of them is none.
+    """
+    known = isinstance(monitor, str) and monitor != ""
+    check.require(known, "monitor", monitor, "takes the name of a logged metric", owner=owner)
+    check.require(mode in ("min", "max"), "mode", mode, "takes 'min' or 'max'", owner=owner)
+    return monitor, mode
+
+
+def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:
+    """Return the error of a metric that was not logged."""
+    return LoggerError(
+        f"{owner}(monitor={name!r}): no such metric was logged.{did_you_mean(name, metrics)} "
+        f"Logged: {', '.join(sorted(metrics)) or 'nothing'}."
+    )

@@ -1,13 +1,12 @@
 """Lower a hyperparameter of the optimizer when a metric no longer improves."""
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.monitor import Monitor
+from jaxlit import checks as check
+from jaxlit.callbacks.monitor import MonitorCallback
 from jaxlit.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("jaxlit")
 
 
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(MonitorCallback):
     """Multiply the learning rate by a factor when a metric has not improved for some checks.
 
     Arguments are those of Keras. The optimizer must keep its learning rate in its state:
@@ -26,11 +25,11 @@ class ReduceLROnPlateau(Callback):
     Args:
         monitor: The metric's name in `trainer.callback_metrics`.
         mode: "min" if lower is better, else "max".
-        factor: What the learning rate is multiplied by.
+        factor: The factor by which it is lowered, between 0 and 1.
         patience: Checks without improvement after which it is lowered.
         min_delta: The least change that counts as an improvement.
         cooldown: Checks after a reduction that do not count.
-        min_lr: What it is never lowered below.
+        min_lr: The lowest value.
         hyperparam: The hyperparameter to lower, one of `trainer.hyperparams`; of several labels, all.
         check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None: at the end of
             each epoch if each validates at its end.
@@ -50,8 +49,6 @@ class ReduceLROnPlateau(Callback):
         >>> plateau = jl.callbacks.ReduceLROnPlateau("val/loss", factor=0.5, patience=2)
     """
 
-    runs_last = True
-
     def __init__(
         self,
         monitor: str,
@@ -65,28 +62,18 @@ class ReduceLROnPlateau(Callback):
         hyperparam: str = "learning_rate",
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
-        self._monitor = Monitor("ReduceLROnPlateau", monitor, mode, check_on_train_epoch_end)
-        for name, value, low in (("patience", patience, 1), ("cooldown", cooldown, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ArgumentError(f"ReduceLROnPlateau({name}=...) takes an int of at least {low}, got {value!r}.")
-        for name, value in (("factor", factor), ("min_delta", min_delta), ("min_lr", min_lr)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ArgumentError(f"ReduceLROnPlateau({name}=...) takes a number of at least 0, got {value!r}.")
-        if not 0 < factor < 1:
-            raise ArgumentError(f"ReduceLROnPlateau(factor=...) takes a number between 0 and 1, got {factor!r}.")
-        self.monitor, self.mode, self.factor, self.patience = monitor, mode, factor, patience
-        self.min_delta, self.cooldown, self.min_lr, self.hyperparam = min_delta, cooldown, min_lr, hyperparam
-        self._reset()
+        super().__init__(monitor, mode, check_on_train_epoch_end, min_delta=min_delta)
+        owner = "ReduceLROnPlateau"
+        self.patience = check.integer("patience", patience, low=1, owner=owner)
+        self.cooldown = check.integer("cooldown", cooldown, low=0, owner=owner)
+        self.min_lr = check.number("min_lr", min_lr, low=0, owner=owner)
+        self.factor = check.number("factor", factor, low=0, owner=owner)
+        check.require(0 < factor < 1, "factor", factor, "takes a number between 0 and 1", owner=owner)
+        self.hyperparam = hyperparam
 
     def _reset(self) -> None:
-        self.wait_count = self.cooldown_count = self.num_reductions = 0
-        self.best_score = self._monitor.worst
-
-    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Find out when to check; each fit counts from zero."""
-        self._monitor.begin(trainer, stage)
-        if stage == "fit":
-            self._reset()
+        super()._reset()
+        self.cooldown_count = self.num_reductions = 0
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse an optimizer that has no such hyperparameter."""
@@ -98,23 +85,10 @@ class ReduceLROnPlateau(Callback):
                 f"configure_optimizers as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
             )
 
-    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Check after a validation of a fit."""
-        self._check(trainer, self._monitor.after_validation(trainer))
-
-    def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Check after an epoch."""
-        self._check(trainer, self._monitor.after_epoch(trainer))
-
-    def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Tell if there was nothing to check."""
-        self._monitor.warn_if_unseen(trainer)
-
-    def _check(self, trainer: "Trainer", value: float | None) -> None:
-        if value is None:
-            return
+    def check(self, trainer: "Trainer", value: float) -> None:
+        """Take a new value, and lower the hyperparameter if it is time."""
         cooling, self.cooldown_count = self.cooldown_count > 0, max(self.cooldown_count - 1, 0)
-        if self._monitor.is_better(value, self.best_score, self.min_delta):
+        if self.is_better(value, self.best_score, self.min_delta):
             self.best_score, self.wait_count = value, 0
             return
         self.wait_count = 0 if cooling else self.wait_count + 1
@@ -131,38 +105,19 @@ class ReduceLROnPlateau(Callback):
         for name in self._names(trainer):
             old = trainer.hyperparams[name]
             new = max(old * self.factor, self.min_lr)
-            if np.float32(new) >= np.float32(old):  # as it is kept: min_lr comes back rounded
+            if np.float32(new) >= np.float32(old):  # in the dtype of the state, to which min_lr is rounded
                 continue
             trainer.hyperparams[name] = new
             lowered = True
-            _logger.info(
-                "%s lowered from %.4g to %.4g: %s did not improve on %.4g.",
-                name,
-                old,
-                new,
-                self.monitor,
-                self.best_score,
-            )
+            words = "%s lowered from %.4g to %.4g: %s did not improve on %.4g."
+            _logger.info(words, name, old, new, self.monitor, self.best_score)
         self.num_reductions += lowered
-
-    @property
-    def state_key(self) -> str:
-        """The class, with what it monitors: values of another metric mean nothing to it."""
-        return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts and the best value."""
-        return {
-            "validated": self._monitor.state,
-            "wait_count": self.wait_count,
-            "cooldown_count": self.cooldown_count,
-            "num_reductions": self.num_reductions,
-            # An infinity is no JSON value.
-            "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
-        }
+        return super().state_dict() | {"cooldown_count": self.cooldown_count, "num_reductions": self.num_reductions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the counts and the best value."""
-        self._monitor.state = state_dict.get("validated", False)
-        self.wait_count, self.cooldown_count = state_dict["wait_count"], state_dict["cooldown_count"]
-        self.num_reductions, self.best_score = state_dict["num_reductions"], float(state_dict["best_score"])
+        super().load_state_dict(state_dict)
+        self.cooldown_count, self.num_reductions = state_dict["cooldown_count"], state_dict["num_reductions"]

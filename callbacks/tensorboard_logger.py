@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Write every logged row to an event file, and images, figures, texts, tables, histograms and hyperparameters.
 
-    Look at them by `tensorboard --logdir runs`. A training that is resumed takes back what it makes again. It needs
+    View them by `tensorboard --logdir runs`. A training that is resumed drops the rows that it makes again. It needs
     tensorboardX, `pip install jaxlit[tensorboard]`.
 
     Args:
@@ -32,7 +32,7 @@ class TensorBoardLogger(Logger):
         name: A folder in `save_dir`; "" for none.
         version: The run's folder in it; None for the name of the Trainer's run.
         prefix: What the names of all metrics begin with, and a slash.
-        on_error: What a file that cannot be written does: "warn" says so once, and the logger stands aside; "raise"
+        on_error: What a file that cannot be written does: "warn" prints it once, and calls the logger no more; "raise"
             ends training.
 
     Example:
@@ -52,13 +52,13 @@ class TensorBoardLogger(Logger):
         if save_dir is None and (name or version is not None):
             raise ArgumentError(
                 f"TensorBoardLogger(name={name!r}, version={version!r}) are folders in save_dir, which is not given. "
-                "Pass save_dir='logs', say, or leave them out."
+                "Pass save_dir='logs', or leave them out."
             )
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self._name, self._version, self.prefix, self.on_error = name, version, prefix, on_error
         self._writer: Any = None
         self._open = False
-        self._purge: int | None = None  # the step from which on an earlier part of the training counts no more
+        self._purge: int | None = None  # the step from which on earlier rows are dropped
 
     @property
     def log_dir(self) -> Path | None:
@@ -94,7 +94,7 @@ class TensorBoardLogger(Logger):
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Take back the rows that training will make again."""
+        """Drop the rows that training will make again."""
         self._purge = int(checkpoint["global_step"])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class TensorBoardLogger(Logger):
         """Write a row."""
         if (writer := self._opened()) is not None:
             for name, value in metrics.items():
-                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._at(step))
+                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step(step))
 
     def save(self) -> None:
         """Write out what has been logged."""
@@ -126,12 +126,12 @@ class TensorBoardLogger(Logger):
             self._open = False
             self._writer.close()
 
-    # What is no number ------------------------------------------------------------------------------
+    # Media ------------------------------------------------------------------------------
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
         if (writer := self._opened()) is not None:
-            writer.add_text(key, str(text), self._at(step))
+            writer.add_text(key, str(text), self._step(step))
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
@@ -150,7 +150,7 @@ class TensorBoardLogger(Logger):
         x = x[np.isfinite(x)]
         sums = float(x.sum()), float((x**2).sum())
         limits = edges[1:].tolist()
-        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._at(step))
+        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._step(step))
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -158,14 +158,12 @@ class TensorBoardLogger(Logger):
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
         need_pillow("TensorBoardLogger.log_image")
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if caption is not None and len(caption) != len(images):
-            raise ArgumentError(f"TensorBoardLogger.log_image got {len(images)} images and {len(caption)} captions.")
         arrays = [_pixels(as_image(f"TensorBoardLogger.log_image({key!r}, ...)", x)) for x in images]
         if (writer := self._opened()) is None:
             return
         for i, array in enumerate(arrays):
             name = f"{key}/{i}" if len(arrays) > 1 else key
-            writer.add_image(name, array, self._at(step), dataformats="HWC"[: array.ndim])
+            writer.add_image(name, array, self._step(step), dataformats="HWC"[: array.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 
@@ -187,15 +185,11 @@ class TensorBoardLogger(Logger):
         if not self._open:
             from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
 
-            # The name has the second only, and a second file of one name would take the place of the first.
+            # The name has the second only, and a second file of that name would replace the first.
             suffix = f".{time.time_ns() % 10**9:09d}"
             self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
             self._open, self._purge = True, None
         return self._writer
-
-    def _at(self, step: int | None) -> int:
-        assert self._attached is not None
-        return max(self._attached.global_step - 1, 0) if step is None else int(step)
 
 
 def _pixels(image: Any) -> np.ndarray:

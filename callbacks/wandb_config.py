@@ -1,4 +1,4 @@
-"""What a WandbLogger is given, and what its run is told about a training."""
+"""The arguments of a WandbLogger, and what its run contains about a training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +9,7 @@ import jax
 import optax
 from flax import nnx
 
-from jaxlit.checks import require
-from jaxlit.errors import ArgumentError
+from jaxlit import checks as check
 from jaxlit.reporting.secrets import redacted
 from jaxlit.version import __version__
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse a WandbLogger's arguments that are out of their sets.
+    """Refuse wrong arguments of a WandbLogger.
 
     Args:
         given: The arguments by name.
@@ -32,35 +31,31 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         ArgumentError: Naming the argument.
     """
 
-    def check(name: str, allowed: bool, rule: str) -> None:
-        require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
+    def require(name: str, allowed: bool, rule: str) -> None:
+        check.require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
 
     for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
         text = given[name]
-        check(name, text is None or (isinstance(text, str) and text != ""), "a string that is not empty, or None")
-    check("id", not set(given["id"] or "") & set("/\\#?%:"), "an id without any of / \\ # ? % :")
+        require(name, text is None or (isinstance(text, str) and text != ""), "a string that is not empty, or None")
+    require("id", not set(given["id"] or "") & set("/\\#?%:"), "an id without any of / \\ # ? % :")
     tags = given["tags"]
     valid = isinstance(tags, (list, tuple)) and all(isinstance(x, str) and 0 < len(x) <= 64 for x in tags)
-    check("tags", valid, "a list of strings of 1 to 64 characters")
-    check("config", given["config"] is None or isinstance(given["config"], Mapping), "a mapping or None")
-    check("save_dir", given["save_dir"] is None or isinstance(given["save_dir"], (str, Path)), "a path or None")
-    check("offline", isinstance(given["offline"], bool), "True or False")
+    require("tags", valid, "a list of strings of 1 to 64 characters")
+    require("config", given["config"] is None or isinstance(given["config"], Mapping), "a mapping or None")
+    require("save_dir", given["save_dir"] is None or isinstance(given["save_dir"], (str, Path)), "a path or None")
     for name, allowed in (
+        ("offline", (False, True)),
         ("log_model", (False, True, "all", "best")),
         ("watch", (None, "gradients", "parameters", "all")),
-        ("processes", ("first", "group", "shared")),
+        ("processes", ("first", "group")),
         ("on_error", ("warn", "raise")),
     ):
-        check(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
+        require(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
     every = given["watch_every_n_steps"]
-    check("watch_every_n_steps", type(every) is int and every > 0, "an int of at least 1")
+    require("watch_every_n_steps", check.is_int(every, low=1), "an int of at least 1")
     for name in ("init_timeout", "finish_timeout"):
         number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
-        check(name, number and 0 < given[name] < float("inf"), "seconds, a number above 0")
-    if given["offline"] and given["processes"] == "shared":
-        raise ArgumentError(
-            "WandbLogger(processes='shared', offline=True): only a server can share a run. Use processes='group'."
-        )
+        require(name, number and 0 < given[name] < float("inf"), "seconds, a number above 0")
 
 
 def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +63,8 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
 
     Args:
         trainer: The trainer.
-        module: The module, whose hyperparameters are in it.
-        extra: What else a user wants in it.
+        module: The module, whose hyperparameters it contains.
+        extra: Other values of the user.
     """
     strategy = trainer.strategy
     count, kind = strategy.mesh.size, jax.devices()[0].device_kind
@@ -81,7 +76,7 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
         "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
         "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
     }
-    # The user's own names stay theirs.
+    # A name that the user has taken stays the user's.
     data = trainer.datamodule
     theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
@@ -89,46 +84,30 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
 
 def run_arguments(
     logger: "WandbLogger", trainer: "Trainer", module: "TrainModule", folder: Path
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `wandb.init`, those of `wandb.Settings`, and what is another for a run alone.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of `wandb.init` and those of `wandb.Settings`.
 
     Args:
         logger: The logger, whose id is known.
         trainer: The trainer.
         module: The module.
-        folder: Where W&B writes its files.
+        folder: The folder in which W&B writes its files.
     """
-    rank, several = jax.process_index(), jax.process_count() > 1
-    arguments = {
-        "project": logger.project,
-        "entity": logger.entity,
-        "name": logger.name,
-        "id": logger.id,
-        "group": logger.group,
-        "job_type": logger.job_type,
-        "tags": logger.tags,
-        "notes": logger.notes,
-        "dir": str(folder),
-        "config": config_of(trainer, module, logger.config),
-    }
-    settings: dict[str, Any] = {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
-    alone: dict[str, Any] = {}
-    if several and logger.processes != "first":
-        alone = {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
-        alone |= {"id": f"{logger.id}-{rank}"} if rank else {}
-    if several and logger.processes == "shared":
-        settings |= {"mode": "shared", "x_primary": rank == 0, "x_update_finish_state": rank == 0}
-        settings["x_label"] = f"process_{rank}"
-    else:
-        arguments |= alone
-    return arguments, settings, alone
+    names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
+    arguments = {name: getattr(logger, name) for name in names}
+    arguments |= {"dir": str(folder), "config": config_of(trainer, module, logger.config)}
+    if logger.processes == "group" and jax.process_count() > 1:
+        rank = jax.process_index()
+        arguments |= {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
+        arguments |= {"id": f"{logger.id}-{rank}"} if rank else {}
+    return arguments, {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
 
 
 def monitored(trainer: "Trainer") -> dict[str, str]:
-    """Return the metrics that callbacks watch, checkpoints before others, and whether "min" or "max" is best."""
+    """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
     callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
-    found = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
-    return {name: mode for name, mode in found.items() if isinstance(name, str) and mode in ("min", "max")}
+    modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
+    return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
 
 
 def described(
@@ -137,14 +116,13 @@ def described(
     """Return the metadata, the aliases and the number of the artifact for a checkpoint.
 
     Args:
-        callback: What wrote it: of a writer that is no ModelCheckpoint nothing but the name is known.
+        callback: The callback that wrote it; of one that is no ModelCheckpoint nothing but the name is known.
         path: The checkpoint.
-        checkpoint_callbacks: The Trainer's, each of which has a best of its own.
+        checkpoint_callbacks: The Trainer's, each of which has its own best one.
     """
-    numbers = [i for i, other in enumerate(checkpoint_callbacks) if other is callback]
-    if not numbers:
-        return {"writer": type(callback).__name__}, ["latest", path.name], len(checkpoint_callbacks)
-    own = checkpoint_callbacks[numbers[0]]
-    marks = {"latest": own.last_model_path, "best": own.best_model_path}
-    aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
-    return {"monitor": own.monitor, "score": own.best_k_models.get(str(path))}, aliases, numbers[0]
+    for i, writer in enumerate(checkpoint_callbacks):
+        if writer is callback:
+            marks = {"latest": writer.last_model_path, "best": writer.best_model_path}
+            aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+            return {"monitor": writer.monitor, "score": writer.best_k_models.get(str(path))}, aliases, i
+    return {"writer": type(callback).__name__}, ["latest", path.name], len(checkpoint_callbacks)

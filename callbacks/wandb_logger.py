@@ -1,5 +1,6 @@
 """Logged rows in Weights & Biases."""
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -9,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
-from jaxlit.callbacks.wandb_place import cannot_write, check_room, open_already, rows_beside
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
-from jaxlit.reporting import wandb_media
 from jaxlit.reporting.histogram import count, histogram, unpack
 from jaxlit.reporting.images import as_image, need_pillow
 from jaxlit.reporting.secrets import redacted
-from jaxlit.reporting.terminal import say
-from jaxlit.reporting.wandb_ids import read_id, write_id
 from jaxlit.reporting.wandb_run import STEP, WandbRun
-from jaxlit.reporting.wandb_start import open_run
+from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
 
 if TYPE_CHECKING:
     import wandb
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_MOST_BINS = 512  # of W&B's histograms
+_MAX_BINS = 512  # of W&B's histograms
 
 
 class WandbLogger(Logger):
     """Send every logged row to Weights & Biases, and images, tables, checkpoints and histograms of gradients if asked.
 
     The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The run's config
-    holds the module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary
-    holds the last value of each metric, and the best of those that a callback monitors. A training that is resumed from
-    a checkpoint continues in the same run.
+    contains the module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary
+    contains the last value of each metric, and the best of those that a callback monitors. A training that is resumed
+    from a checkpoint continues in the same run.
 
-    Nothing that W&B does stops training, or keeps it waiting longer than the timeouts: everything is sent by another
+    No failure of W&B stops training, or keeps it waiting longer than the timeouts: everything is sent by another
     thread. Without an API key or without network the run is kept on disk, and one line says how to upload it.
 
     Args:
@@ -54,18 +53,17 @@ class WandbLogger(Logger):
         job_type: What kind of run it is.
         tags: Its tags, of 1 to 64 characters.
         notes: A longer description.
-        config: What the config shall hold beside the rest; redacted as well.
+        config: Other values of the config; secrets are hidden in them as well.
         save_dir: Where W&B writes its files; None for `trainer.run_dir`.
         offline: Write to disk only.
         log_model: Upload checkpoints as artifacts `model-<id>`, aliases `latest` and `best`: "all" each as soon as it
             is written, True those that are kept at the end, "best" the best one at the end.
         watch: "gradients", "parameters" or "all": log a histogram of each one's entries, computed on the devices.
         watch_every_n_steps: Optimizer steps between histograms.
-        processes: Which of several processes have a run: "first"; "group", each one of its own, with all rows, in one
-            group; or "shared": all write to one run, rows by the first, and each its system metrics.
+        processes: Which of several processes have a run: "first", or "group": each its own with all rows, in one group.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
-        on_error: What a failure of W&B does: "warn" tells of it in a line and continues without it, "raise" raises.
+        on_error: What a failure of W&B does: "warn" prints a line and continues without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
@@ -75,7 +73,8 @@ class WandbLogger(Logger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
 
-    hyperparams_of_module = False  # the config holds them
+    hyperparams_of_module, may_lose_rows = False, True  # the config contains the hyperparameters
+    name: str | None = None  # type: ignore[assignment]  # the argument, not that of the folder
 
     def __init__(
         self,
@@ -111,12 +110,15 @@ class WandbLogger(Logger):
         self.init_timeout, self.finish_timeout = float(init_timeout), float(finish_timeout)
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
-        self._offline_id: str | None = None  # of the run on the disk that stands for it, if it could not be opened
         self._trainer: Trainer | None = None  # while one runs
         self._run: WandbRun | None = None
         self._last: wandb.Run | None = None  # the newest that was finished
-        self._asked: str | None = None  # the id that the newest should have
         self._opened = False
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that two cannot write to one project."""
+        same = isinstance(other, WandbLogger) and (self.entity, self.project) == (other.entity, other.project)
+        return "The callbacks hold two WandbLoggers of one project. Leave one of them out." if same else None
 
     @property
     def id(self) -> str | None:
@@ -130,15 +132,12 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> "wandb.Run | None":
-        """W&B's run, in the processes that have one: the open one, or after a fit the one that it has finished.
-
-        None before it is open.
-        """
+        """W&B's run, in the processes that have one, also after it is finished; None before it is open."""
         return self._run.run if self._run is not None else self._last or self._given
 
     @property
     def location(self) -> str | None:
-        """The run's address, or its folder if it is offline; None before it is opened, or if there is none."""
+        """The run's address, or its folder if it is offline; None if there is none."""
         if (run := self.experiment) is None or run.disabled or not self._opened:
             return None
         return str(Path(run.dir).parent) if run.offline else run.url
@@ -146,7 +145,7 @@ class WandbLogger(Logger):
     # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin again; the run is opened when a checkpoint has told which it is."""
+        """Begin a run of the Trainer; W&B's run is opened when a checkpoint is loaded that may name it."""
         self._trainer, self._module = trainer, module
         self._opened = False
         self._sent: set[str] = set()  # checkpoints
@@ -166,7 +165,7 @@ class WandbLogger(Logger):
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Send one row."""
-        self._open(trainer)  # in validate and test, which have a run only if they have something to send
+        self._open(trainer)  # in validate and test, which have a run only if there are rows
         if self._run is not None and (trainer.is_global_zero or self.processes == "group"):
             self._run.log({**values, STEP: step})
 
@@ -181,15 +180,14 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero:
             return
 
-        def make() -> dict[str, Any]:
-            return wandb_media.histograms({name: unpack(packed) for name, packed in values.items()})
-
-        self._run.log(lambda: {**make(), STEP: step}, what="a row of histograms")
+        make = import_wandb().Histogram
+        row = lambda: {name: make(np_histogram=unpack(packed)) for name, packed in values.items()}  # noqa: E731
+        self._run.log(lambda: {**row(), STEP: step}, what="a row of histograms")
 
     def on_checkpoint_saved(
         self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
     ) -> None:
-        """Upload the checkpoint, if each is to be."""
+        """Upload the checkpoint, with `log_model="all"`."""
         if self.log_model == "all":
             self._upload(trainer, callback, path, lasts=False)
 
@@ -220,33 +218,25 @@ class WandbLogger(Logger):
         if self._wanted_id is None and self._given is None and state_dict["id"] is not None:
             self._id = str(state_dict["id"])
 
-    # What is no number ------------------------------------------------------------------------------
+    # Media ------------------------------------------------------------------------------------------
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Send a text."""
-        found = str(text)
-        self._log(key, lambda: found, step)
+        self._log(key, lambda wandb: str(text), step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Send a table."""
         names, rows = list(columns), [list(row) for row in data]
-        for i, row in enumerate(rows):
-            if len(row) != len(names):
-                raise ArgumentError(
-                    f"WandbLogger.log_table({key!r}, ...): row {i} has {len(row)} cells, and there are {len(names)} "
-                    "columns. Give each row a cell for each column."
-                )
-        self._log(key, wandb_media.table(names, rows), step)
+        self._log(key, lambda wandb: wandb.Table(columns=names, data=rows, allow_mixed_types=True), step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Send a histogram of at most 512 bins."""
-        if isinstance(bins, bool) or not isinstance(bins, int) or not 0 < bins <= _MOST_BINS:
-            raise ArgumentError(
-                f"WandbLogger.log_histogram(bins=...) takes an int from 1 to {_MOST_BINS}, W&B's most, got {bins!r}."
-            )
-        self._log(key, wandb_media.histogram(count(values, bins)), step)
+        allowed, rule = check.is_int(bins, low=1) and bins <= _MAX_BINS, f"takes an int from 1 to {_MAX_BINS}"
+        check.require(allowed, "bins", bins, f"{rule}, W&B's most", owner="WandbLogger.log_histogram")
+        counted = count(values, bins)
+        self._log(key, lambda wandb: wandb.Histogram(np_histogram=counted), step)
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -255,17 +245,13 @@ class WandbLogger(Logger):
 
         Raises:
             LoggerError: Pillow is not installed.
-            ArgumentError: There are not as many captions as images, or an array is no image.
+            ArgumentError: An array is no image.
         """
         need_pillow("WandbLogger.log_image")
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if caption is not None and len(caption) != len(images):
-            raise ArgumentError(f"WandbLogger.log_image got {len(images)} images and {len(caption)} captions.")
-        texts = caption if caption is not None else [None] * len(images)
-        pairs = [
-            (as_image(f"WandbLogger.log_image({key!r}, ...)", x), text) for x, text in zip(images, texts, strict=True)
-        ]
-        self._log(key, wandb_media.images(pairs), step)
+        taken = [as_image(f"WandbLogger.log_image({key!r}, ...)", x) for x in images]
+        texts = list(caption) if caption is not None else [None] * len(taken)
+        self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure.
@@ -274,16 +260,23 @@ class WandbLogger(Logger):
             LoggerError: Pillow is not installed.
         """
         need_pillow("WandbLogger.log_figure")
-        self._log(key, wandb_media.figure(figure), step)
+        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
+
+        def make(wandb: Any) -> Any:
+            from PIL import Image
+
+            return wandb.Image(Image.open(picture))
+
+        self._log(key, make, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Set values of the run's config, without secrets; the module's own are there from the beginning."""
-        self._opened_by()
+        """Set values of the run's config, without secrets; it contains those of the module from the beginning."""
+        self._open_here()
         if self._run is not None:
             self._run.update_config(redacted(dict(params)))
 
-    def _opened_by(self) -> "Trainer":
-        """Open the run, and return the Trainer that runs; refused where none does."""
+    def _open_here(self) -> None:
+        """Open the run for a call outside of the logger's own hooks."""
         trainer = self._trainer
         if trainer is None or not trainer.is_running:  # which run it is, is known after setup
             raise LoggerError(
@@ -291,13 +284,13 @@ class WandbLogger(Logger):
                 "teardown."
             )
         self._open(trainer)
-        return trainer
 
-    def _log(self, key: str, make: Callable[[], Any], step: int | None) -> None:
-        trainer = self._opened_by()
+    def _log(self, key: str, make: Callable[[Any], Any], step: int | None) -> None:
+        """Send what `make(wandb)` returns in the thread of the run."""
+        self._open_here()
         if self._run is not None:
-            at = max(trainer.global_step - 1, 0) if step is None else step
-            self._run.log(lambda: {key: make(), STEP: at}, what=key)
+            at = self._step(step)
+            self._run.log(lambda: {key: make(import_wandb()), STEP: at}, what=key)
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -308,70 +301,40 @@ class WandbLogger(Logger):
         self._opened, raises = True, self.on_error == "raise"
         run = self._given or open_already(self._wanted_id)
         own, self._id = run is None, self._id if run is None else run.id
-        self._find_id(trainer)
+        self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        if self.processes == "group" and jax.process_count() > 1:
+            self._id = agree("the id of the W&B run", self._id)[0]
         if not trainer.is_global_zero and self.processes == "first":
             return
-        if own and self._prepare(trainer):
-            arguments, settings, alone = run_arguments(self, trainer, self._module, self._folder(trainer))
-            self._asked = arguments["id"]
-            given = {"alone": alone, "earlier": self._offline_id, "offline": self.offline, "raises": raises}
-            run = open_run(arguments, settings, **given, rows=rows_beside(trainer))
+        if run is None:
+            folder = self.save_dir or Path(os.path.abspath(trainer.run_dir))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LoggerError(
+                    f"WandbLogger cannot write to {folder}: {error}. Pass another WandbLogger(save_dir=...)."
+                ) from error
+            # One that could not be online before stays offline: a later stage would only wait again.
+            offline = self.offline or (self._last is not None and bool(self._last.offline))
+            run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)
         if run is None:
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
         if not own:
             self._run.update_config(config_of(trainer, self._module, self.config))
-        # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume say.
+        # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume for example.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
         for name, mode in monitored(trainer).items():
             self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
 
-    def _prepare(self, trainer: "Trainer") -> bool:
-        """Make the folder and note the id; returns whether that could be done.
-
-        Raises:
-            LoggerError: It can never be done.
-        """
-        folder = self._folder(trainer)
-        try:
-            check_room(folder)
-            if trainer.is_global_zero and trainer.resume == "auto":
-                write_id(Path(trainer.run_dir), self._key, str(self._id))
-        except OSError as error:
-            if self.on_error == "raise":
-                raise cannot_write(folder, error) from error
-            say(f"W&B: off for this run ({error})")
-            return False
-        return True
-
-    def _folder(self, trainer: "Trainer") -> Path:
-        return self.save_dir or Path(os.path.abspath(trainer.run_dir))
-
-    @property
-    def _key(self) -> str:
-        return f"{self.entity or ''}/{self.project or ''}"
-
-    def _find_id(self, trainer: "Trainer") -> None:
-        """Choose the run's id, unless it was given or is in the checkpoint."""
-        if self._id is None and trainer.resume == "auto":  # a training that was killed before its first checkpoint
-            self._id = read_id(Path(trainer.run_dir), self._key)
-        self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if self.processes != "first" and jax.process_count() > 1:
-            self._id = agree("the id of the W&B run", self._id)[0]
-
     def _finish(self, *, failed: bool) -> None:
         assert self._run is not None
-        run, self._run = self._run, None
-        try:
-            run.finish(failed=failed)
-        finally:
-            self._last = run.run
-            if run.own and run.run is not None and run.run.id != self._asked:
-                self._offline_id = run.run.id
+        run, self._run, self._last = self._run, None, self._run.run
+        run.finish(failed=failed)
 
     def _conclude(self, trainer: "Trainer") -> None:
-        """Send what there is at the end of training."""
+        """Send the best values and the checkpoints that are kept at the end of training."""
         assert self._run is not None
         if not trainer.is_global_zero:
             return

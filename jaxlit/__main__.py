@@ -4,7 +4,7 @@ import argparse
 
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.chart import chart, comparison
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.pipeline.schedules import SCHEDULES
 from jaxlit.version import __version__
 
 _LEGEND = """
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         print(comparison(given.stages, given.microbatches, given.comm) + "\n" + _LEGEND)
         if given.schedule:
-            schedule = named_schedule(given.schedule, given.stages, owner="pipeline")
+            schedule = SCHEDULES[given.schedule](given.stages)
             print(chart(schedule, given.microbatches))
     except ArgumentError as error:
         pipeline.error(str(error))

@@ -6,6 +6,7 @@
 import datetime
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,14 @@ def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
             f"{owner}({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {shown(value)}."
         )
     return float(value) if isinstance(value, (float, np.floating)) else int(value)
+
+
+def number(name: str, value: Any, *, low: float = -math.inf, owner: str = "Trainer") -> float:
+    """Return a finite number of at least `low`."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    rule = "a number" if low == -math.inf else f"a number of at least {low:g}"
+    require(is_number and max(low, -sys.float_info.max) <= value < math.inf, name, value, f"takes {rule}", owner=owner)
+    return float(value)
 
 
 def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:

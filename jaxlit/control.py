@@ -1,4 +1,4 @@
-"""What a run is told and tells while it goes."""
+"""What changes during a run: signals, stops and counts."""
 
 import signal
 from collections.abc import Iterator
@@ -8,32 +8,32 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """A signal came in a wait for data, which it cuts; whoever waits catches it."""
+    """A signal came during a wait for data, and ends the wait; the code that waits catches it."""
 
 
 def ending(number: int) -> BaseException:
-    """Return what a signal ends a program by: KeyboardInterrupt, or SystemExit with 128 and its number."""
+    """Return the exception of a signal that ends a program: KeyboardInterrupt, or SystemExit of 128 and its number."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 @dataclass
 class Control:
-    """What changes during a run, apart from where it stands.
+    """What changes during a run, apart from its position.
 
     Attributes:
         should_stop: A stop was asked for.
-        stop_reason: Why, as whoever asked first said it.
+        stop_reason: Why, as the first `stop` said.
         interrupted: Ctrl-C, SIGTERM or the like came: training ends after the step that runs.
         signal: The signal that came first in the fit that runs; None for none.
         again: The signal that asked it to end at once; None for none.
         drawing: The main thread waits for a batch, which a signal may cut by `Interrupted`.
-        together: All processes end at this step, as jax has told them.
+        together: All processes end at this step, as jax has announced.
         shielded: What runs must not be cut, not even by a second signal.
         sanity_checking: The validation that runs is the one before training.
         num_training_batches: Batches of an epoch; inf where the loader has no length.
         num_val_batches: Batches of each validation loader.
         num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
-        log_every: The optimizer steps between rows that `log_every_n_steps="auto"` stands for.
+        log_every: The optimizer steps between rows that `log_every_n_steps="auto"` means.
         predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
     """
 

@@ -1,4 +1,4 @@
-"""Keeps a mesh of the caller's out of jaxlit's own programs."""
+"""Keeps a mesh of the caller's out of jaxlit's programs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

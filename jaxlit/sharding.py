@@ -1,4 +1,4 @@
-"""Shardings by hand, for loops of one's own: the functions that the strategies are made of."""
+"""Shardings by hand, for the user's own loops: the functions that the strategies are made of."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
     Args:
         shape: The size of each axis by its name.
         devices: The devices.
-        owner: Who was given the sizes, for errors.
+        owner: The function that was given the sizes, for errors.
     """
     sizes = dict(shape) if isinstance(shape, Mapping) else {}
     known = all(isinstance(axis, str) and (size == -1 or check.is_int(size, low=1)) for axis, size in sizes.items())
@@ -126,7 +126,7 @@ def place(batch: Any, sharding: Any) -> Any:
 
     Args:
         batch: A pytree of numpy arrays, (rows, ...) or single numbers; in several processes this one's rows.
-        sharding: That of arrays with rows, whose number it divides; numbers lie whole on each device. Or a pytree like
+        sharding: That of arrays with rows, whose number it divides; numbers are replicated. Or a pytree like
             the batch, of a sharding for each leaf.
 
     Returns:
@@ -141,14 +141,14 @@ def place(batch: Any, sharding: Any) -> Any:
         >>> sharding = jl.sharding.rows(jl.sharding.mesh({"data": -1}))
         >>> batch = jl.sharding.place({"x": np.ones((8, 2), np.float32)}, sharding)
     """
-    lies = sharding
+    shardings = sharding
     if isinstance(sharding, NamedSharding):
-        whole = NamedSharding(sharding.mesh, P())
-        lies = jax.tree.map(lambda x: sharding if np.ndim(x) else whole, batch)
+        replicated = NamedSharding(sharding.mesh, P())
+        shardings = jax.tree.map(lambda x: sharding if np.ndim(x) else replicated, batch)
     try:
-        return jax.make_array_from_process_local_data(lies, batch)
+        return jax.make_array_from_process_local_data(shardings, batch)
     except (ValueError, TypeError) as error:
-        raise _unplaceable(batch, sharding, lies, error) from error
+        raise _unplaceable(batch, sharding, shardings, error) from error
 
 
 def place_replicated(batch: Any, shardings: Any) -> Any:
@@ -178,49 +178,49 @@ def carry(x: jax.Array, to: NamedSharding) -> jax.Array:
 
     Args:
         x: The array, in a `NamedSharding`.
-        to: How it is to lie there.
+        to: Its sharding there.
     """
     if is_key(x):
         data = carry(jax.random.key_data(x), NamedSharding(to.mesh, P(*to.spec)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    lies: Any = x.sharding
+    old: Any = x.sharding.mesh  # type: ignore[attr-defined]
     there: Any = to.mesh
-    mesh = Mesh(there.devices.reshape(lies.mesh.devices.shape), lies.mesh.axis_names, axis_types=lies.mesh.axis_types)
-    onto = dict(zip(lies.mesh.devices.flat, mesh.devices.flat, strict=True))
+    mesh = Mesh(there.devices.reshape(old.devices.shape), old.axis_names, axis_types=old.axis_types)
+    onto = dict(zip(old.devices.flat, mesh.devices.flat, strict=True))
     shards = x.addressable_shards
     parts = jax.device_put([shard.data for shard in shards], [onto[shard.device] for shard in shards])
-    moved = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, lies.spec), parts)
-    return moved if moved.sharding.is_equivalent_to(to, x.ndim) else _lying(to)(moved)
+    moved = jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, x.sharding.spec), parts)  # type: ignore[attr-defined]
+    return moved if moved.sharding.is_equivalent_to(to, x.ndim) else _resharding(to)(moved)
 
 
 @lru_cache(maxsize=1024)
-def _lying(to: NamedSharding) -> Any:
+def _resharding(to: NamedSharding) -> Any:
     return jax.jit(lambda x: x, out_shardings=to)
 
 
 @lru_cache(maxsize=1024)
-def rows_by_process(lies: NamedSharding, shape: tuple[int, ...]) -> bool:
+def rows_by_process(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Return whether each process's devices hold entire rows of an array that no other process holds."""
-    held: dict[int, set[Any]] = {}
-    for device, at in lies.devices_indices_map(shape).items():
-        part = tuple(each.indices(size)[:2] for each, size in zip(at, shape, strict=True))
-        held.setdefault(device.process_index, set()).add(part)
-    rows = [begin for parts in held.values() for begin in {part[0] for part in parts}]
-    sizes = [sum(math.prod(end - begin for begin, end in part) for part in parts) for parts in held.values()]
-    return len(set(rows)) == len(rows) and all(size * len(held) == math.prod(shape) for size in sizes)
+    parts_of: dict[int, set[Any]] = {}  # by process
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+        parts_of.setdefault(device.process_index, set()).add(part)
+    rows = [begin for parts in parts_of.values() for begin in {part[0] for part in parts}]
+    sizes = [sum(math.prod(end - begin for begin, end in part) for part in parts) for parts in parts_of.values()]
+    return len(set(rows)) == len(rows) and all(size * len(parts_of) == math.prod(shape) for size in sizes)
 
 
-def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exception:
-    """Return what tells why a batch could not be placed."""
+def _unplaceable(batch: Any, sharding: Any, shardings: Any, error: Exception) -> Exception:
+    """Return an error that says why a batch could not be placed."""
     owner = "jl.sharding.place(batch, sharding)"
-    if not all(isinstance(x, Sharding) for x in jax.tree.leaves(lies)):
+    if not all(isinstance(x, Sharding) for x in jax.tree.leaves(shardings)):
         return ArgumentTypeError(
             f"{owner} takes a jax.sharding.NamedSharding, or a pytree of them like the batch, got {shown(sharding)}. "
             "jl.sharding.rows(mesh) is one."
         )
-    if jax.tree.structure(lies) != jax.tree.structure(batch):
+    if jax.tree.structure(shardings) != jax.tree.structure(batch):
         return ArgumentError(f"{owner} takes a pytree of shardings like the batch: {error}")
-    for (path, x), split in zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(lies), strict=True):
+    for (path, x), split in zip(jax.tree.leaves_with_path(batch), jax.tree.leaves(shardings), strict=True):
         name = f"batch{jax.tree_util.keystr(path)}"
         if np.asarray(x).dtype.kind not in "biufcV":  # V holds bfloat16 and its kin
             return ArgumentTypeError(f"{owner} takes arrays of numbers, and {name} is {shown(x)}.")
@@ -237,7 +237,7 @@ def _unplaceable(batch: Any, sharding: Any, lies: Any, error: Exception) -> Exce
 def place_state(
     state: Any, mesh: Mesh, how: str = "replicate", *, axes: str | Sequence[str] = "data", min_size: int = 1024
 ) -> Any:
-    """Place arrays whole on each device, or split as `strategy="fsdp"` splits them.
+    """Place arrays replicated, or split as `strategy="fsdp"` splits them.
 
     Args:
         state: A pytree of arrays: `nnx.state(module)`, an optimizer's state.
@@ -245,7 +245,7 @@ def place_state(
         how: "replicate", or "shard": each array along its largest dim that divides by the size of `axes`; if none
             does, along two that do together, or over a part of the devices.
         axes: The mesh axis, or several together, that "shard" splits over.
-        min_size: The most elements of an array that "shard" leaves whole.
+        min_size: The most elements of an array that "shard" does not split.
 
     Raises:
         ArgumentError: `how` is another word, or the mesh has no such axis.
@@ -258,12 +258,15 @@ def place_state(
         >>> nnx.update(model, jl.sharding.place_state(nnx.state(model), mesh, "shard"))
     """
     check.one_of("how", how, ("replicate", "shard"), owner="jl.sharding.place_state")
-    whole = check.is_int(min_size, low=0)
-    check.require(whole, "min_size", min_size, "takes an int of at least 0", owner="jl.sharding.place_state")
+    check.integer("min_size", min_size, low=0, owner="jl.sharding.place_state")
     axes = _known(mesh, axes, "place_state")
-    whole = NamedSharding(mesh, P())
-    lies = (lambda x: by_size(x, mesh, axes, min_size=min_size)) if how == "shard" else (lambda _: whole)
-    return jax.tree.map(lambda x: jax.device_put(x, lies(x if hasattr(x, "shape") else np.asarray(x))), state)
+
+    def place(x: Any) -> jax.Array:
+        x = x if hasattr(x, "shape") else np.asarray(x)
+        split = by_size(x, mesh, axes, min_size=min_size) if how == "shard" else NamedSharding(mesh, P())
+        return jax.device_put(x, split)
+
+    return jax.tree.map(place, state)
 
 
 def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
@@ -294,22 +297,22 @@ def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
 
 
 def by_size(
-    x: Any, mesh: Mesh, axes: Sequence[str], *, min_size: int = 0, whole_dims: Collection[int] = ()
+    x: Any, mesh: Mesh, axes: Sequence[str], *, min_size: int = 0, unsplit_dims: Collection[int] = ()
 ) -> NamedSharding:
-    """Return the sharding of an array whose dims have no names: as many devices as its sizes allow have a part each.
+    """Return the sharding of an array whose dims have no names: over as many devices as its sizes allow.
 
-    Its largest dim that divides by the number of devices is split. If none does, two dims are that divide together, or
-    else what divides is split over a part of the devices, and each part stands on several.
+    Its largest dim that divides by the number of devices is split. If none does, two dims that divide together are, or
+    else dims that divide by a part of the devices, and several devices hold each part.
 
     Args:
         x: The array, or its shape and dtype.
         mesh: The mesh.
         axes: The mesh axes to split over, together.
-        min_size: The most elements of an array that stays whole.
-        whole_dims: Dims that are not split.
+        min_size: The most elements of an array that is replicated.
+        unsplit_dims: Dims that are not split.
     """
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    free = sorted((d for d in range(len(x.shape)) if d not in whole_dims), key=lambda d: -x.shape[d])
+    free = sorted((d for d in range(len(x.shape)) if d not in unsplit_dims), key=lambda d: -x.shape[d])
     if parts == 1 or math.prod(x.shape) <= min_size or not free:
         return NamedSharding(mesh, P())
     for dim in free:
@@ -324,21 +327,21 @@ def _over_factors(
     """Split one or two dims into factors of the number of devices, on a mesh whose axis is divided into these."""
     best: dict[int, int] = {}
     for dims in (*((d,) for d in free), *itertools.permutations(free, 2)):
-        found, left = {}, parts
+        factors, left = {}, parts
         for dim in dims:
-            found[dim] = math.gcd(shape[dim], left)
-            left //= found[dim]
-        if math.prod(found.values()) > math.prod(best.values()):
-            best = found
+            factors[dim] = math.gcd(shape[dim], left)
+            left //= factors[dim]
+        if math.prod(factors.values()) > math.prod(best.values()):
+            best = factors
     place = [mesh.axis_names.index(axis) for axis in axes]
     adjacent = place == list(range(place[0], place[0] + len(place)))  # or the devices would be in another order
     if not best or not adjacent:
         return NamedSharding(mesh, P())
-    factors = [*best.values(), parts // math.prod(best.values())]
-    names = [f"{axes[0]}.{i}" for i in range(len(factors))]
+    counts = [*best.values(), parts // math.prod(best.values())]
+    names = [f"{axes[0]}.{i}" for i in range(len(counts))]
     around = slice(place[0], place[-1] + 1)
     sizes, axis_names = list(mesh.axis_sizes), list(mesh.axis_names)
-    sizes[around], axis_names[around] = factors, names
+    sizes[around], axis_names[around] = counts, names
     divided = Mesh(mesh.devices.reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
     name_of = dict(zip(best, names, strict=False))
     return NamedSharding(divided, P(*(name_of.get(dim) for dim in range(max(best) + 1))))

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.pipeline.schedules import (
+    ZBV,
     Eager1F1B,
     GPipe,
     Interleaved1F1B,
@@ -10,7 +11,6 @@ from jaxlit.pipeline.schedules import (
     Std1F1B,
     ZeroBubbleH1,
 )
-from jaxlit.pipeline.zbv import ZBV
 from jaxlit.porting import no_such_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP

@@ -1,4 +1,4 @@
-"""Makes arrays where they are to lie."""
+"""Creates arrays in their shardings."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +18,9 @@ from jaxlit.strategies.program import named
 
 
 def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
-    """Run `init(*inputs)` so that each result is born in its sharding.
+    """Run `init(*inputs)` so that each result is created in its sharding.
 
-    Where the results lie on several sets of devices, each set computes its own: no device ever holds another's.
+    Where the results are on several sets of devices, each set computes its own: no device ever holds another's.
 
     Args:
         init: A function of arrays to a pytree of arrays.
@@ -30,8 +30,8 @@ def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool 
     """
     wanted, treedef = jax.tree.flatten(shardings)
     groups: dict[Any, list[int]] = {}
-    for i, lies in enumerate(wanted):
-        groups.setdefault(tuple(lies.mesh.devices.flat), []).append(i)
+    for i, sharding in enumerate(wanted):
+        groups.setdefault(tuple(sharding.mesh.devices.flat), []).append(i)
     made: list[Any] = [None] * len(wanted)
     for places in groups.values():
         some, alone = partial(_leaves_at, tuple(places), init), len(groups) == 1
@@ -48,7 +48,7 @@ def _leaves_at(places: tuple[int, ...], init: Callable[..., Any], *inputs: Any) 
 
 
 def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
-    """Return a function of those inputs alone that its results depend on: the others are not sent anywhere."""
+    """Return a function of only the inputs that its results depend on: the others are not sent anywhere."""
     leaves, treedef = jax.tree.flatten(inputs)
     closed = jax.make_jaxpr(lambda *x: init(*treedef.unflatten(x)))(*leaves)
     used = reaches(closed.jaxpr, range(len(closed.jaxpr.outvars)))
@@ -56,8 +56,8 @@ def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..
 
     def some(*given: Any) -> Any:
         run = jaxpr_as_fun(closed)
-        found = dict(zip(kept, given, strict=True))
-        return run(*(found[i] if i in found else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)))
+        values = dict(zip(kept, given, strict=True))
+        return run(*(values[i] if i in values else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)))
 
     return some, tuple(leaves[i] for i in kept)
 
@@ -67,7 +67,7 @@ def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, 
         # Arrays that the caller holds may be committed to other devices.
         inputs = jax.tree.map(lambda x: _onto(x, shardings[0].mesh), inputs)
     leaves, treedef = jax.tree.flatten(inputs)
-    # What holds a typed key comes out as raw data, for which its buffer cannot be used again.
+    # A typed key becomes raw data, for which its buffer cannot be reused.
     kept = [x if is_key(x) else None for x in leaves]
 
     def build(given: list[Any], kept: list[Any]) -> Any:
@@ -81,27 +81,27 @@ def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, 
 
 
 def _untyped(x: jax.Array) -> jax.Array:
-    """Return an array where it is, without the mesh in its type that one made under a mesh of Explicit axes has."""
-    lies = x.sharding
-    if not isinstance(lies, NamedSharding) or set(lies.mesh.axis_types) == {AxisType.Auto}:
+    """Return an array in its place, on a mesh of Auto axes: one of Explicit axes would be a part of its type."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) == {AxisType.Auto}:
         return x
-    held: Any = lies.mesh
-    automatic = Mesh(held.devices, held.axis_names, axis_types=(AxisType.Auto,) * len(held.axis_names))
-    return jax.device_put(x, NamedSharding(automatic, lies.spec))
+    mesh: Any = sharding.mesh
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return jax.device_put(x, NamedSharding(automatic, sharding.spec))
 
 
 def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
-    # What lies on these devices already stays as it is split: whole on each, it might not fit.
+    # An array on these devices keeps its sharding: replicated, it might not fit.
     if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
         return _untyped(x)
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     if not mesh.is_multi_process:
-        return jax.device_put(x, whole)
+        return jax.device_put(x, replicated)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return carry(x, whole)
+        return carry(x, replicated)
     key = is_key(x)  # which jax does not put onto the devices of other processes
     try:
-        data = jax.device_put(jax.random.key_data(x) if key else x, whole)
+        data = jax.device_put(jax.random.key_data(x) if key else x, replicated)
     except AssertionError as error:
         raise StateError(
             "The module's weights are not the same in every process. Build it with the same seed everywhere."

@@ -1,4 +1,4 @@
-"""Data parallel: every device holds the whole state and a share of the rows."""
+"""Data parallel: every device holds the entire state and a share of the rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +17,8 @@ class DDP(Strategy):
     BatchNorm, which couple rows. XLA averages the gradients.
 
     Args:
-        mesh: A mesh of your own, or the sizes of its axes: the batch is split over its axis `data`, or over its only
-            axis, and the state is whole on every device.
+        mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axis `data`, or over its only
+            axis, and the state is replicated.
 
     Raises:
         ArgumentError: It has several axes and none named `data`.

@@ -30,12 +30,12 @@ _POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_w
 class FSDP(Strategy):
     """Shard the state over the devices that split the batch.
 
-    How a parameter is split is said by the first of these that holds: a rule of its path; the names of its dims, as the
-    module annotates them; its largest dim that divides by the number of shards; two dims that divide together; what
-    divides by a part of the shards. Else it stays whole, as arrays of at most `min_size` elements, random state, batch
-    statistics and counters do. The dim that a scan goes along, layer by layer, is split by rules only. The step sees
-    the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one are gathered
-    at a time; layers that are computed again in part only, and scans inside a cond or a loop, are left to XLA.
+    A parameter is split by the first of these that applies: a rule of its path; the names of its dims, as the module
+    annotates them; its largest dim that divides by the number of shards; two dims that divide together; a dim that
+    divides by a part of the shards. Otherwise it is replicated, as are arrays of at most `min_size` elements, random
+    state, batch statistics and counters. The dim that a scan goes along, layer by layer, is split by rules only. The
+    step sees the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one
+    layer are gathered at a time; scans inside a cond or a loop are left to XLA.
 
     The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
     is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
@@ -43,16 +43,16 @@ class FSDP(Strategy):
 
     Args:
         stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too.
-        min_size: The most elements of an array that stays whole.
+        min_size: The most elements of an array that is replicated.
         replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
             the number of processes, and 2 in a single one.
         rules: Which mesh axes arrays are split over, see `Rules`.
-        remat: Compute the layers that a step scans over again in the backward pass: True keeps their inputs only,
-            "dots_saveable" and other names of `jax.checkpoint_policies` what they say. Refused if there is no scan.
+        remat: Recompute the layers that a step scans over in the backward pass: True keeps their inputs only,
+            "dots_saveable" and other names of `jax.checkpoint_policies` what these save. Refused if there is no scan.
         body: "auto" leaves the collectives to XLA. "explicit" runs the step once on each device, on its rows (see
             `ShardMapDDP`): split parameters are gathered once a step and gradients summed into shards once a window, so
             a device holds all parameters during a step, and all of its own gradients in float32 during a window.
-        mesh: A mesh of your own, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
+        mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
             state over `fsdp`; with one of the two, or with an only axis, both are split over that.
 
     Raises:
@@ -160,11 +160,11 @@ class FSDP(Strategy):
         return None if self.stage == 1 else self._split(state, model, example)[0]
 
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the step with scans that gather the weights of one layer at a time, and compute it again if asked."""
+        """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
         pairs = [
             (x, self._gathered(x)) for x in jax.tree.leaves((shardings.params, shardings.frozen, shardings.model_state))
         ]
-        if self.per_replica:  # which gathers them before the step
+        if self.per_replica:  # the explicit body gathers them before the step
             pairs = [(gathered, gathered) for _, gathered in pairs]
         if self.remat:
             policies = jax.checkpoint_policies
@@ -200,7 +200,7 @@ class FSDP(Strategy):
     # How an array is split
 
     def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
-        """Return the shardings of parameters, frozen parameters and other state as stage 3 has them."""
+        """Return the shardings of parameters, frozen parameters and other state under stage 3."""
         parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
@@ -222,7 +222,7 @@ class FSDP(Strategy):
             scanned = scanned_dims(self.step_program(state, model, example), places)
             if self.remat and not scanned:
                 raise ArgumentError(
-                    f"{type(self).__name__}(remat={self.remat!r}) computes the layers of a scan again, and "
+                    f"{type(self).__name__}(remat={self.remat!r}) recomputes the layers of a scan, and "
                     f"{model.name}.training_step scans over none. Leave remat out, and wrap layers in nnx.remat."
                 )
             shardings = split(scanned)
@@ -233,11 +233,11 @@ class FSDP(Strategy):
             return by_rule
         if not by_size:
             return self.replicated
-        return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, whole_dims=scanned)
+        return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, unsplit_dims=scanned)
 
     def _gathered(self, split: NamedSharding) -> NamedSharding:
         """Return the sharding of an array while it is used: over the axes of rules alone."""
-        if split.mesh != self.mesh:  # over a part of the devices: all its axes are of the shards
+        if split.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
             return self.replicated
         entries = (x if isinstance(x, tuple) else (x,) for x in split.spec)
         kept = [tuple(axis for axis in x if axis is not None and axis not in self.shard_axes) for x in entries]

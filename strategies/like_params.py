@@ -1,4 +1,4 @@
-"""How arrays that belong to parameters are split: as these are."""
+"""Shardings of arrays that belong to parameters."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding)
     for optimizers that mask, partition or factor as well, where optax's own map over parameters fails.
 
     Args:
-        state: A state of an optimizer or a callback, or the whole training state, of `jax.ShapeDtypeStruct`s.
+        state: A state of an optimizer or a callback, or the training state, of `jax.ShapeDtypeStruct`s.
         params: The parameters, of `jax.ShapeDtypeStruct`s.
         shardings: The parameters' shardings.
         default: The sharding of the other leaves.
@@ -25,11 +25,11 @@ def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding)
         >>> import jax, jaxlit as jl, optax
         >>> from jax.sharding import NamedSharding, PartitionSpec as P
         >>> mesh = jl.sharding.mesh({"data": -1})
-        >>> split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        >>> split, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         >>> params = {"w": jax.ShapeDtypeStruct((64, 2), "float32")}
         >>> state = jax.eval_shape(optax.adam(1e-3).init, params)
-        >>> adam, _ = jl.strategies.like_params(state, params, {"w": split}, whole)
-        >>> adam.mu["w"] == split, adam.count == whole
+        >>> adam, _ = jl.strategies.like_params(state, params, {"w": split}, replicated)
+        >>> adam.mu["w"] == split, adam.count == replicated
         (True, True)
     """
     known = {

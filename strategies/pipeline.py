@@ -21,10 +21,9 @@ from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
-from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.training import Homes, Microbatched
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
@@ -36,12 +35,12 @@ from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch,
 class Pipeline(Strategy):
     """Give each group of devices, a rank, some of the layers, and send microbatches through them in turn.
 
-    Where a stage ends is said by `jl.pipeline_yield(x)` in the model, or by `layers`. What is computed lies where its
-    operands are: tied weights, skips, masks and losses of single layers need nothing of the user. A batch is split into
+    `jl.pipeline_yield(x)` in the model, or `layers`, marks where a stage may end. Operations run on the stage of their
+    operands: tied weights, skips, masks and losses of single layers need nothing of the user. A batch is split into
     microbatches, as many windows of `accumulate_grad_batches` would be: gradients are those of the mean over all
-    rows, dropout and batch statistics those of the microbatches one by one. Within a rank `inner` says how its devices
-    share the work. In several processes each rank has devices of them all, and nothing but `inner`'s collectives goes
-    between them.
+    rows, dropout and batch statistics those of the microbatches one by one. Within a rank the strategy `inner`
+    distributes the work. In several processes each rank has devices of them all, and only `inner`'s collectives cross
+    processes.
 
     Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377, 2104.04473), zero bubble
     (Qi et al., arXiv 2401.10241), and pipelines of whole programs (JaxPP, arXiv 2412.14374).
@@ -55,14 +54,14 @@ class Pipeline(Strategy):
         layers: The attribute that holds the model's layers, "blocks" or "encoder.blocks": a stage may end after each;
             or the layers after which stages end, ["blocks.1", "blocks.3"]. None if the model calls
             `jl.pipeline_yield`.
-        inner: The strategy within a rank, "fsdp" or "ddp" say.
-        remat: Compute a stage's forward pass again in its backward pass, and keep what goes into it only; or the name
-            of one of `jax.checkpoint_policies`.
-        balance: How parts between marks become stages: "count" for as many each, "flops" for about as many
-            operations, or how many each stage has.
+        inner: The strategy within a rank, such as "fsdp" or "ddp".
+        remat: Recompute a stage's forward pass in its backward pass, and keep its inputs only; or the name of one of
+            `jax.checkpoint_policies`.
+        balance: How parts between marks become stages: "count" for equal numbers, "flops" for about equal
+            operations, or the number of each stage.
         accum_dtype: The dtype in which gradients of microbatches add up.
         loss_reduction: What the step's loss is over its rows, "mean" or "sum".
-        mesh: A mesh of your own with an axis `stage`, or the sizes of its axes.
+        mesh: A mesh of the user's with an axis `stage`, or the sizes of its axes.
 
     Raises:
         ArgumentError: A value is out of its set.
@@ -155,27 +154,27 @@ class Pipeline(Strategy):
         self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
         self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
         given = self._schedule
-        self.schedule = given if isinstance(given, Schedule) else named_schedule(given, ranks, owner="Pipeline")
+        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
         if self.schedule.num_ranks != ranks:
             raise ArgumentError(
                 f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
                 f"mesh has {ranks} stages. Give stages={self.schedule.num_ranks} with as many devices, or a schedule "
                 f"of {ranks} ranks."
             )
-        simulate(self.schedule, self.num_microbatches)  # refuses what is no whole schedule before anything is compiled
+        simulate(self.schedule, self.num_microbatches)  # refuses an incomplete schedule before anything is compiled
 
     def _one_inner(self, mesh: Mesh | None = None) -> Any:
         """Return the strategy within a rank, on its mesh."""
-        found = copy.copy(self._check_inner())
+        inner = copy.copy(self._check_inner())
         if mesh is not None:
             if self._given_mesh is None:  # its axes are the strategy's own
-                found._given_mesh = mesh
+                inner._given_mesh = mesh
             else:
-                found._given_mesh = None
-                found.use_mesh(mesh)
-            found.setup()
-            found.step_program = self.step_program  # the same for all ranks, and traced by this one
-        return found
+                inner._given_mesh = None
+                inner.use_mesh(mesh)
+            inner.setup()
+            inner.step_program = self.step_program  # the same for all ranks, and traced by this one
+        return inner
 
     def _check_inner(self) -> Strategy:
         """Return the strategy within a rank as it was given.
@@ -189,8 +188,8 @@ class Pipeline(Strategy):
             given = _INNER[given]()
         if not isinstance(given, Strategy) or isinstance(given, Pipeline) or given.per_replica:
             raise ArgumentTypeError(
-                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the whole batch, not the rows of "
-                f"one device: 'fsdp', 'ddp', TensorParallel(...) say, got {given!r}."
+                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the entire batch, such as 'fsdp', "
+                f"'ddp' or TensorParallel(...), not the rows of one device, got {given!r}."
             )
         return given
 
@@ -210,7 +209,7 @@ class Pipeline(Strategy):
         closed = None if example is None else self.step_program(state, model, example)
         ranks, sizes, facts, stages = Homes(self.schedule, self.balance).of(state, closed)
         if facts is not None:
-            self.sizes = sizes  # the same for parts of a batch of any size
+            self.sizes = sizes  # for parts of a batch of any size
             self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
         rank_of = like_params(state, state.params, ranks.params, self._last_rank)  # type: ignore[arg-type]
         parts = {"frozen": ranks.frozen, "model_state": ranks.model_state, "params": ranks.params}
@@ -230,13 +229,13 @@ class Pipeline(Strategy):
         return lambda arrays, *inputs: run(arrays, *jax.tree.map(as_array, inputs))
 
     def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return the arrays on the first device, or on the host where it has no room for them; one line says so."""
+        """Return the arrays on the first device, or on the host where it has no room for them; prints which."""
         if len({self.places.rank_of(x) for x in arrays}) == 1:
             return arrays
-        found, where = self.places.gather(arrays)
+        moved, where = self.places.gather(arrays)
         if jax.process_index() == 0:
             say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
-        return found
+        return moved
 
     # The batch --------------------------------------------------------------------------------------
 
@@ -252,24 +251,24 @@ class Pipeline(Strategy):
 
     @property
     def _abstract(self) -> Any:
-        """The strategy within a rank, on no devices: what it says of a step is true of each rank."""
-        found = copy.copy(self.inner[0])
-        found.mesh = found.mesh.abstract_mesh
-        return found
+        """The strategy within a rank, on an abstract mesh: its constraints hold for each rank."""
+        inner = copy.copy(self.inner[0])
+        inner.mesh = inner.mesh.abstract_mesh
+        return inner
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many parts a batch is split."""
+        """How many parts a batch is split into."""
         return self.schedule.num_ranks if self.microbatches is None else self.microbatches
 
     def shard_batch(self, batch: Any) -> Any:
-        """Return the batch as it is: each rank is sent the microbatches of what it uses."""
+        """Return the batch as it is: the executor sends each rank the microbatches that it uses."""
         if isinstance(batch, ReplicatedBatch):
             return batch.batch
         if (count := jax.process_count()) == 1:
             return batch
-        lies = self.inner[0]._batch_sharding
-        return jax.tree.map(lambda x: Rows(x, count, lies(x)) if x.ndim else x, batch)
+        sharding_of = self.inner[0]._batch_sharding
+        return jax.tree.map(lambda x: Rows(x, count, sharding_of(x)) if x.ndim else x, batch)
 
     def splits_by_process(self, batch: Any) -> bool:
         """Return whether each process places rows of each microbatch that no other does."""
@@ -290,9 +289,9 @@ class Pipeline(Strategy):
 
     def compile(self, program: Program) -> Callable[..., Any]:
         """Return the program, of a training step as passes of its microbatches in the order of the schedule."""
-        jit, lies = self.jit_on, _shardings(program)
+        jit, shardings = self.jit_on, _shardings(program)
         if program.passes is None:
-            fn, options = self.in_mesh(partial(program.fn, self._whole)), {"follows": True, "outputs": lies}
+            fn, options = self.in_mesh(partial(program.fn, self._global)), {"follows": True, "outputs": shardings}
             return Placed(fn, self.places, self._last_rank, jit, program.name, **options)
         count = sum(map(len, program.inputs))
         outputs = jax.tree.map(lambda x: x is ROWS, program.outputs[3]) if len(program.outputs) > 3 else None
@@ -300,16 +299,16 @@ class Pipeline(Strategy):
         finish = Placed(
             self.in_mesh(program.passes.finish),
             *(self.places, self._last_rank, jit, f"{program.name}_end"),
-            outputs=lies,
+            outputs=shardings,
             donate=donate,
         )
-        found = Microbatched(self, program.name, program.passes, program.inputs[0], finish, outputs)
-        self._step = found if program.kind == "train" and program.donate else self._step
-        return found
+        compiled = Microbatched(self, program.name, program.passes, program.inputs[0], finish, outputs)
+        self._step = compiled if program.kind == "train" and program.donate else self._step
+        return compiled
 
     @property
-    def _whole(self) -> Replica:
-        """What an evaluation sees: the whole batch."""
+    def _global(self) -> Replica:
+        """What an evaluation sees: the entire batch."""
         return Replica(constrain_batch=self._abstract._constrain_batch)
 
     def jit_on(self, rank: int, fn: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
@@ -351,7 +350,7 @@ def _float_dtype(given: Any, owner: str) -> np.dtype:
     except TypeError:
         dtype = None
     known = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
-    check.require(known, "accum_dtype", given, "takes a dtype of real numbers, 'float32' say", owner=owner)
+    check.require(known, "accum_dtype", given, "takes a floating dtype such as 'float32'", owner=owner)
     return dtype  # type: ignore[return-value]
 
 

@@ -17,8 +17,8 @@ from jaxlit.strategies.replicas import PerReplica
 class PMap(PerReplica):
     """Run the step body once on each device by `jax.pmap`; otherwise like `ShardMapDDP`.
 
-    It trains in one process; in several, use `ShardMapDDP`. The state is held once and replicated, never stacked, so
-    it moves freely to the other strategies.
+    It trains in one process; in several, use `ShardMapDDP`. The state is stored once and replicated, never
+    stacked, so other strategies can load it.
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
@@ -32,13 +32,13 @@ class PMap(PerReplica):
     several_processes = False
     takes_mesh = False
 
-    def place(self, batch: Any, *, whole: bool) -> Any:
+    def place(self, batch: Any, *, replicated: bool) -> Any:
         """Give every leaf a leading dim of replicas, on its device."""
         n = self.num_replicas
 
         def stack(x: Any) -> np.ndarray:
             x = np.asarray(x)
-            if whole or not x.ndim:  # pmap refuses a call with nothing mapped
+            if replicated or not x.ndim:  # pmap refuses a call with nothing mapped
                 return np.broadcast_to(x, (n, *x.shape))
             return x.reshape(n, x.shape[0] // n, *x.shape[1:])
 
@@ -56,7 +56,7 @@ class PMap(PerReplica):
                 self.on_replica(program, replica, *shares),
                 axis_name=self.axis,
                 in_axes=(*axes, 0),
-                out_axes=self.out_tree(program, replica, own=0, shared=None),
+                out_axes=self.out_tree(program, replica, per_replica=0, shared=None),
                 devices=list(self.mesh.devices.flat),
             )
             join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731

@@ -1,4 +1,4 @@
-"""A step that a strategy compiles, and how its arrays come and go."""
+"""A step that a strategy compiles, with the specs of its inputs and outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ class Program:
         inputs: The spec of each array of each state.
         outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
-        parts: Of an optimizer step its two halves, whose composition `fn` is, for a strategy that runs them apart:
+        parts: The two halves of an optimizer step, for a strategy that runs them separately:
             `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
             parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
             and runs the optimizer on global arrays.
         grads: The shardings of the gradients between the two halves, a tree like the parameters; None lets XLA choose.
-        passes: Of a training program what a strategy needs that takes the gradient itself, in passes over parts of the
-            batch.
+        passes: For a training program under a strategy that takes gradients itself, in passes over parts of a batch.
     """
 
     name: str
@@ -57,13 +56,13 @@ class ArraySpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReplicatedBatch:
-    """A batch of which every replica, or in several processes every process, has all rows: they do not divide."""
+    """A batch whose rows do not divide: every replica, or in several processes every process, has all of them."""
 
     batch: Any
 
 
 class Out:
-    """How an output that is no state leaves a step."""
+    """The kind of an output that is no state."""
 
 
 SHARED = Out()  # the same on every replica
@@ -92,7 +91,7 @@ def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` under another name: what it compiles is reported by it."""
+    """Return `fn` under another name, by which its compiled program is reported."""
 
     def call(*args: Any) -> Any:
         return fn(*args)

@@ -19,7 +19,7 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 
-# What a type checker knows of names; at run time any that is registered is taken, from a command line as well.
+# For type checkers; at run time any registered name is taken, for example from a command line.
 if TYPE_CHECKING:
     StrategyName = Literal[
         "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",
@@ -92,16 +92,16 @@ def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> St
         ArgumentError: The name is unknown.
         ArgumentTypeError: It is neither a name nor a strategy.
     """
-    found = _resolve(strategy, devices, mesh)
+    resolved = _resolve(strategy, devices, mesh)
     if mesh is not None:
-        found = copy.copy(found)
-        found.use_mesh(mesh)
-    return found
+        resolved = copy.copy(resolved)
+        resolved.use_mesh(mesh)
+    return resolved
 
 
 def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if isinstance(strategy, Strategy):
-        # One that is set up stays with whom it was set up for.
+        # A strategy that is set up belongs to another Trainer.
         return copy.copy(strategy) if "mesh" in vars(strategy) else strategy
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ArgumentTypeError(f"Trainer(strategy={strategy.__name__}) got a class. Pass {strategy.__name__}().")

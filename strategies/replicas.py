@@ -1,4 +1,4 @@
-"""Strategies whose step sees one replica's rows: the same body under three ways of mapping it."""
+"""Strategies whose step sees one replica's rows: one body, mapped in three ways."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,25 +25,27 @@ from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, Replicated
 
 @dataclass(frozen=True)
 class ByDivision:
-    """A compiled step that looks at whether its batch divides.
+    """A compiled step for batches that divide among the replicas, and for batches that do not.
 
     Args:
         split: The program in which each replica sees its rows.
-        whole: The program in which each sees all of them.
+        replicated: The program in which each replica sees all rows.
     """
 
     split: Callable[..., Any]
-    whole: Callable[..., Any]
+    replicated: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
         """Run the program that fits the batch, the last argument."""
         *states, batch = args
-        return self.whole(*states, batch.batch) if type(batch) is ReplicatedBatch else self.split(*args)
+        return self.replicated(*states, batch.batch) if type(batch) is ReplicatedBatch else self.split(*args)
 
     def trace(self, *args: Any) -> Traced | None:
         """Return the trace of the program that fits the batch."""
         *states, batch = args
-        return trace(self.whole, *states, batch.batch) if type(batch) is ReplicatedBatch else trace(self.split, *args)
+        return (
+            trace(self.replicated, *states, batch.batch) if type(batch) is ReplicatedBatch else trace(self.split, *args)
+        )
 
 
 class PerReplica(Strategy, ABC):
@@ -69,7 +71,7 @@ class PerReplica(Strategy, ABC):
         self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a `batch_spec` of one's own: a replica has rows.
+        """Refuse a subclass with its own `batch_spec`: a replica has entire rows.
 
         Raises:
             ArgumentError: The class defines one.
@@ -77,19 +79,18 @@ class PerReplica(Strategy, ABC):
         super().__init_subclass__(**arguments)
         if cls.batch_spec is not Strategy.batch_spec:
             raise ArgumentError(
-                f"{cls.__name__}.batch_spec splits a batch, and each replica sees whole rows. Subclass DDP or FSDP, "
-                "whose step sees the whole batch."
+                f"{cls.__name__}.batch_spec splits a batch, and each replica sees entire rows. Subclass DDP or FSDP, "
+                "whose step sees the entire batch."
             )
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the whole state on every device, and each replica's accumulation window on its own."""
-        whole = jax.tree.map(lambda _: self.replicated, state)
-        own = sharding.rows(self.mesh, self.batch_axes)
-        return replace(whole, window=jax.tree.map(lambda _: own, state.window))
+        """Return the replicated state, and each replica's own accumulation window."""
+        shardings, by_row = jax.tree.map(lambda _: self.replicated, state), sharding.rows(self.mesh, self.batch_axes)
+        return replace(shardings, window=jax.tree.map(lambda _: by_row, state.window))
 
     @property
     def axis(self) -> str:
-        """The mesh axis that the replicas stand on."""
+        """The mesh axis of the replicas."""
         return self.batch_axes[0]
 
     @property
@@ -103,15 +104,15 @@ class PerReplica(Strategy, ABC):
         )
 
     def shard_batch(self, batch: Any) -> Any:
-        """Place a host batch, or mark it as whole if its rows do not divide."""
+        """Place a host batch, as a `ReplicatedBatch` if its rows do not divide."""
         if isinstance(batch, ReplicatedBatch):
-            return ReplicatedBatch(self.place(batch.batch, whole=True))
+            return ReplicatedBatch(self.place(batch.batch, replicated=True))
         if num_rows(batch) * jax.process_count() % self.num_replicas:
-            return ReplicatedBatch(self.place(batch, whole=True))
-        return self.place(batch, whole=False)
+            return ReplicatedBatch(self.place(batch, replicated=True))
+        return self.place(batch, replicated=False)
 
     @abstractmethod
-    def place(self, batch: Any, *, whole: bool) -> Any:
+    def place(self, batch: Any, *, replicated: bool) -> Any:
         """Place a host batch as the mapped step takes it."""
 
     @abstractmethod
@@ -119,9 +120,9 @@ class PerReplica(Strategy, ABC):
         """Return the program, mapped over the replicas and compiled at its first call."""
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn` on one replica's rows; a batch that does not divide is taken for one that does."""
+        """Run `fn` on one replica's rows, rounded up where the batch does not divide."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
-        # Only on a batch that divides replicas can differ.
+        # Replicas differ only on a batch that divides.
         share = with_rows(batch, -(-num_rows(batch) // self.num_replicas))
         self.traced(partial(fn, self.replica), *states, share)
 
@@ -145,31 +146,31 @@ class PerReplica(Strategy, ABC):
         return lambda *args: treedef.unflatten(run(*jax.tree.leaves(args)))
 
     def local(self, program: Program, replica: Replica, states: Sequence[Any], batch: Any) -> tuple[Any, ...]:
-        """Return the shapes and dtypes of what one replica has of a program's states and of a global batch."""
+        """Return the shapes and dtypes of one replica's part of a program's states and of a global batch."""
 
         def of(spec: ArraySpec, x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
 
-        found = [list(map(of, lies, state)) for lies, state in zip(program.inputs, states, strict=True)]
+        local = [list(map(of, specs, state)) for specs, state in zip(program.inputs, states, strict=True)]
         rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
-        return *found, with_rows(batch, rows)
+        return *local, with_rows(batch, rows)
 
     def compile(self, program: Program) -> "ByDivision":
         """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""
-        # Keys are not folded and nothing is summed there: every replica computes the same.
+        # In the second no key is folded and nothing is summed: every replica computes the same.
         return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, whole=True)))
 
-    def out_tree(self, program: Program, replica: Replica, own: Any, shared: Any) -> tuple[Any, ...]:
-        """Return the results' layout: `own` where each replica has a part, else `shared`."""
+    def out_tree(self, program: Program, replica: Replica, per_replica: Any, shared: Any) -> tuple[Any, ...]:
+        """Return the results' layout: `per_replica` where each replica has its own part, else `shared`."""
 
         def layout(x: Any) -> Any:
             if isinstance(x, ArraySpec):
-                return own if x.per_replica else shared
-            return own if x is EACH or (x is ROWS and replica.splits) else shared
+                return per_replica if x.per_replica else shared
+            return per_replica if x is EACH or (x is ROWS and replica.splits) else shared
 
         return jax.tree.map(layout, program.outputs)
 
 
 def row_specs(batch: Any, axis: str) -> Any:
-    """Return the partition of a batch's leaves: rows over `axis`, scalars whole."""
+    """Return the partition of a batch's leaves: rows over `axis`, scalars replicated."""
     return jax.tree.map(lambda x: P(axis) if x.ndim else P(), batch)

@@ -1,4 +1,4 @@
-"""How parameters are split by rules: of their paths, and of the names of their dims."""
+"""Rules that split parameters: by their paths, and by the names of their dims."""
 
 import math
 import re
@@ -17,11 +17,11 @@ from jaxlit.shown import shown
 class Rules:
     r"""Which mesh axes the dims of arrays are split over.
 
-    A rule of a path says all of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`; the expression is
-    searched for in the array's path in the module, such as `blocks[0].attention.query.kernel`, and the first that is
-    found holds. A rule of a name says what a dim of this name is split over, where the module names its dims
-    (`nnx.with_partitioning`, `out_sharding`): `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim that is
-    named as a mesh axis needs no rule. If two dims of an array go to one axis, the first has it.
+    A rule of a path is the partition of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`. The expression
+    is searched for in the array's path in the module, such as `blocks[0].attention.query.kernel`, and the first that
+    matches applies. A rule of a name gives the mesh axes of a dim of this name, where the module names its dims
+    (`nnx.with_partitioning`, `out_sharding`): `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim
+    with the name of a mesh axis needs no rule. If two dims of an array go to one axis, the first is split.
 
     Args:
         rules: By path or name, as above.
@@ -44,14 +44,12 @@ class Rules:
         for key, value in (rules or {}).items():
             axes = (value,) if isinstance(value, str) else value
             if not isinstance(key, str):
-                raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no text: {key!r}.")
+                raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no str: {key!r}.")
             if isinstance(value, P):
                 if P.UNCONSTRAINED in value:
                     raise ArgumentError(
-                        f"{owner}(rules=...): the rule of {key!r} leaves a dim open: {value}. Take None."
+                        f"{owner}(rules=...): the rule of {key!r} has an unconstrained dim: {value}. Use None."
                     )
-                if len(set(axes_of(value))) < len(axes_of(value)):
-                    raise ArgumentError(f"{owner}(rules=...): the rule of {key!r} names an axis twice: {value}.")
                 self.paths[_expression(key, owner)] = value
             elif axes is None or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
                 self.names[key] = axes or ()
@@ -95,7 +93,7 @@ class Rules:
             )
 
     def sharding(self, path: str, x: Any, names: P, mesh: Mesh) -> NamedSharding | None:
-        """Return how an array is split, or None if no rule says it.
+        """Return the sharding of an array, or None if no rule applies.
 
         Args:
             path: Its path in the module.
@@ -118,13 +116,13 @@ class Rules:
             if x.shape[dim] % parts:
                 raise ArgumentError(
                     f"{self.owner}: dim {dim} of {path} has {x.shape[dim]} elements, and is to be split by {spec} over "
-                    f"{entry!r} into {parts}. Choose a size that divides, or a rule that leaves it whole."
+                    f"{entry!r} into {parts}. Choose a size that divides, or a rule that does not split it."
                 )
         return NamedSharding(mesh, spec)
 
     def _of_names(self, names: P, mesh: Mesh) -> P | None:
         if not any(name in self.names or name in mesh.axis_names for name in axes_of(names)):
-            return None  # all of them are meant for another mesh
+            return None  # the names are of another mesh
         entries, used = [], set[str]()
         for entry in names:
             axes = [axis for name in axes_of(P(entry)) for axis in self.names.get(name, (name,))]
@@ -135,7 +133,7 @@ class Rules:
 
 
 def dim_names(module: nnx.Module) -> dict[str, P]:
-    """Return the names that a module gives to the dims of its arrays, by path; those without are left out.
+    """Return the names that a module gives to the dims of its arrays, by path; arrays without names are left out.
 
     Args:
         module: The module; its Variables may hold shapes and dtypes in place of arrays.

@@ -16,8 +16,8 @@ class SequenceParallel(Strategy):
     """Split the batch's rows over `data` and their second dim, the positions of a sequence, over `seq`.
 
     Activations follow: a device holds its part of each sequence only. Where positions meet, as keys and values in
-    attention do, XLA gathers them, unless the model sends them round itself (`jax.shard_map` and `jax.lax.ppermute`
-    over `seq`). An array whose second dim does not divide is split by rows only. The state is whole on every device.
+    attention do, XLA gathers them, unless the model exchanges them itself (`jax.shard_map` and `jax.lax.ppermute`
+    over `seq`). An array whose second dim does not divide is split by rows only. The state is replicated.
 
     Args:
         seq: Devices that share a sequence; -1 for all that are left.
@@ -34,8 +34,8 @@ class SequenceParallel(Strategy):
     def __init__(self, *, seq: int = -1, data: int = 1) -> None:
         sizes = {"data": data, "seq": seq}
         for name, size in sizes.items():
-            whole = size == -1 or check.is_int(size, low=1)
-            check.require(whole, name, size, "must be a positive int, or -1", owner="SequenceParallel")
+            valid = size == -1 or check.is_int(size, low=1)
+            check.require(valid, name, size, "must be a positive int, or -1", owner="SequenceParallel")
         self.use_mesh(sizes)
 
     def batch_spec(self, x: Any) -> P:

@@ -21,7 +21,7 @@ class ShardMapDDP(PerReplica):
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
-        mesh: A mesh of your own, or the sizes of its axes: the replicas stand on its axis `data`, or on its only axis.
+        mesh: A mesh of the user's, or the sizes of its axes: the replicas are on its axis `data`, or on its only axis.
 
     Example:
         >>> import jaxlit as jl
@@ -38,9 +38,9 @@ class ShardMapDDP(PerReplica):
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
         self.use_mesh(mesh)
 
-    def place(self, batch: Any, *, whole: bool) -> Any:
+    def place(self, batch: Any, *, replicated: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
-        return sharding.place(batch, self.replicated if whole else sharding.rows(self.mesh, self.axis))
+        return sharding.place(batch, self.replicated if replicated else sharding.rows(self.mesh, self.axis))
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
@@ -50,7 +50,7 @@ class ShardMapDDP(PerReplica):
     def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under shard_map."""
         specs = tuple([self._spec(spec) for spec in state] for state in program.inputs)
-        outs = self.out_tree(program, replica, own=P(self.axis), shared=P())
+        outs = self.out_tree(program, replica, per_replica=P(self.axis), shared=P())
         split = lambda x, out: self._spec(x) if isinstance(x, ArraySpec) else out  # noqa: E731
         out_specs = jax.tree.map(split, program.outputs, outs)
 
@@ -63,8 +63,8 @@ class ShardMapDDP(PerReplica):
                 mesh=self.mesh,
                 in_specs=(*specs, batch_specs),
                 out_specs=out_specs,
-                # What varies is not part of the types: a scan or a cond over a trained and a frozen array, legal on
-                # one device, would not trace. Gradients are of the replica's own loss then, as under pmap.
+                # With varying axes in the types a scan or a cond over a trained and a frozen array, legal on one
+                # device, would not trace. Gradients are of the replica's own loss then, as under pmap.
                 check_vma=False,
             )
             return mapped(*args)
@@ -72,20 +72,20 @@ class ShardMapDDP(PerReplica):
         return call
 
     def _spec(self, spec: ArraySpec) -> P:
-        # What lies on another mesh, parts of which stand on several devices each, is whole on each of them.
+        # An array on a divided mesh is replicated: several devices hold each of its parts.
         return spec.sharding.spec if spec.sharding.mesh == self.mesh else P()
 
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.
         *states, batch = args
         states = [
-            [x[0] if spec.per_replica else x for x, spec in zip(state, lies, strict=True)]
-            for state, lies in zip(states, program.inputs, strict=True)
+            [x[0] if spec.per_replica else x for x, spec in zip(state, specs, strict=True)]
+            for state, specs in zip(states, program.inputs, strict=True)
         ]
         results = body(*states, batch)
 
         def stack(layout: Any, x: Any) -> Any:
-            own = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
-            return x[None] if own else x
+            per_replica = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
+            return x[None] if per_replica else x
 
         return jax.tree.map(stack, program.outputs, results)

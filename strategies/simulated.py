@@ -34,8 +34,8 @@ class Simulated(PerReplica):
         self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
-        whole = replicas is None or (isinstance(replicas, int) and replicas >= 1)
-        check.require(whole, "replicas", replicas, "must be a positive int", owner="Simulated")
+        valid = replicas is None or check.is_int(replicas, low=1)
+        check.require(valid, "replicas", replicas, "must be a positive int", owner="Simulated")
         self.replicas = replicas
 
     def setup(self, devices: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Simulated(PerReplica):
         """The simulated replicas."""
         return self._count
 
-    def place(self, batch: Any, *, whole: bool) -> Any:
+    def place(self, batch: Any, *, replicated: bool) -> Any:
         """Leave the batch as it is: it goes to the one device."""
         return batch
 
@@ -74,12 +74,12 @@ class Simulated(PerReplica):
             rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
             mapped = jax.vmap(body, in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
 
-            def join(layout: Any, x: Any) -> Any:  # a layout may be that of a whole tree
+            def join(layout: Any, x: Any) -> Any:  # a layout may be of an entire tree
                 if layout is ROWS and replica.splits:
                     return x.reshape(-1, *x.shape[2:])
-                own = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
-                # What is the same on every replica is that of the first, as on devices.
-                return x if own else jax.tree.map(lambda leaf: leaf[0], x)
+                per_replica = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH
+                # A value that is the same on every replica is taken from the first, as on devices.
+                return x if per_replica else jax.tree.map(lambda leaf: leaf[0], x)
 
             return jax.tree.map(join, program.outputs, mapped(*states, batch))
 

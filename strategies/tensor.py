@@ -24,8 +24,8 @@ class TensorParallel(FSDP):
         rules: By path or name of a dim, see `Rules`; None if the module names its dims as the mesh axes.
         tp: Devices that share a weight; -1 for all that are left.
         fsdp: Devices that share the rest of the state.
-        data: Copies of all that.
-        min_size: The most elements of an array that `fsdp` leaves whole.
+        data: Copies of the state.
+        min_size: The most elements of an array that `fsdp` does not split.
         remat: See `FSDP`.
 
     Raises:
@@ -50,8 +50,8 @@ class TensorParallel(FSDP):
     ) -> None:
         sizes = {"data": data, "fsdp": fsdp, "tp": tp}
         for name, size in sizes.items():
-            whole = size == -1 or check.is_int(size, low=1)
-            check.require(whole, name, size, "must be a positive int, or -1", owner="TensorParallel")
+            valid = size == -1 or check.is_int(size, low=1)
+            check.require(valid, name, size, "must be a positive int, or -1", owner="TensorParallel")
         super().__init__(rules=rules, min_size=min_size, remat=remat, mesh=sizes)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
@@ -60,11 +60,11 @@ class TensorParallel(FSDP):
         Raises:
             ArgumentError: Nothing is split over `tp`.
         """
-        found = super().state_sharding(state, model, example)
-        weights = jax.tree.leaves((found.params, found.frozen))
-        if self.mesh.shape["tp"] > 1 and not any("tp" in axes_of(lies.spec) for lies in weights):
+        shardings = super().state_sharding(state, model, example)
+        weights = jax.tree.leaves((shardings.params, shardings.frozen))
+        if self.mesh.shape["tp"] > 1 and not any("tp" in axes_of(x.spec) for x in weights):
             raise ArgumentError(
                 f"TensorParallel splits nothing of {model.name} over 'tp'. Give rules such as "
                 '{"up.kernel$": P(None, "tp")}, or name dims in the module.'
             )
-        return found
+        return shardings

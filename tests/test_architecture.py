@@ -280,7 +280,7 @@ def test_the_documentation_names_public_names_only() -> None:
     assert unknown == set()
 
 
-def test_the_map_shows_the_rooms_in_their_order_and_files_that_exist() -> None:
+def test_the_map_shows_rooms_and_files_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     drawn = re.findall(r"^\| `(\w+)/", text, re.M)
     assert drawn == ["jaxlit", *ROOMS[1:-1]]
@@ -309,3 +309,18 @@ def test_each_extra_installs_what_something_imports() -> None:
         for package in extras[extra]:
             name = called.get(package, package)
             assert re.search(rf"\b(import|from) {name}\b|import_module\(\W{name}\b", sources), (extra, package)
+
+
+def test_loops_and_trainer_know_no_concrete_callback() -> None:
+    """What they ask is in `Traits`, for callbacks of users too; only the defaults are made by their class."""
+    bases = {f"jaxlit.callbacks.{name}" for name in ("base", "traits", "measure")}
+    wrong = [
+        f"{one.where} imports {one.name} of {one.target}"
+        for one in imports()
+        if room(one.importer) in ("loop", "trainer", "engine")
+        and room(one.target) == "callbacks"
+        and one.kind != "annotation"
+        and one.target not in bases
+        and one.importer != "jaxlit.trainer.defaults"
+    ]
+    assert wrong == []

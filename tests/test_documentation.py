@@ -119,7 +119,7 @@ def test_the_readme_links_every_page() -> None:
     assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
 
 
-def test_each_difference_from_lightning_is_shown_by_a_test_that_exists() -> None:
+def test_each_difference_from_lightning_names_a_test() -> None:
     shown_by = json.loads((ROOT / "tests" / "data" / "lightning_differences.json").read_text())
     tables = re.findall(r"^\| Lightning \| jaxlit \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page_text("lightning.md"), re.M)
     differences = [row.split(" | ")[0].removeprefix("| ") for table in tables for row in table.splitlines()]

@@ -67,7 +67,7 @@ def python(tmp_path: Path) -> Path:
     return tmp_path / "venv" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
 
-def test_pyright_finds_the_mistakes_of_a_program_and_nothing_else(python, tmp_path) -> None:
+def test_pyright_reports_only_the_mistakes_of_a_program(python, tmp_path) -> None:
     pytest.importorskip("pyright")
     (tmp_path / "program").mkdir()
     program = tmp_path / "program" / "train.py"

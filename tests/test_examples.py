@@ -73,7 +73,7 @@ def test_records_reaches_95_percent(
 
 
 @pytest.mark.full
-def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
+def test_the_custom_strategy_trains_like_a_single_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run("custom_strategy.py", monkeypatch, capsys)
@@ -84,7 +84,7 @@ def test_a_strategy_of_ones_own_trains_to_the_losses_of_a_single_device(
 
 
 @pytest.mark.full
-def test_experts_on_their_own_devices_learn_what_a_single_device_does(
+def test_experts_train_like_a_single_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def closing_line(strategy: str) -> str:
@@ -97,7 +97,7 @@ def test_experts_on_their_own_devices_learn_what_a_single_device_does(
 
 
 @pytest.mark.full
-def test_pipelines_train_to_the_losses_of_fsdp_in_the_order_of_their_schedules(
+def test_pipelines_train_to_the_losses_of_fsdp(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run("pipeline.py", monkeypatch, capsys)
@@ -121,7 +121,7 @@ SPLIT = {  # into how many parts, by dim
 }
 
 
-def test_a_strategy_of_ones_own_splits_parameters_their_moments_and_their_gradients() -> None:
+def test_the_custom_strategy_splits_moments_and_gradients() -> None:
     example = runpy.run_path(str(EXAMPLES / "custom_strategy.py"))
     module = nnx.eval_shape(lambda: example["Transformer"](rngs=nnx.Rngs(0)))
     state, shardings = laid_out(example["TensorParallel"](), module, accumulate=True)
@@ -176,7 +176,7 @@ def called(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple
 
 
 @pytest.mark.parametrize("steps", thinned([2, 20], full=[2]))
-def test_the_language_model_learns_and_with_time_more_than_how_often_each_byte_comes(
+def test_the_language_model_learns_more_than_frequencies(
     steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run("transformer_lm.py", monkeypatch, capsys, "--devices", "2", "--steps", str(steps))
@@ -189,7 +189,7 @@ def test_the_language_model_learns_and_with_time_more_than_how_often_each_byte_c
     assert len(written) == 4 and all(len(ast.literal_eval(line)) == 64 for line in written)
 
 
-def test_each_network_of_the_gan_is_trained_by_its_own_loss_and_optimizer() -> None:
+def test_each_network_of_the_gan_has_its_own_optimizer() -> None:
     example = runpy.run_path(str(EXAMPLES / "gan.py"))
     real = np.random.default_rng(1).normal(size=(16, 2)).astype(np.float32)
     gan, hand = example["GAN"](rngs=nnx.Rngs(0)), example["GAN"](rngs=nnx.Rngs(0))
@@ -232,7 +232,7 @@ def test_the_gan_moves_from_the_middle_to_the_ring(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.full
-def test_fine_tuning_leaves_every_bit_of_the_backbone_and_reads_what_it_could_not(
+def test_fine_tuning_leaves_the_backbone_unchanged(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example, (checkpoint, tuned) = called("finetune.py", monkeypatch, "--strategy", "fsdp", "--epochs", "4")
@@ -250,7 +250,7 @@ def test_fine_tuning_leaves_every_bit_of_the_backbone_and_reads_what_it_could_no
 
 
 @pytest.mark.full
-def test_a_killed_training_goes_on_to_the_same_bits_and_on_four_devices_to_the_same_numbers(
+def test_a_killed_training_continues_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
@@ -283,7 +283,7 @@ def test_beside_the_port_stands_a_whole_program() -> None:
 
 
 @pytest.mark.full
-def test_the_notebook_runs_and_shows_curves_and_what_the_best_checkpoint_reads_wrongly(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)

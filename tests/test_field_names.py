@@ -61,7 +61,7 @@ def test_a_name_of_the_field_works_or_says_what_takes_its_place(owner: str, name
 
 
 @pytest.mark.parametrize(("call", "answer"), NAMES["call"].items())
-def test_an_argument_of_the_field_works_or_says_what_takes_its_place(call: str, answer: str) -> None:
+def test_an_argument_of_the_field_works_or_names_ours(call: str, answer: str) -> None:
     run = lambda: eval(call, {"jl": jl} | OWNERS)  # noqa: E731
     if answer == "works":
         run()
@@ -69,7 +69,7 @@ def test_an_argument_of_the_field_works_or_says_what_takes_its_place(call: str, 
         refuses((ArgumentError, ArgumentTypeError), run, re.escape(answer))
 
 
-def test_class_methods_of_the_field_say_what_takes_their_place_on_the_class() -> None:
+def test_class_methods_of_the_field_name_ours() -> None:
     for name, answer in (("load_from_checkpoint", "ckpt_path"), ("from_datasets", r"fit\(")):
         with pytest.raises(AttributeError, match=rf"^Data has no attribute '{name}'\. .*{answer}"):
             getattr(Data, name)
@@ -119,7 +119,7 @@ def test_a_callback_refuses_an_argument_that_it_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("owner", ["jl", "jl.callbacks", "jl.strategies"])
-def test_an_import_of_a_name_of_the_field_says_what_takes_its_place(owner: str) -> None:
+def test_an_import_of_a_name_of_the_field_names_ours(owner: str) -> None:
     for name, answer in NAMES[owner].items():
         line = f"from {OWNERS[owner].__name__} import {name}"
         if answer == "works":
@@ -196,7 +196,7 @@ def test_what_a_property_raises_is_told_as_it_is() -> None:
         _ = Half().logger
 
 
-def test_callbacks_stand_beside_the_trainer_and_are_not_listed_twice() -> None:
+def test_callbacks_are_in_the_main_namespace_once() -> None:
     assert jl.EarlyStopping is jl.callbacks.EarlyStopping and jl.ModelCheckpoint is jl.callbacks.ModelCheckpoint
     assert "EarlyStopping" not in dir(jl)
 
@@ -214,7 +214,7 @@ class Port(Linear):
     __call__ = jl.TrainModule.__call__
 
 
-def test_hyperparameters_are_attributes_and_those_that_were_chosen() -> None:
+def test_hyperparameters_are_the_chosen_attributes() -> None:
     module = Port(lr=0.5)
     assert module.hparams == {"lr": 0.5, "extra": 2} and module.hparams.lr == 0.5
     with pytest.raises(AttributeError, match=r"hparams has no 'width', and has \['lr', 'extra'\]"):
@@ -268,7 +268,7 @@ class Replaced(Based):
         (lambda: Data(4), {"batch_size": 4}, {}),
     ],
 )
-def test_hyperparameters_of_a_base_class_are_kept_and_those_that_are_added_told_apart(
+def test_hyperparameters_of_a_base_class_are_kept(
     module: Any, arguments: dict[str, Any], added: dict[str, Any]
 ) -> None:
     assert module().hparams == arguments | added
@@ -318,7 +318,7 @@ def test_an_argument_may_be_said_as_in_lightning(argument: str, given: Any, take
         (Printer(), "Printer()"),
     ],
 )
-def test_a_callback_or_strategy_is_shown_as_the_call_that_makes_it(made: Any, shown: str) -> None:
+def test_a_callback_or_strategy_shows_its_constructor_call(made: Any, shown: str) -> None:
     assert repr(made) == shown
 
 

@@ -3,7 +3,7 @@
 from sweeps.mutants import defects
 
 
-def test_each_planted_defect_still_fits_the_code_and_names_tests_that_there_are() -> None:
+def test_each_planted_defect_fits_code_and_tests() -> None:
     stale = [f"{defect.name}: {defect.problem}" for defect in defects() if defect.problem]
     assert not stale, "\n".join(stale)
 

@@ -66,7 +66,7 @@ def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
         (lambda s, m: s.rows({"data": 8}), ArgumentTypeError, r"sharding\.rows\(mesh, "),
     ],
 )
-def test_what_cannot_be_placed_is_refused_by_its_path_or_argument(call, error, words) -> None:
+def test_what_cannot_be_placed_is_refused_by_name(call, error, words) -> None:
     with pytest.raises(error, match=words):
         call(jl.sharding, jl.sharding.mesh({"data": 8}))
 
@@ -80,7 +80,7 @@ def test_rows_are_split_and_numbers_lie_whole() -> None:
     assert jl.sharding.rows(mesh).spec == P("data")
 
 
-def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None:
+def test_a_state_is_split_along_the_largest_dim() -> None:
     mesh, model = jl.sharding.mesh({"data": 8}), nnx.Linear(24, 64, rngs=nnx.Rngs(0))
     before = np.array(model.kernel[...])
     for how, specs in (("replicate", (P(), P())), ("shard", (P(None, "data"), P()))):
@@ -92,7 +92,7 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "whole_dims", "part"),
+    ("shape", "unsplit_dims", "part"),
     [
         ((64, 128), (), (64, 16)),
         ((128, 64), (), (16, 64)),
@@ -110,15 +110,15 @@ def test_a_state_is_copied_or_split_along_the_largest_dim_that_divides() -> None
         ((4, 4, 101), (), (1, 2, 101)),  # four devices along the first, two are left for the second
     ],
 )
-def test_the_largest_dim_that_divides_is_split_or_two_or_over_a_part_of_the_devices(shape, whole_dims, part) -> None:
+def test_by_size_splits_as_many_ways_as_sizes_allow(shape, unsplit_dims, part) -> None:
     mesh, x = jl.sharding.mesh({"copies": 1, "data": 8}), np.arange(float(np.prod(shape))).reshape(shape)
-    lies = jl.sharding.by_size(x, mesh, ("data",), min_size=1024, whole_dims=whole_dims)
+    lies = jl.sharding.by_size(x, mesh, ("data",), min_size=1024, unsplit_dims=unsplit_dims)
     placed = jax.device_put(x, lies)
     assert lies.shard_shape(shape) == part and list(lies.mesh.devices.flat) == jax.devices()
     np.testing.assert_array_equal(placed, x)
 
 
-def test_devices_of_several_slices_stand_so_that_one_axis_goes_between_them(monkeypatch) -> None:
+def test_devices_of_several_slices_are_split_by_one_axis(monkeypatch) -> None:
     class Device:
         platform = device_kind = "cpu"
         process_index = 0

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: whole or nothing, which is newest, and a module's weights out of one."""
+"""Checkpoints on disk: complete or not there, which is newest, and how a module reads weights of one."""

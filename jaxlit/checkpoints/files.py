@@ -1,7 +1,7 @@
-"""Checkpoints on the disk: their names and folders, and reading, before which they are verified.
+"""Checkpoints on the disk: their names and folders, and how they are verified and read.
 
-A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for all that is no array, and `MANIFEST.json`,
-written last. It holds data only: nothing in it is imported, called or unpickled.
+A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for everything else, and `MANIFEST.json`, written
+last. It contains data only: nothing in it is imported, called or unpickled.
 """
 
 import math
@@ -41,8 +41,8 @@ def name_of(step: int, suffix: str = "") -> str:
 
 def step_of(path: Path) -> int | None:
     """Return the optimizer step in a checkpoint's name, None if it is no such name."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 # Reading ---------------------------------------------------------------------------------------------
@@ -82,32 +82,31 @@ class Checkpoint:
         """
         from orbax.checkpoint import v1 as ocp
 
-        folder, specs = self.path / ARRAYS, self.specs
-        stored = [i for i, (_, shape, _) in enumerate(specs) if np.prod(shape, dtype=np.int64)]
+        folder, specs = str(self.path / ARRAYS), self.specs
+        arrays: dict[int, Any] = {}
         try:
-            # What has no elements is not stored.
-            empty = {i: np.zeros(specs[i][1], specs[i][2]) for i in wanted if i not in stored}
-            held = ocp.metadata(str(folder)).metadata
-            for i in stored:
-                # Before anything is allocated: what is on the disk may not ask for more than its shape.
-                found, (name, shape, dtype) = held[str(i)], specs[i]
-                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
-                chunk = getattr(found.storage_metadata, "chunk_shape", None) or shape
-                sound = len(chunk) == len(shape) and not any(np.greater(chunk, shape))
-                if tuple(found.shape) != shape or str(found.dtype) != kind or not sound:
-                    stored_as = f"{found.dtype}{list(found.shape)}"
-                    raise CheckpointError(f"{self.path}: {name} is stored as {stored_as}, not as {kind}{list(shape)}.")
-            target: dict[str, Any] = {str(i): ocp.PLACEHOLDER for i in stored}
-            for i in wanted.keys() & set(stored):
-                _, shape, dtype = specs[i]
-                host = None if wanted[i] is not None else np.zeros(shape, "uint32" if _KEY.fullmatch(dtype) else dtype)
-                target[str(i)] = wanted[i] if host is None else host
-            loaded = ocp.load(str(folder), target) if set(stored) & set(wanted) else {}
+            stored = ocp.metadata(folder).metadata
+            target: dict[str, Any] = {}
+            for i, (name, shape, dtype) in enumerate(specs):
+                kind, sharded = "uint32" if _KEY.fullmatch(dtype) else dtype, wanted.get(i)
+                if not math.prod(shape):  # what has no elements is not stored
+                    arrays[i] = np.zeros(shape, dtype)
+                    continue
+                # Before anything is allocated: the files may not ask for more than the shape.
+                chunk = getattr(stored[str(i)].storage_metadata, "chunk_shape", None) or shape
+                is_sound = len(chunk) == len(shape) and not any(np.greater(chunk, shape))
+                if (tuple(stored[str(i)].shape), str(stored[str(i)].dtype), is_sound) != (shape, kind, True):
+                    text = f"{stored[str(i)].dtype}{list(stored[str(i)].shape)}"
+                    raise CheckpointError(f"{self.path}: {name} is stored as {text}, not as {kind}{list(shape)}.")
+                host = np.zeros(shape, kind) if i in wanted and sharded is None else sharded
+                target[str(i)] = host if i in wanted else ocp.PLACEHOLDER
+            if any(x is not ocp.PLACEHOLDER for x in target.values()):
+                arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{self.path}: its arrays cannot be read: {error}") from error
-        return {i: loaded[str(i)] if i in stored else empty[i] for i in wanted}
+        return {i: arrays[i] for i in wanted}
 
 
 def read(path: Path) -> Checkpoint:
@@ -130,40 +129,36 @@ def read(path: Path) -> Checkpoint:
 
 
 def raise_together(topic: str, problem: CheckpointError | None) -> None:
-    """Raise in every process what one of them has found; all must come here.
+    """Raise in every process the error of one of them; all must call this.
 
     Args:
         topic: What it is about, for messages.
-        problem: What this process has found.
+        problem: The error of this process, if there is one.
 
     Raises:
-        CheckpointError: A process has found something.
+        CheckpointError: A process has an error.
     """
-    told = agree(topic, None if problem is None else str(problem))
-    if found := next(filter(None, told), None):  # the same in every process
-        raise problem if str(problem) == found and problem is not None else CheckpointError(found)
+    problems = agree(topic, None if problem is None else str(problem))
+    if text := next(filter(None, problems), None):  # the same one in every process
+        raise problem if str(problem) == text and problem is not None else CheckpointError(text)
 
 
 def candidates(folder: Path) -> list[Path]:
     """Return what is named like a checkpoint in a folder, the one written last first.
 
-    Those that do not tell when they were written come before all: whoever looks for the newest says what is wrong.
+    Those whose manifest has no order come before all: reading them says what is wrong.
     """
-    if not folder.is_dir():
-        return []
-    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
-    orders = {path: order if (order := manifest.order_of(path)) is not None else math.inf for _, path in found}
-    return [path for _, path in sorted(found, key=lambda x: (orders[x[1]], x[0], x[1].name), reverse=True)]
+    keys = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (step := step_of(path)) is not None:
+            order = manifest.order_of(path)
+            keys[path] = (math.inf if order is None else order, step, path.name)
+    return sorted(keys, key=lambda path: keys[path], reverse=True)
 
 
 def last_order(folder: Path) -> int:
     """Return the order of the checkpoint that was written last in a folder, 0 if there is none."""
     return max([0, *(manifest.order_of(path) or 0 for path in candidates(folder))])
-
-
-def folder_of(path: Path) -> Path:
-    """Return the folder with the checkpoints of a run, given it or the run's own."""
-    return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -172,23 +167,23 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: There are some, and none of them verifies.
     """
-    skipped: list[str] = []
-    tried: list[str] = []
+    skipped: dict[str, str] = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
-    while names := [x for x in agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in tried]:
+    while names := [x for x in agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped]:
         for name in names:
-            tried.append(name)
             try:
-                return read(folder / name), skipped
+                return read(folder / name), [*skipped.values()]
             except CheckpointError as error:
-                skipped.append(str(error))
+                skipped[name] = str(error)
     if skipped:
         raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  " + "\n  ".join(skipped) + "\n"
-            "Training does not start from scratch beside them. Restore one from a copy, move them away, or pass "
-            "another Trainer(default_root_dir=...)."
+            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  "
+            + "\n  ".join(skipped.values())
+            + "\n"
+            "Training does not start again in their folder. Restore one from a copy, move them away, or pass another "
+            "Trainer(default_root_dir=...)."
         )
-    return None, skipped
+    return None, []
 
 
 def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
@@ -206,7 +201,7 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    where, found, skipped, missing = Path(path), None, list[str](), ""
+    where, checkpoint, skipped = Path(path), None, list[str]()
     which = where.name if where.name in ("best", "last") and where.parent.is_dir() and not where.exists() else ""
     where = where.parent if which else where
     if where.is_file():
@@ -214,25 +209,24 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
             f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
             "are read with it, and given to a module by nnx.update(module, state)."
         )
+    folder_of = lambda path: path / FOLDER if (path / FOLDER).is_dir() else path  # noqa: E731
     if (where / manifest.MANIFEST).exists() or step_of(where) is not None:
-        found = read(where) if where.exists() else None
+        checkpoint = read(where) if where.exists() else None
     elif where.is_dir():
-        found, skipped = newest(folder_of(where))
-    if found is not None:
-        return best_of(found) if which == "best" else found, skipped
+        checkpoint, skipped = newest(folder_of(where))
+    if checkpoint is not None:
+        return best_of(checkpoint) if which == "best" else checkpoint, skipped
     if which == str(path):
         raise CheckpointError(f'{argument}: {which!r} names no folder: pass "<run\'s folder>/{which}".')
-    near = where
+    near, missing, hint = where, "", ""
     while not near.is_dir():
         missing, near = near.name, near.parent
-    names = ", ".join(p.name for p in candidates(folder_of(near))[:5])
-    there = f" In {near} there are: {names}." if names else ""
     if near != where:
         place = f" in {near}" if near != Path() else ""
-        there = (
-            f" There is no folder {missing!r}{place}.{did_you_mean(missing, [p.name for p in near.iterdir()])}{there}"
-        )
-    raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{there}")
+        hint = f" There is no folder {missing!r}{place}.{did_you_mean(missing, [p.name for p in near.iterdir()])}"
+    if names := ", ".join(p.name for p in candidates(folder_of(near))[:5]):
+        hint += f" In {near} there are: {names}."
+    raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{hint}")
 
 
 def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
@@ -255,7 +249,7 @@ def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a crash on the way leaves it whole, or nothing that is taken for one."""
+    """Delete a checkpoint; a crash meanwhile leaves it complete, or nothing that a resume reads."""
     if path.exists():
         trash = path.parent / f"{_TRASH}{path.name}-{secrets.token_hex(4)}"
         os.rename(path, trash)

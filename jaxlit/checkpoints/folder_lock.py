@@ -13,7 +13,7 @@ from jaxlit.errors import CheckpointError
 PROBE = ".probe-"  # of a file that is written to see whether one can be
 
 _held: set[str] = set()  # folders that this process holds
-_without_locks: set[int] = set()  # file systems that were told of
+_without_locks: set[int] = set()  # file systems that were warned of
 
 _logger = logging.getLogger("jaxlit")
 
@@ -23,20 +23,20 @@ class FolderLock:
 
     Args:
         folder: The folder; it is made if it is not there.
-        of_run: Whether it is that of a run: if nothing can be written there, whoever writes says so. Otherwise it is
-            for checkpoints.
+        of_run: Whether it is the folder of a run: the first write raises if nothing can be written there. Otherwise it
+            is for checkpoints.
 
     Raises:
         CheckpointError: Nothing can be written there, or another training holds it.
     """
 
     def __init__(self, folder: Path, *, of_run: bool = False) -> None:
-        # Checkpoints may lie in the run's folder itself: each has a lock of its own.
+        # Checkpoints may be in the run's folder itself, so the two have different locks.
         self._name = os.path.join(os.path.realpath(folder), ".run-lock" if of_run else ".lock")
         self._file: TextIO | None = None
         # Before the file is opened: closing it again would let go of the lock.
         if self._name in _held:
-            who, remedy = "Two ModelCheckpoints", "Give one of them a dirpath of its own"
+            who, remedy = "Two ModelCheckpoints", "Give one of them another dirpath"
             if of_run:
                 who, remedy = (
                     "Two fits",

@@ -5,6 +5,7 @@ up in the modules that are loaded, and only in those of the class that is built,
 """
 
 import dataclasses
+import functools
 import math
 import re
 import sys
@@ -24,7 +25,7 @@ _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", 
 
 
 class NotKeptError(Exception):
-    """A value cannot be kept, or what was kept cannot be found; its text says what it is."""
+    """A value cannot be saved, or not be restored; its text is the value as messages show it."""
 
 
 def encode(x: Any) -> Any:
@@ -88,7 +89,7 @@ def decode(x: Any, cls: type) -> Any:
     value: Any = x.get(_VALUE)
     try:
         if kind == "name":
-            return _found(value, cls)  # "package.module:Class.method"
+            return _named(value, cls)  # "package.module:Class.method"
         if kind == "dtype":
             return np.dtype(value)
         if kind == "scalar" and issubclass(scalar := np.dtype(x["dtype"]).type, (np.bool_, np.number)):
@@ -100,7 +101,7 @@ def decode(x: Any, cls: type) -> Any:
         if kind == "dict":
             return {decode(key, cls): decode(item, cls) for key, item in value}
         if kind == "dataclass":
-            made = _found(x["name"], cls)
+            made = _named(x["name"], cls)
             if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
                 return made(**{key: decode(item, cls) for key, item in value.items()})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -144,8 +145,8 @@ def _name_of(x: Any) -> str | None:
     if not isinstance(module, str) or not isinstance(name, str):
         return None
     name = f"{name}.{x.name}" if isinstance(x, Enum) else name
-    found = next((at for at in (*_LIBRARIES, module) if _look_up(at, name) is x), None)
-    return None if found is None else f"{_script() if found == '__main__' else found}:{name}"
+    place = next((at for at in (*_LIBRARIES, module) if _look_up(at, name) is x), None)
+    return None if place is None else f"{_script() if place == '__main__' else place}:{name}"
 
 
 def _script() -> str:
@@ -160,33 +161,27 @@ def _dotted(path: Any) -> str:
 
 
 def _look_up(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    return functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), sys.modules.get(module))
 
 
-def _found(path: str, cls: type) -> Any:
-    """Return what a name means, where the class is built."""
+def _named(path: str, cls: type) -> Any:
+    """Return the value of a name, in the program that builds the class."""
     module, _, name = path.partition(":")
     # The program that loads what a script has trained may import the script, and has another `__main__`.
     module = "__main__" if module == _script() else module.removeprefix("__main__/")
     module = cls.__module__ if path.startswith("__main__:") else module  # as older checkpoints write it
-    found = _look_up(module, name)
-    # By its own name: a module may hold functions of any other.
-    if (
-        found is not None
-        and (own := _name_of(found)) is not None
-        and _may_be_given(own.partition(":")[0].partition("/")[0], cls)
-    ):
-        return found
-    if isinstance(found, type) and module == "builtins":  # float as a dtype
-        return found
+    x = _look_up(module, name)
+    # By the name of the value itself: a module may import functions of any other.
+    known = None if x is None else _name_of(x)
+    if known is not None and _may_be_named(known.partition(":")[0].partition("/")[0], cls):
+        return x
+    if isinstance(x, type) and module == "builtins":  # float as a dtype
+        return x
     raise KeyError(path)
 
 
-def _may_be_given(module: str, cls: type) -> bool:
-    """Return whether a checkpoint may name what is in a module: the user's, the class's own, or one of arrays."""
+def _may_be_named(module: str, cls: type) -> bool:
+    """Return whether a checkpoint may name values of a module: the user's, that of the class, or one of arrays."""
     root, file = module.partition(".")[0], getattr(sys.modules[module], "__file__", None)
     if root in sys.stdlib_module_names or root == "jaxlit":
         return False
@@ -201,5 +196,5 @@ def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
         names = {*getattr(x, "__dict__", {}), *(field.name for field in dataclasses.fields(x))}
         given_only = type(x).__dataclass_fields__.keys() - {field.name for field in dataclasses.fields(x)}
         return not given_only and all(getattr(made, name) == getattr(x, name) for name in names)
-    except Exception:  # of the user's own code
+    except Exception:  # of the user's code
         return False

@@ -1,7 +1,7 @@
-"""What makes a folder whole: a manifest of its files' sizes and hashes, written last.
+"""The manifest of a checkpoint: its files' sizes and hashes, written last.
 
-The manifest guards against damage, not against forgery: whoever can write the files can write a manifest that fits.
-So whatever is read here is data only, and is looked at before it is used.
+The manifest guards against damage, not against forgery: a program that can write the files can write a manifest that
+fits. So all that is read here is data, and is checked before it is used.
 """
 
 import errno
@@ -62,12 +62,12 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
     real, entries = os.path.realpath(folder), _entries(folder)
-    for found in _files(folder):
-        name = found.relative_to(folder).as_posix()
+    for path in _files(folder):
+        name = path.relative_to(folder).as_posix()
         # Hidden ones are left by file systems and file managers.
-        if name in entries or name == MANIFEST or found.name.startswith("."):
+        if name in entries or name == MANIFEST or path.name.startswith("."):
             continue
-        if name == STATE or found.is_symlink() or "/" in name:  # among the arrays a library might read it
+        if name == STATE or path.is_symlink() or "/" in name:  # among the arrays a library might read it
             raise CheckpointError(f"{folder}: {name} is not in its manifest.")
         _logger.warning("%s: %s is not in its manifest, and is read by nobody.", folder, name)
     for name, (size, digest) in entries.items():
@@ -77,8 +77,8 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
             raise CheckpointError(f"{folder}: its manifest names {name!r}, which is not a file inside it.")
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing.")
-        if (found := path.stat().st_size) != size:
-            raise CheckpointError(f"{folder}: {name} has {found} bytes, and had {size} when it was written.")
+        if (length := path.stat().st_size) != size:
+            raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
         if hashes and _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
 
@@ -86,10 +86,10 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
 def order_of(folder: Path) -> int | None:
     """Return the order of a folder, None if its manifest cannot be read."""
     try:
-        found = _parse(folder / MANIFEST, _bytes(folder / MANIFEST)).get("order")
+        order = _parse(folder / MANIFEST, _bytes(folder / MANIFEST)).get("order")
     except CheckpointError:
         return None
-    return found if type(found) is int else None
+    return order if type(order) is int else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def patiently(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def fsync(path: Path) -> None:
     """Put a file, or the names in a folder, onto the disk."""
-    sys.audit("jaxlit.fsync", str(path))  # os.fsync has no audit event of its own, for jaxlit.testing.faults
+    sys.audit("jaxlit.fsync", str(path))  # os.fsync has no audit event, for jaxlit.testing.faults
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -159,8 +159,8 @@ def _entries(folder: Path) -> dict[str, Any]:
     for name, entry in files.items():
         steps = name.split("/")
         sound = not any(step in ("", ".", "..") for step in steps) and not any(c in name for c in "\\\0:")
-        whole = isinstance(entry, list) and [type(x) for x in entry] == [int, str] and entry[0] >= 0
-        if not sound or not whole:
+        complete = isinstance(entry, list) and [type(x) for x in entry] == [int, str] and entry[0] >= 0
+        if not sound or not complete:
             raise CheckpointError(f"{path} names {name!r:.80} with {entry!r:.80}, which is no file inside the folder.")
     return files
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's name says beside its step: `{epoch}-{val/loss:.3f}` with the values in it."""
+"""The part of a checkpoint's name after its step: `{epoch}-{val/loss:.3f}` with the values in it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ def check_filename(filename: str | None) -> None:
     if set("{}") & set(_FIELD.sub("", filename or "")):
         raise ArgumentError(
             f"ModelCheckpoint(filename={filename!r}) has a brace without its other, or an empty pair. Write "
-            "'{epoch}-{val/loss:.2f}', say."
+            "for example '{epoch}-{val/loss:.2f}'."
         )
 
 

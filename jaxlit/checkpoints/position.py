@@ -1,4 +1,4 @@
-"""Where training stands: what a checkpoint holds of the loop."""
+"""How far training is: what a checkpoint has of the loop."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,8 +32,8 @@ class Validating(IntEnum):
 
 
 # Tables: making an enum's member costs several calls, and every step comes by here. After a batch comes the next one.
-_BEHIND = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
-_BEHIND_IN_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
+_NEXT = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
+_NEXT_OF_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
 
 # What of the fields is in state.json: those that are apart are written by `jaxlit.loop.snapshot`.
 _APART = {"apart": True}
@@ -41,7 +41,7 @@ _APART = {"apart": True}
 
 @dataclass
 class Position:
-    """Where training stands.
+    """How far training is.
 
     `phase` moves before a hook runs, never after it: a checkpoint that is taken in a hook continues after that hook,
     and does not call it again.
@@ -55,7 +55,7 @@ class Position:
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
     phase: Phase = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
-    # Where the training loader's iteration stands after the last batch that was used.
+    # The state of the training loader after the last batch that was used.
     data: Any = field(default=None, metadata=_APART)
 
     def __post_init__(self) -> None:
@@ -65,14 +65,14 @@ class Position:
         """Return whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
-        self.phase = _BEHIND[phase]
+        self.phase = _NEXT[phase]
         return True
 
     def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
-        """Stand after a batch whose step was dispatched; nothing else counts batches or steps.
+        """Move after a batch whose step was dispatched; nothing else counts batches or steps.
 
         Args:
-            data: Where the loader's iteration stands after it.
+            data: The loader's state after it.
             stepping: Whether the optimizer took a step.
             last: Whether it was the last batch of the epoch.
         """
@@ -81,26 +81,26 @@ class Position:
         self.phase, self.over, self.data = Phase.ROW, last, data
 
     def end_batches(self, data: Any) -> None:
-        """Stand after the last batch of the epoch, of which the loader may have more."""
+        """End the epoch here; the loader may have more batches."""
         self.over, self.data = True, data
 
     def drop_window(self) -> None:
-        """Stand before the first batch of an accumulation window."""
+        """Move before the first batch of an accumulation window."""
         self.filled = 0
 
     def advance_epoch(self, data: Any) -> None:
-        """Stand before the next epoch, whose loader continues from `data`."""
+        """Move before the next epoch, whose loader continues from `data`."""
         self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
         self.phase, self.data, self.first_step = Phase.EPOCH_START, data, self.global_step
 
-    def stand_before(self, step: int, batch_idx: int, filled: int, data: Any) -> None:
-        """Stand before an earlier step of this epoch, after the hook that its batch begins with.
+    def move_before(self, step: int, batch_idx: int, filled: int, data: Any) -> None:
+        """Move before an earlier step of this epoch, after the hook that begins its batch.
 
         Args:
             step: The step.
             batch_idx: The batch.
             filled: Batches in the accumulation window.
-            data: Where the loader's iteration stood.
+            data: The loader's state then.
         """
         self.total_batch_idx -= self.batch_idx - batch_idx
         self.batch_idx, self.global_step, self.filled = batch_idx, step, filled
@@ -123,14 +123,14 @@ class Position:
 
 @dataclass
 class Evaluation:
-    """Where a validation, in a fit or alone, or a test stands; `phase` moves as that of a `Position`."""
+    """How far a validation, in a fit or alone, or a test is; `phase` moves like that of a `Position`."""
 
     loader: int = 0  # the loader at hand
     batch_idx: int = 0  # its batches done
     found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
     phase: Validating = field(default=Validating.START, metadata={"one_of": Validating})  # what comes next
-    data: Any = field(default=None, metadata=_APART)  # where the loader's iteration stands
+    data: Any = field(default=None, metadata=_APART)  # the loader's state
     sums: list[Any] | None = field(default=None, metadata=_APART)  # its metrics so far, see Engine.eval_step
     table: Any = field(default=None, metadata=_APART)  # the columns of the sums
 
@@ -141,15 +141,15 @@ class Evaluation:
         """Return whether a phase is still to come; from here on it counts as done."""
         if self.phase > phase:
             return False
-        self.phase = _BEHIND_IN_EVALUATION[phase]
+        self.phase = _NEXT_OF_EVALUATION[phase]
         return True
 
     def advance(self, sums: list[Any], data: Any) -> None:
-        """Stand after a batch whose step was dispatched."""
+        """Move after a batch whose step was dispatched."""
         self.sums, self.data, self.batch_idx = sums, data, self.batch_idx + 1
         self.phase = Validating.BATCH_START
 
     def advance_loader(self) -> None:
-        """Stand before the next loader."""
+        """Move before the next loader."""
         self.loader, self.batch_idx = self.loader + 1, 0
         self.data = self.sums = self.table = None

@@ -1,69 +1,56 @@
-"""What orbax prints of a save that fails, hundreds of lines, is left out: the error says it, and jaxlit in one line."""
+"""Hides the hundreds of lines that orbax prints of a save that fails: the error names the cause."""
 
 import logging
 import os
 import sys
 import threading
-from types import TracebackType
+import traceback
 from typing import Any
 
 _LATE_S = 5.0
-_LOGGERS = ("absl", "asyncio")  # orbax's own, and that of the loops which it runs
+_LOGGERS = ("absl", "asyncio")  # orbax's, and that of its event loops
+_ORBAX = f"{os.sep}orbax{os.sep}"
 _lock = threading.Lock()
 _saves = 0
-_told = sys.unraisablehook  # the hook in whose place ours stands
+_previous = sys.unraisablehook
 
 
-class _OfOrbax(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        trace = record.exc_info[2] if record.exc_info else None
-        return not _is_orbax(record.pathname) and not _is_in_orbax(trace)
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not any(_ORBAX in path for path in (record.pathname, *frames))
 
 
-_filter = _OfOrbax()
+def _unraisable(event: Any) -> None:
+    # A write that has ended reports to the event loop that waited for it, which the failure of another has closed.
+    if str(event.exc_value) != "Event loop is closed":
+        _previous(event)
 
 
 def begin() -> None:
-    """Leave out what orbax prints until `end` was called as often."""
-    global _saves, _told
-    with _lock:
-        _saves += 1
-        if _saves == 1:
-            for name in _LOGGERS:
-                logging.getLogger(name).addFilter(_filter)
-            _told, sys.unraisablehook = sys.unraisablehook, _unraisable
+    """Hide orbax's messages until `end` was called as often."""
+    _count(1)
 
 
 def end(*, failed: bool) -> None:
     """Take back a `begin`; a little later if the save failed, as its other writers have yet to end."""
-    if failed:
-        late = threading.Timer(_LATE_S, end, kwargs={"failed": False})
-        late.daemon = True
-        late.start()
+    if not failed:
+        _count(-1)
         return
-    global _saves
+    late = threading.Timer(_LATE_S, _count, [-1])
+    late.daemon = True
+    late.start()
+
+
+def _count(change: int) -> None:
+    global _saves, _previous
     with _lock:
-        _saves -= 1
-        if not _saves:
-            for name in _LOGGERS:
-                logging.getLogger(name).removeFilter(_filter)
-            if sys.unraisablehook is _unraisable:
-                sys.unraisablehook = _told
-
-
-def _unraisable(told: Any) -> None:
-    # A write that has ended tells the loop that waited for it, which the failure of another has closed.
-    if str(told.exc_value) != "Event loop is closed":
-        _told(told)
-
-
-def _is_in_orbax(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if _is_orbax(trace.tb_frame.f_code.co_filename):
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def _is_orbax(path: str) -> bool:
-    return f"{os.sep}orbax{os.sep}" in path
+        before, _saves = _saves, _saves + change
+        if bool(before) == bool(_saves):
+            return
+        for logger in map(logging.getLogger, _LOGGERS):
+            (logger.addFilter if _saves else logger.removeFilter)(_is_not_of_orbax)
+        if _saves:
+            _previous, sys.unraisablehook = sys.unraisablehook, _unraisable
+        elif sys.unraisablehook is _unraisable:
+            sys.unraisablehook = _previous

@@ -103,13 +103,13 @@ STATE = {
     "processes": _is_count,
 }
 
-# What stands beside them in a checkpoint that was written where training ended before a step that was not finite: the
-# step, its batches in the epoch, from the first to after the last, and the optimizer's arrays that it is in.
+# What a checkpoint also has if training ended before a step that was not finite: the step, its batches in the epoch
+# (the first, and the one after the last), and the optimizer's arrays that are not finite.
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
 
 
 def check_state(state: Mapping[str, Any], where: str) -> None:
-    """Refuse a state that is not what `jaxlit.loop.snapshot.take` makes; other keys may stand beside its own.
+    """Refuse a state that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too.
 
     Args:
         state: The state.
@@ -118,9 +118,9 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     Raises:
         CheckpointError: Naming the value.
     """
-    if (found := state.get("format", 1)) != FORMAT:
+    if (version := state.get("format", 1)) != FORMAT:
         raise CheckpointError(
-            f"{where} is of format {found!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
+            f"{where} is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
             "with the version that wrote it."
         )
     for key in sorted(STATE.keys() - state.keys()):

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import CheckpointError
 from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.table import table
 
 _logger = logging.getLogger("jaxlit")
 
@@ -47,40 +48,37 @@ def match(
 def report(
     checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
 ) -> None:
-    """Tell what differs between a checkpoint and a model.
+    """Refuse a checkpoint that differs from a model, or warn of the difference.
 
     Args:
         checkpoint: The checkpoint.
-        rows: What differs.
-        owner: What the model is called.
-        strict: Refuse it.
+        rows: The arrays that differ.
+        owner: The model's name.
+        strict: Whether to refuse it.
         resumes: Whether a training continues from it.
 
     Raises:
-        CheckpointError: Something does, and `strict` is set.
+        CheckpointError: Something differs, and `strict` is set.
     """
     if not rows:
         return
-    table = _table(rows)
     if not strict:
-        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, table)
+        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, _lines(rows))
         return
     optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
     hint = "Build the model and the optimizer as they were. "
     hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
     hint += "To continue with this one, p" if resumes else "P"
     hint += "ass reset_optimizer=True to begin with a new optimizer, or " if optimizer else "ass "
-    raise CheckpointError(f"{checkpoint.path} does not fit {owner}:\n{table}\n{hint}strict=False to take what fits.")
+    raise CheckpointError(
+        f"{checkpoint.path} does not fit {owner}:\n{_lines(rows)}\n{hint}strict=False to take what fits."
+    )
 
 
-_HEAD = ("", "in the checkpoint", "in the model")
-
-
-def _table(rows: list[tuple[str, str, str]]) -> str:
-    widths = [max(len(row[i]) for row in [*rows[:_MOST_ROWS], _HEAD]) for i in range(2)]
-    lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in [_HEAD, *rows[:_MOST_ROWS]]]
-    lines += [f"  and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
-    return "\n".join(lines)
+def _lines(rows: list[tuple[str, str, str]]) -> str:
+    lines = table([("", "in the checkpoint", "in the model"), *rows[:_MOST_ROWS]], texts=3)
+    lines += [f"and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
@@ -95,22 +93,22 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     Raises:
         CheckpointError: It does not fit, or nothing in it does.
     """
-    variables, wanted, own = [], [], set[str]()
+    variables, wanted, generators = [], [], set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if isinstance(variable, nnx.RngState) and not draws:
-            own.add(f"module.{leaf_name(path)}")
+            generators.add(f"module.{leaf_name(path)}")
             continue
         value = variable.get_value()
         dtype = f"key<{jax.random.key_impl(value)}>" if is_key(value) else str(value.dtype)
         shape = jax.random.key_data(value).shape if is_key(value) else value.shape
         variables.append(variable)
         wanted.append((f"module.{leaf_name(path)}", tuple(shape), dtype))
-    skip = lambda name: not name.startswith("module.") or name in own  # noqa: E731
+    skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
     pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
     name = type(module).__name__
     if rows and not pairs and not strict:
         raise CheckpointError(
-            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{_table(rows)}\nFor a part of {name}, load "
+            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{_lines(rows)}\nFor a part of {name}, load "
             "the module that was saved, and give its weights to the part: "
             "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
         )

@@ -1,6 +1,6 @@
-"""Writing a checkpoint: whole or not at all, in the background.
+"""Writes a checkpoint in the background, completely or not at all.
 
-It is written under a temporary name, sealed by its manifest, and only then given its own.
+It is written under a temporary name, sealed by its manifest, and only then renamed.
 """
 
 import contextlib
@@ -8,14 +8,14 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxlit.background import Background
 from jaxlit.checkpoints import manifest, quiet
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, raise_together, remove, step_of
 from jaxlit.distributed.exchange import agree
@@ -27,39 +27,36 @@ class Saving:
 
     Attributes:
         path: Where it will be.
-        order: A number that is larger than those of the checkpoints beside it that were begun before.
+        order: A number larger than those of the checkpoints of the folder that were begun before.
         seconds: How long writing it took.
         was_awaited: Whether anybody has waited for it.
     """
 
     def __init__(self, path: Path, order: int) -> None:
         self.path, self.order, self.seconds, self.was_awaited = path, order, 0.0, False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._writer: Background[None] | None = None
 
-    def start(self, finish: Any) -> None:
-        """Run `finish` in a thread."""
+    def start(self, finish: Callable[[], None]) -> None:
+        """Run `finish` in a thread, for which the end of the process waits."""
 
         def run() -> None:
             begun = time.monotonic()
             try:
                 finish()
-            except BaseException as error:
-                self._error = error
-            self.seconds = time.monotonic() - begun
+            finally:
+                self.seconds = time.monotonic() - begun
 
-        self._thread = threading.Thread(target=run, name="jaxlit-checkpoint")
-        self._thread.start()
+        self._writer = Background("jaxlit-checkpoint", run, daemon=False).start()
 
     @property
     def is_done(self) -> bool:
         """Whether it is written, or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._writer is None or self._writer.is_done
 
     def join(self) -> None:
         """Wait until it is written, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._writer is not None:
+            self._writer.join()
 
     def wait(self) -> None:
         """Wait until it is written, and raise what went wrong; in several processes all must come here.
@@ -68,14 +65,15 @@ class Saving:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         self.join()
-        self.was_awaited, error = True, self._error
+        self.was_awaited, error = True, self._writer and self._writer.error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
 
 def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
     """Write a checkpoint; in several processes all must come here, with the same arguments.
 
-    The arrays may be overwritten as soon as this returns. What stands at `path` stays until the new one is there.
+    The arrays may be overwritten as soon as this returns. An older checkpoint at `path` stays until the new one is
+    complete.
 
     Args:
         path: Its folder.
@@ -84,7 +82,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
         order: A number that is larger than those of the checkpoints that are there.
 
     Raises:
-        ArgumentError: Something else than a checkpoint stands at `path`.
+        ArgumentError: `path` is something else than a checkpoint.
         CheckpointError: It cannot be begun.
     """
     path = Path(os.path.abspath(path))
@@ -131,7 +129,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
 
 
 def _check_path(path: Path) -> None:
-    """Refuse a path that would lose what stands there, or that cannot be written."""
+    """Refuse a path whose files would be lost, or that cannot be written."""
     if "\\" in str(path) and os.sep == "/":  # which is a separator to the library that writes the arrays
         raise ArgumentError(f"{path} has a backslash in its name. Write checkpoints to another folder.")
     is_empty = path.is_dir() and not any(path.iterdir())
@@ -144,7 +142,7 @@ def _as_json(state: Mapping[str, Any]) -> bytes:
     text = json.dumps(state, separators=(",", ":")).encode()
     if len(text) > manifest.MOST_JSON:
         raise CheckpointError(
-            f"The state beside the arrays has {len(text)} bytes as JSON, and only {manifest.MOST_JSON} are read again. "
+            f"The state without the arrays has {len(text)} bytes as JSON, and only {manifest.MOST_JSON} are read. "
             "Keep less in state_dict, and large hyperparameters in files."
         )
     return text
@@ -169,7 +167,7 @@ def _put(temporary: Path, path: Path, token: str) -> None:
     """Give a written checkpoint its name; one that has it already is deleted afterwards."""
     old = None
     if path.exists():
-        old = path.with_name(f"{path.name}-replaced_{token}")  # found by a resume if this is the end
+        old = path.with_name(f"{path.name}-replaced_{token}")  # a resume reads it if the process ends here
         manifest.patiently(os.rename, path, old)
     manifest.patiently(os.rename, temporary, path)
     manifest.fsync(path.parent)
@@ -181,18 +179,18 @@ def _discard(temporary: Path) -> None:
     # Writers of the library that are still at work may make the folder again.
     for wait in (0.0, 0.02, 0.1):
         time.sleep(wait)
-        with contextlib.suppress(OSError):  # the error that led here is the one to tell
+        with contextlib.suppress(OSError):  # the error that led here is the one to raise
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _unwritten(path: Path, error: BaseException) -> CheckpointError:
     what = str(error).strip() or type(error).__name__
-    found = CheckpointError(
+    unwritten = CheckpointError(
         f"The checkpoint {path} could not be written: {what.splitlines()[0].rstrip('.')}. Earlier ones are as they "
         "were. Free the disk, or pass another folder."
     )
-    if isinstance(error, OSError):  # which says all by itself: its way through orbax would be pages
+    if isinstance(error, OSError):  # its message is enough: its traceback through orbax would be pages
         error = error.with_traceback(None)
         error.__cause__ = error.__context__ = None
-    found.__cause__ = error
-    return found
+    unwritten.__cause__ = error
+    return unwritten

@@ -33,7 +33,7 @@ class Agreement:
 
     def __init__(self, loader: Any, argument: str, prepared: bool, splits: Callable[[Any], bool]) -> None:
         self._loader, self._argument, self._prepared, self._splits = loader, argument, prepared, splits
-        self._told: list[int] | None = None  # rows of each process in every batch but the last
+        self._rows: list[int] | None = None  # rows of each process in every batch but the last
         self._count = 0
 
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
@@ -49,26 +49,26 @@ class Agreement:
         """
         argument, rows, loader = self._argument, num_rows(batch), self._loader
         self._count += 1
-        if self._told is None:
-            told = self._told = self._first(batch, last)
+        if self._rows is None:
+            rows_of = self._rows = self._first(batch, last)
         elif type(loader) is ArrayLoader and not self._prepared:  # known without asking
             count = min(loader.batch_size, loader.num_rows - (at - 1) * loader.batch_size)
             parts = [own_rows(count, process) for process in range(jax.process_count())]
-            told = [part.stop - part.start for part in parts]
+            rows_of = [part.stop - part.start for part in parts]
         elif last:
-            told = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
-        elif rows == self._told[jax.process_index()]:
-            told = self._told
+            rows_of = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
+        elif rows == self._rows[jax.process_index()]:
+            rows_of = self._rows
         else:
-            before, process = self._told[jax.process_index()], jax.process_index()
+            before, process = self._rows[jax.process_index()], jax.process_index()
             raise DataError(
                 f"{argument}: a batch in the middle of an epoch has {rows} rows in process {process}, those before had "
                 f"{before}. In several processes only the last batch of an epoch may have other rows: the processes do "
                 "not know of each other's."
             )
-        if len(set(told)) == 1 and self._splits(shapes := with_rows(batch, sum(told))):
+        if len(set(rows_of)) == 1 and self._splits(shapes := with_rows(batch, sum(rows_of))):
             return shapes, batch
-        return with_rows(batch, sum(told)), joined(batch, told)
+        return with_rows(batch, sum(rows_of)), joined(batch, rows_of)
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
@@ -83,8 +83,8 @@ class Agreement:
             "digest": _digest(batch),
             "loader": loader.fingerprint if shared else {},
         }
-        told = agree(f"the first batch of {argument}", mine)
-        for process, theirs in enumerate(told):
+        rows_of = agree(f"the first batch of {argument}", mine)
+        for process, theirs in enumerate(rows_of):
             between = f"between process {process} (was) and process {jax.process_index()} (is)"
             if what := differences(theirs["kinds"], kinds):
                 raise DataError(
@@ -95,16 +95,16 @@ class Agreement:
                     f"{argument}: the ArrayLoader differs {between}: {what}. Give every process all the arrays and the "
                     "same arguments, seed included: it takes its own share of each batch."
                 )
-        lengths, sizes = [theirs["length"] for theirs in told], [theirs["rows"] for theirs in told]
-        same_rows = len(set(sizes)) == 1 or shared or all(theirs["last"] for theirs in told)
-        if len(set(lengths)) > 1 or len({theirs["last"] for theirs in told}) > 1 or not same_rows:
+        lengths, sizes = [theirs["length"] for theirs in rows_of], [theirs["rows"] for theirs in rows_of]
+        same_rows = len(set(sizes)) == 1 or shared or all(theirs["last"] for theirs in rows_of)
+        if len(set(lengths)) > 1 or len({theirs["last"] for theirs in rows_of}) > 1 or not same_rows:
             raise DataError(
                 f"{argument}: the processes differ in the number of batches or in the rows of the first one: batches "
                 f"{lengths}, rows {sizes}, by process. Give each the same: leave the remainder of the data out when "
                 "you share it, by drop_remainder=True say."
             )
         distinct = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
-        if not shared and distinct and len({theirs["digest"] for theirs in told}) == 1:
+        if not shared and distinct and len({theirs["digest"] for theirs in rows_of}) == 1:
             raise DataError(
                 f"{argument}: every process reads the same rows. Give each its share: "
                 "dataset[jax.process_index()::jax.process_count()] of a grain dataset, before it is batched, "

@@ -3,7 +3,6 @@
 import itertools
 import queue
 import statistics
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.intake import Intake
@@ -20,43 +20,40 @@ from jaxlit.data.watchdog import Watchdog
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
 _SLOW_S = 300e-6
 _NOTED_S = 20e-6  # less is no wait
-_TIMED = 8  # batches after which it is known
-_AHEAD = 2  # batches that the thread holds ready, where nobody asked for a number
+_TIMED = 8  # draws that are timed before choosing
+_AHEAD = 2  # batches that the thread keeps ready under prefetch="auto"
 
 _END = object()
-_GIVEN_UP = object()  # a signal has cut the wait
+_GIVEN_UP = object()  # a signal cut the wait
 
 
 class _Handling:
-    """What is done to the batches of one loader, and how long they took."""
+    """The intake and the agreement of one loader, and how long its batches took."""
 
     def __init__(self, intake: Intake, agreement: Agreement | None) -> None:
         self.intake, self.agreement = intake, agreement
-        self.times: list[float] = []  # seconds that the first draws took
-        self.waited = 0.0  # seconds of the epoch in which the devices had nothing to do but wait for a batch
+        self.times: list[float] = []  # seconds, of the first draws
+        self.waited = 0.0  # seconds of the epoch in which the devices waited for a batch
 
 
 class Feeder:
-    """Feeds the steps of a run.
-
-    A source only draws. What is done to a batch is done here: it is taken in, several processes agree on it, and it is
-    placed on the devices.
+    """Draws, checks and places the batches of a run's steps.
 
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
     from loaders whose first batches were slow, or where `prefetch` asks for it.
 
     Args:
         place: Puts what goes to the step onto the devices.
-        intake_of: Returns what takes in the batches of a source.
+        intake_of: Returns the intake of a source's batches.
         splits: See `Agreement`.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch.
-        control: Returns whether a wait for data is to be given up, and is told of one that a signal may cut.
-        epoch: Tells the epoch of training, for messages.
+        control: Where a wait that a signal may cut is noted.
+        epoch: Returns the epoch of training, for messages.
 
     Attributes:
         token: A result of the newest step; what is drawn until it is ready costs no time.
-        example: What the batch given last is to the step: the host batch, or in several processes global shapes.
+        example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
         drawn: How many batches were asked for.
     """
 
@@ -71,39 +68,39 @@ class Feeder:
         control: Control,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._splits, self._several = place, splits, jax.process_count() > 1
+        self._place, self._splits = place, splits
         self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
         self.drawn = 0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
-        # A loader that is opened again is another source: nothing is to keep the old one alive.
+        # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._handlings: weakref.WeakKeyDictionary[Source, _Handling] = weakref.WeakKeyDictionary()
 
     def batches(
         self, source: Source, epoch: int, limit: int | None, start: int = 0
     ) -> Iterator[tuple[Any, Any, bool, Any]]:
-        """Return an iterator over one epoch, or over what is left of it behind `start` batches.
+        """Return an iterator over one epoch, or over what is left of it after `start` batches.
 
-        It gives (placed batch, host batch, is last, where the iteration stands after it) of each batch.
-        One batch is drawn ahead, so that the last is known as such even if the loader has no length.
+        It yields (placed batch, host batch, is last, the iteration's position after it) of each batch. One batch is
+        drawn ahead, so that the last is known as such even if the loader has no length.
 
         Raises:
             Exception: What the loader raised, with a note that says where; the batches before it come first.
         """
-        found = self._batches(source, epoch, None if limit is None else max(limit - start, 0), start)
-        self._open.add(found)
-        return found
+        batches = self._batches(source, epoch, None if limit is None else max(limit - start, 0), start)
+        self._open.add(batches)
+        return batches
 
     def waited(self, source: Source) -> float:
-        """Return the seconds of the epoch in which the devices had nothing to do but wait for a batch of a source."""
+        """Return the seconds of the epoch in which the devices waited for a batch of a source."""
         return self._handlings[source].waited if source in self._handlings else 0.0
 
     def close(self) -> None:
-        """Stop the threads and loaders of iterators that an error has kept from their end."""
-        for found in list(self._open):
-            found.close()
+        """Stop the threads and loaders of iterators that did not come to their end."""
+        for batches in list(self._open):
+            batches.close()
 
     def _batches(
         self, source: Source, epoch: int, limit: int | None, start: int
@@ -142,17 +139,16 @@ class Feeder:
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
         finally:
-            patience = 0.5 if self._control.interrupted else 10.0 if source.goes_on else 1.0
+            patience = 0.5 if self._control.interrupted else 10.0 if source.continues else 1.0
             if thread is None or thread.close(patience):
                 draws.close()
 
     def _handling(self, source: Source) -> _Handling:
-        """Return what is done to a source's batches, made when its first epoch begins."""
+        """Return the handling of a source's batches, made when its first epoch begins."""
         if source not in self._handlings:
-            intake = self._intake_of(source)
-            agreement = (
-                Agreement(source.loader, source.argument, intake.prepares, self._splits) if self._several else None
-            )
+            intake, agreement = self._intake_of(source), None
+            if jax.process_count() > 1:
+                agreement = Agreement(source.loader, source.argument, intake.prepares, self._splits)
             self._handlings[source] = _Handling(intake, agreement)
         return self._handlings[source]
 
@@ -167,7 +163,7 @@ class Feeder:
             try:
                 control.drawing = True
                 return next(stream, _END)
-            finally:
+            finally:  # inside the outer try: a signal that comes here is caught as well
                 control.drawing = False
         except Interrupted:
             return _GIVEN_UP
@@ -184,7 +180,7 @@ class Feeder:
 
 
 class _Failure:
-    """What a loader raised in place of a batch."""
+    """The error that a loader raised instead of a batch."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -196,18 +192,17 @@ class _Thread:
     Args:
         stream: The iterator; nothing else may draw from it now.
         depth: How many drawn items may wait.
-        control: Returns whether to give up a wait for an item.
+        control: Notes the signal that ends a wait for an item.
     """
 
     def __init__(self, stream: Iterator[Any], depth: int, control: Control) -> None:
         self._stream, self._control = stream, control
-        self._closed = False
-        # Both queues are of C and hand over without Python.
+        # Both queues are C code and hand over without Python.
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._tokens.put(None)
-        self._thread = threading.Thread(target=self._fill, daemon=True, name="jaxlit-prefetch")
+        self._thread = Background("jaxlit-prefetch", self._fill)
         self._thread.start()
 
     def __iter__(self) -> "_Thread":
@@ -223,24 +218,23 @@ class _Thread:
                 continue
             self._tokens.put(None)
             if item is _END:
-                self._out.put(_END)  # for whoever asks again
+                self._out.put(_END)  # for the next call
                 raise StopIteration
             if isinstance(item, _Failure):
                 raise item.error
             return item
 
     def close(self, patience: float) -> bool:
-        """Stop the thread; returns whether it has ended in so many seconds, so that the iterator is free."""
-        self._closed = True
+        """Stop the thread; return whether it has ended in so many seconds, so that the iterator is free."""
+        self._thread.stop()
         self._tokens.put(None)
-        self._thread.join(timeout=patience)  # one that hangs in the loader ends with the process
-        return not self._thread.is_alive()
+        return self._thread.join(patience)  # a thread that hangs in the loader ends with the process
 
     def _fill(self) -> None:
         item = None
         while item is not _END and not isinstance(item, _Failure):
             self._tokens.get()
-            if self._closed:
+            if self._thread.stopping.is_set():
                 return
             try:
                 item = next(self._stream, _END)

@@ -1,4 +1,4 @@
-"""Drawing from grain's three kinds of loaders, which all reshuffle, report their place and continue there."""
+"""Drawing from grain's three kinds of loaders: each reshuffles, reports its place and continues there."""
 
 import copy
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxlit.data.source import Source
 
-# A dataset handed over whole is read by threads of grain's. Its own 500 batches ahead would fill the memory.
+# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
 _THREADS, _AHEAD = 16, 16
 
 
@@ -29,7 +29,7 @@ class GrainSource(Source):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether each batch has memory of its own; the stages of an `IterDataset` may be a user's."""
+        """Whether each batch has its own memory; the stages of an `IterDataset` may be a user's."""
         return self._kind in ("MapDataset", "DataLoader")
 
     @property
@@ -80,28 +80,23 @@ class GrainSource(Source):
         if self._kind == "DataLoader":
             sampler = self.loader._sampler
             ours = type(sampler).__module__.startswith("grain")  # another's repr may hold its address
-            found = {
+            sources = {
                 "sampler": repr(sampler) if ours else type(sampler).__name__,
                 "source": _digest(self.loader._data_source),
             }
         else:
-            sources = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
-            found = {f"source {i}": _digest(source) for i, source in enumerate(sources)}
-        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | found
+            unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
+            sources = {f"source {i}": _digest(source) for i, source in enumerate(unread)}
+        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | sources
 
-    def doubts(self, batch: Any) -> str | None:
-        """Return why a first batch seems to be a single sample: no stage makes batches, and it holds a number."""
-        batched = any("batch" in type(stage).__name__.lower() for stage in self._stages)
-        if batched or 0 not in [np.ndim(x) for x in jax.tree.leaves(batch)]:
-            return None
-        return (
-            f"{self.argument} has no stage that makes batches, and its first element holds a number beside arrays: is "
-            "it a single sample? Then add .batch(batch_size)."
-        )
+    @property
+    def makes_batches(self) -> bool:
+        """Whether a stage makes batches of records."""
+        return any("batch" in type(stage).__name__.lower() for stage in self._stages)
 
     @property
     def _stages(self) -> list[Any]:
-        return list(self.loader._operations if self._kind == "DataLoader" else _stages(self.loader))
+        return self.loader._operations if self._kind == "DataLoader" else _stages(self.loader)
 
 
 def kind_of(loader: Any) -> str | None:
@@ -124,17 +119,16 @@ def _mark_flags_parsed() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _stages(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and all that it is made of; some stages keep theirs elsewhere than in `parents`."""
-    seen: list[Any] = []
-    waiting = [dataset]
+def _stages(dataset: Any) -> list[Any]:
+    """Return a dataset and all that it is made of; some stages keep theirs elsewhere than in `parents`."""
+    seen, waiting = list[Any](), [dataset]
     while waiting:
         stage = waiting.pop(0)
         if not any(stage is other for other in seen):
             seen.append(stage)
             leaves = jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset)
             waiting += [leaf for leaf in leaves if _is_dataset(leaf)]
-    return iter(seen)
+    return seen
 
 
 def _is_dataset(x: Any) -> bool:
@@ -156,7 +150,7 @@ def _dataset_at(x: Any, epoch: int) -> Any:
     if kind_of(x) == "MapDataset":
         length = len(x)
         return x if length > 2**60 else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
-    again = copy.copy(x)  # stages are immutable, except that a copy may stand on other parents
+    again = copy.copy(x)  # stages are immutable, but a copy may have other parents
     vars(again).update({name: _dataset_at(value, epoch) for name, value in vars(x).items()})
     if isinstance(seed := vars(x).get("_seed"), (int, np.integer)):
         vars(again)["_seed"] = _shifted(int(seed), epoch)
@@ -197,9 +191,9 @@ def _from_here(state: str, iterator: Any) -> bytes:
 
 def _numbers(stage: Any) -> dict[str, Any]:
     kept = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
-    found = {k.strip("_"): int(v) for k, v in sorted(vars(stage).items()) if isinstance(v, (int, np.integer))}
-    found = {k: v for k, v in found.items() if any(word in k for word in kept)}
-    return found | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
+    numbers = {k.strip("_"): int(v) for k, v in sorted(vars(stage).items()) if isinstance(v, (int, np.integer))}
+    numbers = {k: v for k, v in numbers.items() if any(word in k for word in kept)}
+    return numbers | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
 
 
 def _digest(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""Host batches: what a step could not take is refused, and what it takes is made of the rest."""
+"""Host batches: what a step could not take is refused, the rest is converted to what it takes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.core.replica import abstract_batch
-from jaxlit.data.copies import own
+from jaxlit.data.copies import copied
 from jaxlit.errors import DataError, did_you_mean
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.shown import shown
@@ -22,23 +22,22 @@ _logger = logging.getLogger("jaxlit")
 class _Kind:
     """Batches of one structure, dtypes and shapes."""
 
-    # By leaf: "batch['x'][0]", and how it is shown in messages, "int32[8, 3]".
-    shown: dict[str, str]
+    shown: dict[str, str]  # by leaf, "batch['x'][0]": "int32[8, 3]", as the step takes it
     narrowed: tuple[tuple[int, str], ...]  # leaves of 64 bits that a step takes as 32: index and name
-    as_is: bool  # nothing is to be made of it, and nothing looked at
+    as_is: bool  # the batch needs neither conversion nor checks
 
 
 class Intake:
-    """Takes in the batches of one loader.
+    """Checks the batches of one loader, and splits them into what the step gets and what stays on the host.
 
-    A hook of the user's comes first. Then each batch is compared with those before, and looked at if it is of a new
+    A hook of the user's comes first. Then each batch is compared with those before, and checked if it is of a new
     kind.
 
     Args:
         argument: Where the loader was given, for messages.
-        prepare: The user's own last word on a host batch, `on_before_batch_transfer`.
-        prepared_by: Whose it is, for messages.
-        host_keys: Keys of the batch, or places in a tuple, that stay on the host.
+        prepare: The user's `on_before_batch_transfer`.
+        prepared_by: Its owner and name, for messages.
+        host_keys: Keys of the batch, or indices of a tuple, that stay on the host.
         max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
             limit.
         debug: Refuse NaN, in every batch.
@@ -60,13 +59,13 @@ class Intake:
         debug: bool = False,
         may_be_empty: bool = False,
     ) -> None:
-        self.argument, self._prepare, self._host_keys = argument, prepare, tuple(host_keys)
-        self.blamed, self._prepared_by = argument, prepared_by
-        self._max_recompiles, self._debug, self._may_be_empty = max_recompiles, debug, may_be_empty
+        self.argument, self.blamed, self._prepare, self._prepared_by = argument, argument, prepare, prepared_by
+        self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
+        self._debug, self._may_be_empty = debug, may_be_empty
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
         self._last, self._kind = None, _Kind({}, (), as_is=False)
-        self._told_float64 = False
+        self._warned = False  # of float64
         self.example: Any = None
 
     @property
@@ -75,14 +74,14 @@ class Intake:
         return self._prepare is not None
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Return the batch as hooks see it, with numpy leaves, and what of it goes to the step.
+        """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step.
 
         Raises:
             DataError: No step could take it, or it is of another structure than those before.
         """
         if self._prepare is not None:
             try:
-                batch = own(self._prepare(batch))  # it may fill the same memory again, like a loader
+                batch = copied(self._prepare(batch))  # the hook may fill the same memory again, like a loader
             except Exception:
                 self.blamed = self._prepared_by
                 raise
@@ -93,41 +92,35 @@ class Intake:
         if key == self._last:  # cheaper than a hash, and nearly always so
             kind = self._kind
         else:
-            kind = self._kinds.get(tuple(key)) or self._meet(tuple(key), to_step)
+            kind = self._kinds.get(tuple(key)) or self._new_kind(tuple(key), to_step)
             self._last, self._kind = key, kind
         if kind.as_is:
             return batch, to_step
-        leaves, treedef = jax.tree.flatten(to_step)
+        arrays, treedef = jax.tree.flatten(jax.tree.map(np.asarray, to_step))
         if self._debug:
-            self._refuse_nan(kind, leaves)
-        arrays = [np.asarray(x) for x in leaves]
+            self._refuse_nan(kind, arrays)
         host = to_step = treedef.unflatten(arrays)
         if self._host_keys:
             host = _put_back(to_step, batch, self._host_keys)
-        if kind.narrowed:
-            for i, name in kind.narrowed:
-                arrays[i] = self._narrow(arrays[i], name)
-            to_step = treedef.unflatten(arrays)
-        return host, to_step
+        for i, name in kind.narrowed:
+            arrays[i] = self._narrow(arrays[i], name)
+        return host, treedef.unflatten(arrays)
 
-    def _meet(self, key: Any, batch: Any) -> _Kind:
-        """Look at a batch of a kind that was not there before."""
+    def _new_kind(self, key: Any, batch: Any) -> _Kind:
+        """Check a batch of a new kind."""
         check_batch(batch, self.argument, may_be_empty=self._may_be_empty)
-        named = named_leaves(batch)
+        named, taken = named_leaves(batch), abstract_batch(jax.tree.map(np.asarray, batch))
+        pairs = list(zip(named, jax.tree.leaves(taken), strict=True))
         # As the step takes it: int64 and int32 compile it once.
-        shown = {name: f"{jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)}{list(np.shape(x))}" for name, x in named}
-        narrowed = [
-            (i, name)
-            for i, (name, x) in enumerate(named)
-            if jax.dtypes.canonicalize_dtype(np.asarray(x).dtype) != np.asarray(x).dtype
-        ]
+        shown = {name: f"{x.dtype}{list(x.shape)}" for (name, _), x in pairs}
+        narrowed = tuple((i, name) for i, ((name, x), y) in enumerate(pairs) if np.asarray(x).dtype != y.dtype)
         plain = all(type(x) is np.ndarray for _, x in named)
-        kind = _Kind(shown, tuple(narrowed), as_is=plain and not narrowed and not self._debug)
+        kind = _Kind(shown, narrowed, as_is=plain and not narrowed and not self._debug)
         treedef = jax.tree.structure(batch)
         if self._kinds:
             self._compare(kind, treedef)
         else:
-            self.example = abstract_batch(jax.tree.map(np.asarray, batch))
+            self.example = taken
         self._treedef, self._kinds[key] = treedef, kind
         return kind
 
@@ -183,11 +176,17 @@ class Intake:
         """Return 64-bit numbers as 32-bit ones.
 
         Raises:
-            DataError: One does not fit: jax itself would wrap it around, or make it infinite, and say nothing.
+            DataError: One does not fit: jax itself would wrap it around, or make it infinite, without a warning.
         """
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         if x.dtype.kind in "iu":
-            _check_range(x, dtype, name, self.argument)
+            info = np.iinfo(dtype)
+            if x.size and (x.min() < info.min or x.max() > info.max):
+                beyond = int(x.max()) if x.max() > info.max else int(x.min())
+                raise DataError(
+                    f"{self.argument}: {name} is {x.dtype} and holds {beyond}, which would wrap around as {dtype}. Map "
+                    "such ids to smaller ones, or set jax_enable_x64."
+                )
             return x.astype(dtype)
         with np.errstate(over="ignore"):
             narrow = x.astype(dtype)
@@ -197,14 +196,13 @@ class Intake:
                 f"{self.argument}: {name} is {x.dtype} and holds {most:.3g}, which would become infinite as {dtype}. "
                 "Scale it, or set jax_enable_x64."
             )
-        if x.ndim and not self._told_float64:
-            self._told_float64 = True
+        if x.ndim and not self._warned:
+            self._warned = True
             _logger.warning("%s: %s is %s and is cast to %s in every batch.", self.argument, name, x.dtype, dtype)
         return narrow
 
-    def _refuse_nan(self, kind: _Kind, leaves: Sequence[Any]) -> None:
-        for name, leaf in zip(kind.shown, leaves, strict=True):
-            x = np.asarray(leaf)
+    def _refuse_nan(self, kind: _Kind, arrays: Sequence[np.ndarray]) -> None:
+        for name, x in zip(kind.shown, arrays, strict=True):
             if not np.issubdtype(x.dtype, np.integer) and x.dtype != bool and (bad := x != x).any():
                 where = tuple(int(i[0]) for i in np.nonzero(bad))
                 raise DataError(
@@ -214,19 +212,15 @@ class Intake:
 
 
 def _key(batch: Any) -> list[Any]:
-    """Return what tells kinds of batches apart."""
+    """Return a key that is equal for batches of one kind."""
     try:
         if type(batch) is dict:  # of arrays, most often: then it need not be flattened
             return [*batch, *[(type(x), x.dtype, x.shape) for x in batch.values()]]
     except AttributeError:
         pass
     leaves, treedef = jax.tree.flatten(batch)
-    return [treedef, *[(type(x), *((x.dtype, x.shape) if hasattr(x, "dtype") else _described(x))) for x in leaves]]
-
-
-def _described(x: Any) -> tuple[Any, Any]:
-    array = np.asarray(x)
-    return array.dtype, array.shape
+    arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
+    return [treedef, *[(type(x), array.dtype, array.shape) for x, array in zip(leaves, arrays, strict=True)]]
 
 
 def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
@@ -235,10 +229,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
     Raises:
         DataError: Naming the leaf, what it holds, and what to do.
     """
-    try:
-        leaves = named_leaves(batch)
-    except ValueError as error:  # jax sorts the keys of dicts
-        raise DataError(f"{where} gave a batch whose keys cannot be sorted. Use strings for keys.") from error
+    leaves = named_leaves(batch)
     if not leaves:
         raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
     for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list):
@@ -256,7 +247,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
             if leaf is batch:
                 raise DataError(
                     f"{where} gave a {type(leaf).__name__}, which is no pytree to jax. Give a dict, a tuple or a "
-                    "registered dataclass of arrays, dict(batch) say."
+                    "registered dataclass of arrays, for example dict(batch)."
                 )
             kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
             place = next(path[0] for path, x in jax.tree_util.tree_leaves_with_path(batch) if x is leaf)
@@ -270,7 +261,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
         if not x.dtype.isnative or x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8):
             order = "" if x.dtype.isnative else ", not in this computer's byte order"
             raise DataError(
-                f"{where}: {name} is {x.dtype}{order}, which no device takes. Cast it, with .astype(np.float32) say."
+                f"{where}: {name} is {x.dtype}{order}, which no device takes. Cast it, such as by .astype(np.float32)."
             )
         if x.ndim:
             sizes[name] = x.shape[0]
@@ -289,7 +280,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
 
 
 def _put_back(to_step: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
-    """Return a step's batch with what stays on the host, in the order of the batch."""
+    """Return a step's batch joined with what stays on the host, in the order of the batch."""
     if isinstance(batch, dict):
         return {k: batch[k] if k in host_keys else to_step[k] for k in batch}
     return type(batch)(batch[i] if i in host_keys else x for i, x in enumerate(to_step))
@@ -299,18 +290,8 @@ def _is_number_list(x: Any) -> bool:
     return type(x) is list and len(x) > 1 and all(isinstance(value, (bool, int, float)) for value in x)
 
 
-def _check_range(x: np.ndarray, dtype: Any, name: str, where: str) -> None:
-    info = np.iinfo(dtype)
-    if x.size and (x.min() < info.min or x.max() > info.max):
-        beyond = int(x.max()) if x.max() > info.max else int(x.min())
-        raise DataError(
-            f"{where}: {name} is {x.dtype} and holds {beyond}, which would wrap around as {info.dtype}. Map such ids "
-            "to smaller ones, or set jax_enable_x64."
-        )
-
-
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of a batch, each with how a user writes it: `batch['x'][0]`."""
+    """Return the leaves of a batch, each with its name as a user writes it: `batch['x'][0]`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [("batch" + "".join(map(_subscript, path)), leaf) for path, leaf in leaves]
 

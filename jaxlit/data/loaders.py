@@ -1,4 +1,4 @@
-"""Where the loaders of a run come from."""
+"""The loaders of a run: given to the Trainer, or made by hooks."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
+from jaxlit.control import Interrupted
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
-from jaxlit.data.first_batch import check_first
 from jaxlit.data.intake import Intake
-from jaxlit.data.kinds import each_loader, source_of
-from jaxlit.data.source import Source, length_of
+from jaxlit.data.kinds import check_rows, doubt_of, each_loader, source_of
+from jaxlit.data.source import Source, length_of, located
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 from jaxlit.notes import noting_place
@@ -29,8 +29,8 @@ class Loaders:
         module: The module, which may have the loader hooks as well; None while it is not built.
         limits: By stage, a number of batches or a fraction.
         intake: Arguments of each loader's `Intake`.
-        pinned: Whether every epoch takes the same batches, in the loader's own order.
-        asked: Whether the limits are the user's own.
+        overfit: Whether every epoch takes the same batches, in the loader's own order.
+        asked: Whether the user gave the limits.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Loaders:
         limits: Mapping[str, int | float],
         *,
         intake: Mapping[str, Any],
-        pinned: bool = False,
+        overfit: bool = False,
         asked: bool = True,
     ) -> None:
-        # As in Lightning, a DataModule may stand in the place of the loaders.
+        # As in Lightning, a DataModule may be passed as the loaders.
         stage, (first, argument) = next(iter(given.items()))
         if isinstance(first, DataModule) and datamodule is None:
             datamodule, given = first, {**given, stage: (None, argument)}
@@ -57,22 +57,22 @@ class Loaders:
                 raise ArgumentError(
                     f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
                 )
-        for loaders, argument in given.values():  # what is no loader is refused before anything is set up
+        for loaders, argument in given.values():  # refused before anything is set up
             each_loader(loaders, f"Trainer.{verb}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
-        # By where a loader comes from: those that a hook makes again have one, so that their batches are compared too.
+        # By argument: a loader that a hook makes again keeps its intake, so that its batches are compared with the old.
         self._intakes: dict[str, Intake] = {}
         self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
-        self._limits, self._pinned, self._intake, self._asked = limits, pinned, intake, asked
+        self._limits, self._overfit, self._intake, self._asked = limits, overfit, intake, asked
 
     def from_hook(self, stage: str) -> bool:
         """Return whether a hook makes the stage's loaders, and so can make them again."""
         return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
     def check_before_building(self, cls: type, timeouts: tuple[float | None, float | None]) -> None:
-        """Look at the first batches of the loaders that were passed, before a module of class `cls` is built.
+        """Check the first batches of the loaders that were passed, before a module of class `cls` is built.
 
-        A loader that a hook gives, or whose batches a hook changes, has to wait for the module.
+        Loaders that a hook returns, or whose batches a hook changes, are checked after it.
         """
         if self.datamodule is not None or hasattr(cls, "on_before_batch_transfer"):
             return
@@ -84,11 +84,44 @@ class Loaders:
                         self.check_first(source, limit, watchdog, required=stage == "training")
 
     def check_first(self, source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:
-        """Draw a loader's first batch and refuse one that no step could take."""
-        check_first(source, limit, self.intake_of(source), watchdog, required=required)
+        """Draw a loader's first batch and refuse one that no step could take.
+
+        Args:
+            source: The loader.
+            limit: How many batches of it are wanted; nothing is drawn for 0.
+            watchdog: Watches the wait. A signal that cuts it leaves the batch to the loops, which then stop.
+            required: Whether an empty loader is refused; otherwise it warns.
+        """
+        if source.peeked or (limit == 0 and source.length != 0):
+            return
+        intake, control = self.intake_of(source), watchdog.control
+        watchdog.watch(source.argument, 0, 0)
+        try:
+            try:
+                control.drawing = True
+                first = source.peek()
+            finally:
+                control.drawing = False
+            for batch in first:
+                if not intake.prepares:  # what a hook makes of a batch is checked in its turn
+                    check_rows(source.loader, batch, source.argument)
+                    intake(batch)
+                if (doubt := doubt_of(source, batch)) is not None:
+                    _logger.warning(doubt)
+        except Interrupted:
+            return
+        except Exception as error:
+            located(error, intake.blamed, 0, 0)
+            raise
+        finally:
+            watchdog.rest()
+        if source.peeked and not source.gave:
+            if required:
+                raise source.empty()
+            _logger.warning(source.empty())
 
     def intake_of(self, source: Source) -> Intake:
-        """Return what takes in the batches of a source."""
+        """Return the intake of a source's batches."""
         return self._intakes[source.argument]
 
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
@@ -100,7 +133,7 @@ class Loaders:
         if stage in self._opened:
             return self._opened.pop(stage)
         hook, limit_name = STAGES[stage].loaders, STAGES[stage].limit
-        limit_name = "overfit_batches" if self._pinned else limit_name
+        limit_name = "overfit_batches" if self._overfit else limit_name
         loaders, argument = self.given[stage]
         where = f"Trainer.{self.verb}({argument}=...)"
         if loaders is None and (make := self._hook(hook)) is not None:
@@ -113,29 +146,29 @@ class Loaders:
             if not required:
                 return []
             raise ArgumentError(
-                f"Trainer.{self.verb} has no {argument}. Pass a loader, jl.ArrayLoader(arrays, batch_size) say, or "
+                f"Trainer.{self.verb} has no {argument}. Pass a loader such as jl.ArrayLoader(arrays, batch_size), or "
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
-        found = each_loader(loaders, where)
-        if stage == "training" and len(found) > 1:
-            raise ArgumentError(f"{where} takes one loader, got {len(found)}. Join them into one, a grain mix say.")
-        limits = [limit_of(self._limits[stage], *one, limit_name) for one in found]
+        each = each_loader(loaders, where)
+        if stage == "training" and len(each) > 1:
+            raise ArgumentError(f"{where} takes one loader, got {len(each)}. Join them, for example by grain's mix.")
+        limits = [limit_of(self._limits[stage], *one, limit_name) for one in each]
         pairs = [
             (self._source(*one, stage, idx, limit), limit)
-            for idx, (one, limit) in enumerate(zip(found, limits, strict=True))
+            for idx, (one, limit) in enumerate(zip(each, limits, strict=True))
         ]
         for source, limit in pairs:
             self._check_limit(source, limit, stage, limit_name)
         return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
 
     def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
-        """Return the source of a loader, and see to it that there is what takes its batches in."""
+        """Return the source of a loader, and make its intake."""
         if argument not in self._intakes:
             may_be_empty = jax.process_count() > 1
             self._intakes[argument] = Intake(argument, **self._transfer(idx), **self._intake, may_be_empty=may_be_empty)
-        may_go_on = stage == "training" and not self._pinned
-        keep = limit if self._pinned else None
-        return source_of(loader, argument, may_go_on=may_go_on, pinned=self._pinned, keep=keep)
+        may_continue = stage == "training" and not self._overfit
+        keep = limit if self._overfit else None
+        return source_of(loader, argument, may_continue=may_continue, overfit=self._overfit, keep=keep)
 
     def _check_limit(self, source: Source, limit: int | None, stage: str, limit_name: str) -> None:
         asked = self._limits[stage]

@@ -1,4 +1,4 @@
-"""Drawing from a user's loader: opened once an epoch, and where its iteration stands."""
+"""Drawing from a user's loader, which is opened once an epoch, and the position of its iteration."""
 
 import contextlib
 import itertools
@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxlit.data.array_loader import differences
-from jaxlit.data.copies import own
+from jaxlit.data.copies import copied
 from jaxlit.errors import DataError
 from jaxlit.notes import note_place
 
@@ -19,18 +19,18 @@ _logger = logging.getLogger("jaxlit")
 class Source(ABC):
     """A user's loader, opened once an epoch. It only draws: what is done to a batch is the `Feeder`'s.
 
-    Where an iteration stands is told with each batch, so that batches which were drawn ahead do not count.
-    `jaxlit.data.kinds.source_of` chooses the class for a loader; what differs between them stands first.
+    Each batch comes with the iteration's position after it, so that batches which were drawn ahead do not count.
+    `jaxlit.data.kinds.source_of` chooses the class for a loader. Subclasses override the members up to `length`.
 
     Args:
         loader: The loader.
         argument: Where it was given, for messages.
-        may_go_on: Whether an epoch begins where the last one stopped, if the loader has no end or is an iterator.
-        pinned: Whether every epoch is epoch 0.
+        may_continue: Whether an epoch begins where the last one stopped, if the loader has no end or is an iterator.
+        overfit: Whether every epoch is epoch 0.
         keep: Batches of the first epoch to take again in each; None for new ones.
 
     Attributes:
-        looked: Whether its first batch was drawn ahead of time.
+        peeked: Whether its first batch was drawn ahead of time.
         gave: Whether it gave a batch at all.
     """
 
@@ -51,13 +51,13 @@ class Source(ABC):
         loader: Any,
         argument: str,
         *,
-        may_go_on: bool = False,
-        pinned: bool = False,
+        may_continue: bool = False,
+        overfit: bool = False,
         keep: int | None = None,
     ) -> None:
         self.loader, self.argument = loader, argument
-        self._may_go_on, self._pinned, self._keep = may_go_on, pinned, keep
-        self.looked = self.gave = False
+        self._may_continue, self._overfit, self._keep = may_continue, overfit, keep
+        self.peeked = self.gave = False
         self._kept: list[tuple[Any, Any]] | None = None
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self._peeked: tuple[int, Generator[tuple[Any, Any], None, None]] | None = None
@@ -65,7 +65,7 @@ class Source(ABC):
 
     @abstractmethod
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Return an epoch's (batch, where the iteration stands after it).
+        """Return an epoch's (batch, position after it).
 
         Args:
             epoch: The epoch.
@@ -75,19 +75,15 @@ class Source(ABC):
     @property
     @abstractmethod
     def is_fresh(self) -> bool:
-        """Whether each batch has memory of its own; any other may be filled again while a step still reads it."""
+        """Whether each batch has its own memory; any other may be filled again while a step still reads it."""
 
     @abstractmethod
     def may_start(self, at: Any) -> bool:
-        """Return whether `at` is a place of this kind of loader."""
+        """Return whether `at` is a position in this kind of loader."""
 
     def content(self) -> dict[str, Any]:
         """Return what the order and the content of the batches depend on, as far as it is known."""
         return {}
-
-    def doubts(self, batch: Any) -> str | None:
-        """Return why a first batch seems to be none, None if it is one."""
-        return None
 
     @property
     def length(self) -> int | None:
@@ -95,12 +91,12 @@ class Source(ABC):
         return length_of(self.loader)
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether an epoch begins where the last one stopped."""
-        return self._may_go_on and (self.is_endless or self.is_iterator)
+        return self._may_continue and (self.is_endless or self.is_iterator)
 
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
-        """Return one epoch's (batch, where the iteration stands after it)."""
+        """Return one epoch's (batch, position after it)."""
         epoch = self._number(epoch)
         if self._peeked is not None:
             (peeked, draws), self._peeked = self._peeked, None
@@ -108,25 +104,25 @@ class Source(ABC):
                 return draws
         if self._keep is None:
             return self._continued(epoch)
-        # What is kept begins with the first batch, also if training continues after it.
+        # The batches to keep begin with the first, also if training continues after it.
         start, self._start = self._start, None
-        return _behind(self._keeping(epoch, self._keep), (start[1] or 0) if start else 0)
+        return _after(self._keeping(epoch, self._keep), (start[1] or 0) if start else 0)
 
     def peek(self) -> list[Any]:
         """Draw the first batch ahead of time, and return it in a list; the first epoch begins with it all the same.
 
         The list is empty if there is no batch, or if drawing one could lose it.
         """
-        if self.looked or (hasattr(self.loader, "__next__") and not self.is_iterator):
+        if self.peeked or (hasattr(self.loader, "__next__") and not self.is_iterator):
             return []  # an object that is its own iterator may start again when it is iterated again, or continue
-        self.looked, epoch = True, self._start[0] if self._start else 0
+        self.peeked, epoch = True, self._start[0] if self._start else 0
         draws = self.epoch(epoch)
         first = list(itertools.islice(draws, 1))
         self._peeked = (epoch, _chained(first, draws))
         return [batch for batch, _ in first]
 
     def again(self, epoch: int, at: Any, count: int) -> list[Any]:
-        """Draw batches of an epoch once more; none where the loader cannot be set back, or only by drawing many.
+        """Draw batches of an epoch again; none where the loader cannot be set back, or only by drawing many.
 
         Args:
             epoch: The epoch.
@@ -134,18 +130,18 @@ class Source(ABC):
             count: How many.
         """
         if self._kept is not None:
-            return [own(batch) for batch, _ in self._kept[at or 0 :][:count]]
+            return [copied(batch) for batch, _ in self._kept[at or 0 :][:count]]
         if not self.may_go_back(at):
             return []
-        with contextlib.closing(_own(self.draws(self._number(epoch), at), count)) as draws:
+        with contextlib.closing(_copies(self.draws(self._number(epoch), at), count)) as draws:
             return list(draws)
 
     def may_go_back(self, at: Any) -> bool:
-        """Return whether the iteration can be set back to a place, without much work."""
+        """Return whether the iteration can be set back to a position, without much work."""
         return True
 
     def close(self) -> None:
-        """Let go of iterations that were begun, and so of their threads and processes."""
+        """Close the iterations that were begun, with their threads and processes."""
         for draws in (self._peeked[1] if self._peeked else None, self._stream):
             if draws is not None:
                 with contextlib.suppress(ValueError):  # a thread hangs in it
@@ -153,7 +149,7 @@ class Source(ABC):
         self._peeked = self._stream = None
 
     def state_dict(self, epoch: int, at: Any) -> dict[str, Any]:
-        """Return where an iteration stands, as JSON's values.
+        """Return the position of an iteration, as JSON values.
 
         Args:
             epoch: The epoch.
@@ -162,7 +158,7 @@ class Source(ABC):
         return {"epoch": self._number(epoch), "at": at, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where an iteration stood: the state's epoch starts after the last batch that was used.
+        """Continue at a position: the state's epoch starts after the last batch that was used.
 
         Raises:
             DataError: The state belongs to other data, or another batch size, seed or order.
@@ -176,18 +172,18 @@ class Source(ABC):
                 )
             _logger.warning("%s is another loader than before the resume: %s.", self.argument, what)
         if at is not None and not self.may_start(at):
-            raise DataError(f"{self.argument}: the iteration's place {at!r:.60} is none of this kind of loader.")
+            raise DataError(f"{self.argument}: the iteration's position {at!r:.60} is none of this kind of loader.")
         self._start, self._peeked, self._stream = (int(state["epoch"]), at), None, None
         self.gave |= at is not None
 
     @property
     def begins_at(self) -> Any:
-        """Where the epoch that is opened next begins, as a state that was loaded says; None for the beginning."""
+        """Where the epoch that is opened next begins, by a loaded state; None for the beginning."""
         return None if self._start is None else self._start[1]
 
     def between_epochs(self, at: Any) -> Any:
-        """Return where the iteration stands once an epoch is over, given where it stood at its end."""
-        return at if self.goes_on else None
+        """Return the position between two epochs, given the one at the end of the first."""
+        return at if self.continues else None
 
     def empty(self) -> DataError:
         """Return the error of an epoch without a batch."""
@@ -197,11 +193,11 @@ class Source(ABC):
             )
         return DataError(
             f"{self.argument} gave no batch when it was opened again: it is an iterator that the first time used up. "
-            "Pass an object that can be iterated again, a list or a jl.ArrayLoader say."
+            "Pass an object that can be iterated again, such as a list or a jl.ArrayLoader."
         )
 
     def _number(self, epoch: int) -> int:
-        return 0 if self._pinned else epoch
+        return 0 if self._overfit else epoch
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"loader": type(self.loader).__name__, "length": self.length} | self.content()
@@ -212,23 +208,23 @@ class Source(ABC):
             for i, (batch, _) in enumerate(itertools.islice(self._continued(epoch), count)):
                 kept.append((batch, i + 1))
                 self._kept = kept if len(kept) == count else None
-                yield own(batch), i + 1
+                yield copied(batch), i + 1
             self._kept = kept
         else:
             # Copies: a hook that changes a batch in place changes it for one epoch.
-            yield from ((own(batch), at) for batch, at in self._kept)
+            yield from ((copied(batch), at) for batch, at in self._kept)
 
     def _continued(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
-        if not self.goes_on:
+        if not self.continues:
             return self._open(epoch)
         if self._stream is None:
             self._stream = self._open(epoch)
-        # A generator that is not closed continues where it was left.
+        # A new generator around the stream: closing it leaves the stream open, to continue in the next epoch.
         return (draw for draw in self._stream)
 
     def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         at = None
-        if self._start is not None and (self._start[0] == epoch or self.goes_on):
+        if self._start is not None and (self._start[0] == epoch or self.continues):
             at = self._start[1]
         self._start = None
         for shuffler in (self.loader, getattr(self.loader, "sampler", None)):
@@ -237,7 +233,7 @@ class Source(ABC):
         is_fresh = self.is_fresh
         for batch, after in self.draws(epoch, at):
             self.gave = True
-            yield batch if is_fresh else own(batch), after
+            yield batch if is_fresh else copied(batch), after
 
 
 def length_of(loader: Any) -> int | None:
@@ -250,22 +246,22 @@ def length_of(loader: Any) -> int | None:
 
 
 def located(error: BaseException, argument: str, epoch: int, batch: int) -> BaseException:
-    """Return an error with a note that says which loader raised it, and where."""
+    """Return an error with a note of the loader that raised it, the epoch and the batch."""
     note_place(error, f"{argument} in epoch {epoch}, batch {batch}")
-    if "terminated unexpectedly" in str(error):  # how grain tells that a worker process is gone
-        error.add_note("A worker is killed most often for want of memory: use fewer workers, or smaller buffers.")
+    if "terminated unexpectedly" in str(error):  # grain's words for a worker process that is gone
+        error.add_note("Most often a worker is killed because memory ran out: use fewer workers, or smaller buffers.")
     return error
 
 
-def _own(draws: Iterator[tuple[Any, Any]], count: int) -> Generator[Any, None, None]:
+def _copies(draws: Iterator[tuple[Any, Any]], count: int) -> Generator[Any, None, None]:
     try:
-        yield from (own(batch) for batch, _ in itertools.islice(draws, count))
+        yield from (copied(batch) for batch, _ in itertools.islice(draws, count))
     finally:
         if isinstance(draws, Generator):  # it may hold threads and processes
             draws.close()
 
 
-def _behind(draws: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:
+def _after(draws: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:
     with contextlib.closing(draws):
         yield from itertools.islice(draws, count, None)
 

@@ -1,10 +1,9 @@
-"""Ends a process in which nothing moves any more."""
+"""Ends a process that makes no progress any more."""
 
 import contextlib
 import faulthandler
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +18,15 @@ EXIT_CODE = 76
 class Watchdog:
     """Ends the process where it hangs: the stacks are printed, what can be saved is, and the exit code is 76.
 
-    What hangs cannot be interrupted from Python, and the processes beside it would wait for ever.
+    Python cannot interrupt what hangs, and the other processes of the job would wait for ever.
 
     Args:
         data: Seconds that a wait for a batch may take, None for no limit.
-        hang: Seconds in which anything must have moved, None for no limit.
-        control: Is told of a wait for a batch, which a signal may cut.
-        progress: Returns what changes whenever the run moves.
-        place: Says where the run stands.
-        rescue: Saves what can be saved, and says what came of it; it is given as long as the hang has taken.
+        hang: Seconds in which the run must have made progress, None for no limit.
+        control: Where a wait that a signal may cut is noted.
+        progress: Returns a value that changes whenever the run makes progress.
+        place: Returns where the run is, for the message.
+        rescue: Saves what can be saved, and returns what was; it may take as long as the hang did.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Watchdog:
         self._data, self._hang, self.control = data, hang, control or Control()
         self._progress, self._place, self._rescue = progress, place, rescue
         self._watched: tuple[float, str, int, int] | None = None
-        self._over = threading.Event()
+        self._thread: Background[None] | None = None
 
     @property
     def has_limit(self) -> bool:
@@ -60,16 +59,19 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         if limits := [limit for limit in (self._data, self._hang) if limit is not None]:
-            pause = min(1.0, *(limit / 4 for limit in limits))
-            threading.Thread(target=self._run, args=(pause,), daemon=True, name="jaxlit-watchdog").start()
+            thread = Background(
+                "jaxlit-watchdog", lambda: self._run(thread, min(1.0, *(limit / 4 for limit in limits)))
+            )
+            self._thread = thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        if self._thread is not None:
+            self._thread.stop()
 
-    def _run(self, pause: float) -> None:
+    def _run(self, thread: Background[None], pause: float) -> None:
         seen, since = self._progress(), time.monotonic()
-        while not self._over.wait(pause):
+        while not thread.stopping.wait(pause):
             if (progress := self._progress()) != seen:
                 seen, since = progress, time.monotonic()
             watched = self._watched
@@ -84,22 +86,22 @@ class Watchdog:
     def _bite(self, what: str, patience: float) -> None:
         try:
             with contextlib.suppress(Exception):  # there may be nothing left to write to
-                _tell(f"{what} The stacks of all threads follow, then the process ends with code {EXIT_CODE}.")
+                _print(f"{what} The stacks of all threads follow, then the process ends with code {EXIT_CODE}.")
                 faulthandler.dump_traceback(file=_stderr(), all_threads=True)
             try:
                 saved = Background("jaxlit-rescue", self._rescue).start().result(patience)
             except Exception as error:
                 saved = f"Nothing could be saved: {error!r}."
             with contextlib.suppress(Exception):
-                _tell(saved)
+                _print(saved)
                 sys.stdout.flush()
         finally:
             os._exit(EXIT_CODE)
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=_stderr(), flush=True)
 
 
 def _stderr() -> Any:
-    return sys.__stderr__ or sys.stderr  # a notebook's own has no file after it
+    return sys.__stderr__ or sys.stderr  # a notebook's own has no file

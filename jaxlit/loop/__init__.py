@@ -1,1 +1,1 @@
-"""The loops: where training stands, what comes next, and which hooks are called."""
+"""The loops: how far training is, what comes next, and which hooks are called."""

@@ -17,22 +17,22 @@ def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, 
     Raises:
         ModuleError: One has only one of the two methods, or a method takes other arguments.
     """
-    found = {}
+    keepers = {}
     for key, callback in keyed(callbacks, failed).items():
-        own = [name for name in _METHODS if overrides(callback, name)]
-        if len(own) == 1:
-            name, (missing,) = type(callback).__name__, {*_METHODS} - {*own}
+        defined = [name for name in _METHODS if overrides(callback, name)]
+        if len(defined) == 1:
+            name, (missing,) = type(callback).__name__, {*_METHODS} - {*defined}
             raise ModuleError(
-                f"{name} defines {own[0]} and no {missing}: a callback's arrays are made by the one and changed by the "
+                f"{name} defines {defined[0]} and no {missing}: a callback's arrays are made by one and changed by the "
                 f"other. Define {missing} too."
             )
-        if not own and overrides(callback, "eval_params"):
+        if not defined and overrides(callback, "eval_params"):
             raise ModuleError(
                 f"{type(callback).__name__} defines eval_params, and neither init_arrays nor update_arrays, whose "
                 "arrays it would choose from. Define both too."
             )
-        for name in own:
+        for name in defined:
             fitting(callback, name)  # refused now: inside the traced step the error would be jax's
-        if own:
-            found[key] = callback
-    return found
+        if defined:
+            keepers[key] = callback
+    return keepers

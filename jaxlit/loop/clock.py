@@ -13,10 +13,10 @@ _PATIENCE_S = 24 * 3600.0  # a process may wait for data; one that ends is notic
 class Clock:
     """Seconds since it was made, the same in every process where they decide something.
 
-    The clocks of several processes differ, and each process comes to a step at a time of its own: if each looked at its
-    own, one would stop a step before the others, which would wait for it for ever. So they exchange their times, of
-    which the latest counts. That takes a millisecond, so it is done seldom: as many looks apart as half of what is left
-    would take at the pace of the last ones, ten seconds at most.
+    The clocks of several processes differ, and each process reaches a step at another time: with its own clock, one
+    process would stop a step before the others, which would wait for it forever. So they exchange their times, and the
+    latest counts. An exchange takes a millisecond, so the next one follows after half of the time that is left, at most
+    ten seconds, counted in looks at the pace of the last ones.
 
     Args:
         several: Whether there are several processes, all of which look at the same places.

@@ -16,11 +16,11 @@ from jaxlit.loop.run import Run, count
 
 
 def sanity_check(run: Run) -> None:
-    """Validate a few batches, so that what would fail after an epoch fails now."""
+    """Validate a few batches, so that an error in validation is raised now and not after an epoch."""
     steps = run.settings.num_sanity_val_steps
     if not run.val or steps == 0:
         return
-    # What is taken from an iterator would be missing in the first validation.
+    # Batches that are drawn from an iterator now would be missing in the first validation.
     pairs = [(source, limit) for source, limit in run.val if not source.is_iterator]
     loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in pairs]
     run.control.sanity_checking = True
@@ -35,7 +35,7 @@ def sanity_check(run: Run) -> None:
 
 
 def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]]) -> list[dict[str, float]]:
-    """Run the validation or test step over loaders, or over what a checkpoint has left of them.
+    """Run the validation or test step over loaders, or over the rest of them after a checkpoint.
 
     Returns:
         The metrics of each loader; none if the run was interrupted.
@@ -50,10 +50,10 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
     for idx, (source, limit) in [*enumerate(loaders)][now.loader :]:
         log.loader = idx if several else None
         run_loader(run, stage, idx, source, limit, keep=False)
-        if run.control.interrupted:  # the evaluation stays: a checkpoint holds it, and a resume continues in it
+        if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
             return []
         end_loader(run, now, stage, f"/dataloader_idx_{idx}" if several else "")
-    log.loader = None  # what the hooks below log belongs to no loader
+    log.loader = None  # the hooks below log for all loaders
     if now.reaches(Validating.EPOCH_END):
         hooks(f"on_{stage}_epoch_end")
     take_logged(run, now, stage)
@@ -66,18 +66,18 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
 
 
 def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
-    """Show a loader's metrics, those of its steps and those of its batch hooks, and continue to the next loader.
+    """Show a loader's metrics, of its steps and of its batch hooks, and move to the next loader.
 
     Args:
         run: The run.
         now: The evaluation.
         stage: "validation" or "test".
-        suffix: What follows the name of a metric that several loaders have.
+        suffix: What is appended to the name of a metric if there are several loaders.
 
     Raises:
         LogError: A name has two values.
     """
-    now.found.append({})  # before the loop: a name is looked for in the metrics of all loaders, this one's too
+    now.found.append({})  # before the loop, which looks for a name in the metrics of all loaders, with this one
     values: list[tuple[Metric, Any]] = []
     if now.sums is not None:  # an empty loader has no metrics
         values += zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True)
@@ -99,7 +99,7 @@ def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
 
 
 def take_logged(run: Run, now: Evaluation, stage: str) -> None:
-    """Add what the hooks around the loaders have logged to the metrics of each loader.
+    """Add the values that hooks outside the loaders have logged to the metrics of each loader.
 
     Raises:
         LogError: A step or a batch hook logs the same name.
@@ -120,19 +120,19 @@ def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], 
     """Run the predict step over loaders.
 
     Returns:
-        What the step returned for each batch of each loader, as numpy; empty lists unless `keep`.
+        The outputs of each batch of each loader, as numpy; empty lists unless `keep`.
     """
     run.control.num_predict_batches = [count(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
-    found = [run_loader(run, stage, idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]
+    outputs = [run_loader(run, stage, idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]
     run.hooks("on_predict_epoch_end")
     run.hooks("on_predict_end")
-    return found
+    return outputs
 
 
 def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None, *, keep: bool) -> list[Any]:
-    """Run an evaluation step over one loader, from where the evaluation at hand stands in it.
+    """Run an evaluation step over one loader, from the batch that the current evaluation has reached.
 
     Returns:
         With `keep` each batch's outputs as numpy.
@@ -146,12 +146,12 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
     sums, kept, waiting = None, [], None
     for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
         if sums is None:
-            sums = first_sums(run, now, stage, loader)  # compiling needs a batch: nothing is built for none
+            sums = first_sums(run, now, stage, loader)  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = host_batch
         if now.reaches(Validating.BATCH_START):
             starts(host_batch, i, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch, loader)
-        now.advance(sums, at)  # before the hook: a checkpoint that it takes holds this batch
+        now.advance(sums, at)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
             run.results.show_evaluation(now.table, values, suffix)
         ends(outputs, host_batch, i, idx)
@@ -159,23 +159,23 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
             waiting = outputs, host_batch, run.settings.host_keys
         feeder.token = sums[1]
-        # The next step overwrites the sums: a full wait now and then takes the place of an older token.
+        # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         wait.drain(sums[1])
         if run.control.interrupted:
             break
-    # A loader that gave batches before and none now is used up; one that never gave any was told of at the start.
+    # A loader that had batches before and none now is used up; one that never had any was warned of at the start.
     if now.sums is None and source.gave and not run.control.interrupted:
         raise source.empty()
     return kept + ([_to_host(*waiting)] if waiting is not None else [])
 
 
 def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> list[Any]:
-    """Build the stage's step for the batch that was drawn, and return the metrics that it adds to."""
+    """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
     engine = run.engine
     engine.prepare_eval(stage, run.feeder.example, loader)
     table = (traced := engine.eval_trace(stage, loader)).table
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
-    # Those of a checkpoint, unless the step logs other metrics since.
+    # The sums of a checkpoint, unless the step logs other metrics now.
     known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
     now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)
     now.table = table
@@ -187,6 +187,8 @@ def _smaller(limit: int | None, other: int | None) -> int | None:
 
 
 def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
-    """Return a step's outputs as numpy; a dict of them takes what the step did not see of the batch."""
-    found = jax.tree.map(fetch, outputs)
-    return {**{str(key): batch[key] for key in host_keys}, **found} if host_keys and isinstance(found, dict) else found
+    """Return a step's outputs as numpy; a dict of them also gets the host keys of the batch."""
+    outputs = jax.tree.map(fetch, outputs)
+    if not host_keys or not isinstance(outputs, dict):
+        return outputs
+    return {str(key): batch[key] for key in host_keys} | outputs

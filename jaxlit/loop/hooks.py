@@ -14,6 +14,7 @@ from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ModuleError, did_you_mean
 from jaxlit.loop.failures import Failures
+from jaxlit.notes import add_note
 from jaxlit.porting import advice
 
 if TYPE_CHECKING:
@@ -26,16 +27,16 @@ _HOOKS = {
     "on_before_batch_transfer",
 }
 
-# Hooks that are about numbers.
+# Hooks that are not given the module.
 _WITHOUT_MODULE = ("on_log", "on_trace")
 
 
 class TimedFunction:
-    """One owner's hook, and how long its calls took, without hooks that ran inside it.
+    """A hook of one callback, module or DataModule, and the time of its calls, without hooks that ran inside it.
 
     Args:
-        owner: What it belongs to.
-        function: What is called; it takes the trainer and the module first.
+        owner: The callback, module or DataModule.
+        function: Its method; it takes the trainer and the module first.
     """
 
     __slots__ = ("calls", "function", "longest", "owner", "seconds", "source")
@@ -73,7 +74,7 @@ class Hook:
         if not self.functions:
             return skip
         log, live = hooks.log, hooks.live
-        outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, by a checkpoint say
+        outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, for example by a checkpoint
         log.hook, hooks.inside = self.name, 0.0
         if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
@@ -84,7 +85,7 @@ class Hook:
                 try:
                     result = function.function(hooks.trainer, hooks.module, *args)
                 except BaseException as error:
-                    if not hooks.failed.goes_on(error, function.source, self.name, args):
+                    if not hooks.failed.tolerates(error, function.source, self.name, args):
                         now = perf_counter()
                         function.add(now - start - hooks.inside)
                         hooks.inside = outer[2] + now - begun
@@ -93,7 +94,7 @@ class Hook:
                     result = None
                 if result is not None and isinstance(result, (int, np.integer)) and result == -1:
                     skip = True
-                # After each owner, so that an error names the one who wrote.
+                # After each owner, so that an error names the one that wrote.
                 if live is not None and live.touched:
                     hooks.take_writes(function.owner)
                 now = perf_counter()
@@ -113,7 +114,7 @@ class Hooks:
         callbacks: The callbacks, in order.
         log: What `self.log` fills in hooks.
         datamodule: The DataModule, whose hooks come first.
-        position: Where training stands, for what errors are noted with.
+        position: How far training is, for the notes on errors.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Hooks:
         position: Position,
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
-        self.datamodule, self.failed = datamodule, Failures(position, self._silence)
+        self.datamodule, self.failed = datamodule, Failures(position, self._disable)
         self.live: Live | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[Any, Hook] = {}  # by name
@@ -145,21 +146,21 @@ class Hooks:
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
         if name not in self.bound:
-            self.bound[name] = Hook(self, name, [TimedFunction(*found) for found in self._find(name)])
+            self.bound[name] = Hook(self, name, [TimedFunction(*pair) for pair in self._find(name)])
         return self.bound[name]
 
     def _find(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
         # The sort is stable: callbacks that run last keep their order after the module.
         late = name in ("on_train_epoch_end", "on_safe_point")
         owners = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
-        found: list[tuple[bool, Any, Any]] = [(c.runs_last and late, c, _of_callback(c, name)) for c in owners]
+        hooks: list[tuple[bool, Any, Any]] = [(c.runs_last and late, c, _of_callback(c, name)) for c in owners]
         if callable(getattr(type(self.module), name, None)):
-            found.append((False, self.module, _without_trainer(self.module, name)))
+            hooks.append((False, self.module, _without_trainer(self.module, name)))
         data = self.datamodule
-        # Loader hooks and the like are called by whoever needs what they return.
+        # Loader hooks return something, so their users call them.
         if name in ("prepare_data", "setup", "teardown", "on_exception") and data is not None:
-            found.insert(0, (False, data, _without_trainer(data, name)))
-        return [(owner, function) for _, owner, function in sorted(found, key=lambda x: x[0])]
+            hooks.insert(0, (False, data, _without_trainer(data, name)))
+        return [(owner, function) for _, owner, function in sorted(hooks, key=lambda x: x[0])]
 
     def __call__(self, name: str, *args: Any) -> None:
         """Call every hook of this name."""
@@ -177,7 +178,7 @@ class Hooks:
         """Return every (hook, function) that was bound so far."""
         return [(hook.name, function) for hook in self.bound.values() for function in hook.functions]
 
-    def _silence(self, callback: Callback) -> None:
+    def _disable(self, callback: Callback) -> None:
         for name, function in self.functions():
             if function.source is callback and not self.failed.may_run(callback, name):
                 function.function = _nothing
@@ -198,20 +199,20 @@ class Hooks:
                 with collecting(self.log):
                     function.function(self.trainer, self.module, argument)
             except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-                if self.failed.goes_on(error, function.source, name, (argument,), note=first is None):
+                if self.failed.tolerates(error, function.source, name, (argument,), note=first is None):
                     pass
                 elif first is None:
                     first = error
                 else:
-                    first.add_note(f"{function.owner}.{name} raised as well: {error!r}")
+                    add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
             function.add(perf_counter() - start - self.inside)
         return first
 
     def take_writes(self, owner: str) -> None:
-        """Take, or refuse, what the hook that runs has written to the module so far, before anything else uses it.
+        """Adopt, or refuse, what the running hook has written to the module so far.
 
         Args:
-            owner: Who has called the hook, or asks for what it wrote: errors name it.
+            owner: The name of the callback or method, for errors.
         """
         hook = self.log.hook
         if self.live is not None and self.live.touched:
@@ -223,32 +224,32 @@ def _nothing(*_: Any) -> None:
 
 
 def _refuse_gone(owner: Any) -> None:
-    # A hook of Lightning's that nothing calls would be silence: the model trains, and the hook's work is not done.
+    # If nothing called a hook of Lightning, the model would train without the hook's work, silently.
     for name, remedy in advice("hook").items():
         if callable(getattr(type(owner), name, None)):
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
     for name in dir(type(owner)):
-        # A helper of one's own may begin so as well: only what is nearly a hook is a slip.
-        own = name.startswith("on_") and name not in _HOOKS and callable(getattr(type(owner), name, None))
-        if own and (hint := did_you_mean(name, _HOOKS, 0.9)):
+        # A user's helper may begin with on_ as well: only a name that is nearly a hook is a misspelling.
+        helper = name.startswith("on_") and name not in _HOOKS and callable(getattr(type(owner), name, None))
+        if helper and (hint := did_you_mean(name, _HOOKS, 0.9)):
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called.{hint}")
     if getattr(owner, "automatic_optimization", True) is False:
         raise ModuleError(
             f"{type(owner).__name__}.automatic_optimization = False: there is no manual optimization. Give parts "
-            "optimizers of their own, jl.Optimizer(by={...}) with jax.lax.stop_gradient in the loss, or write your own "
-            "loop with jl.compile_step."
+            "optimizers with jl.Optimizer(by={...}) and jax.lax.stop_gradient in the loss, or write the loop with "
+            "jl.compile_step."
         )
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Return whether a callback has a hook of its own."""
+    """Return whether a callback overrides a hook."""
     if not hasattr(Callback, hook):  # prepare_data belongs to modules and DataModules
         return False
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
 def fitting(callback: Callback, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
-    """Return a callback's method that can be called with these arguments, left out with those of `Callback`'s own.
+    """Return a callback's method that can be called with these arguments; the default is those of the hook.
 
     Raises:
         ModuleError: It takes other arguments.

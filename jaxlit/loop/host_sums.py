@@ -18,7 +18,7 @@ TRACED = "trace_step"  # where a callback's traced values come from
 
 
 class Total:
-    """A metric that hooks log, as it adds up; device values are read late, when they are ready.
+    """The running sum of a metric that hooks log; device values are read late, when they are ready.
 
     Args:
         metric: How it is reduced.
@@ -38,10 +38,10 @@ class Total:
             self._fold()
 
     def copy(self) -> "Total":
-        """Return one that adds up apart from now on."""
-        found = Total(self.metric, self.hook)
-        found._waiting, found._total, found._weight = list(self._waiting), self._total, self._weight
-        return found
+        """Return a copy, which later values do not change."""
+        total = Total(self.metric, self.hook)
+        total._waiting, total._total, total._weight = list(self._waiting), self._total, self._weight
+        return total
 
     def __float__(self) -> float:
         self._fold()
@@ -51,16 +51,16 @@ class Total:
         return self._total / self._weight if self._weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has come so far; waits for the device."""
+        """Return the sum so far; waits for the device."""
         self._fold()
         return {"metric": asdict(self.metric), "hook": self.hook, "total": self._total, "weight": self._weight}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Total":
-        """Return the total that `state_dict` was taken of."""
-        found = cls(Metric(**state["metric"]), state["hook"])
-        found._total, found._weight = state["total"], float(state["weight"])
-        return found
+        """Return the total that `state_dict` was called on."""
+        total = cls(Metric(**state["metric"]), state["hook"])
+        total._total, total._weight = state["total"], float(state["weight"])
+        return total
 
     def _fold(self) -> None:
         kind = self.metric.reduce_fx

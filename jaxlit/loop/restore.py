@@ -1,4 +1,4 @@
-"""From a checkpoint back to an engine or a module: what fits is read straight into its shards, the rest is told."""
+"""Restores an engine from a checkpoint: arrays that fit are read straight into their shards, the others are named."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ from jaxlit.errors import CheckpointError
 
 _logger = logging.getLogger("jaxlit")
 
-# What an engine keeps beside the model and the optimizer; how much depends on the step and the Trainer's arguments.
+# Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 
@@ -41,9 +41,9 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     empty = not checkpoint.state["position"]["filled"]
 
     def host(name: str) -> bool:
-        """Return whether an array is left out here: it comes by the host, or is that of a fresh engine."""
+        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
         fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
-        return _is_own(name) and (name not in same or fresh)
+        return _is_bookkeeping(name) and (name not in same or fresh)
 
     gone, added = _other_callbacks(saved, wanted)
 
@@ -69,20 +69,20 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
-        _tell_of_callbacks(checkpoint, gone, added)
+        _warn_of_callbacks(checkpoint, gone, added)
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
-    told = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
-    found = tuple(engine.state.counters()[:count])
-    if not evaluates and told != found:
-        raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {told}, and its arrays are of {found}.")
+    stated = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
+    counted = tuple(engine.state.counters()[:count])
+    if not evaluates and stated != counted:
+        raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {stated}, and its arrays of {counted}.")
 
 
 def _callback(name: str) -> str | None:
     """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
-    found = _OF_CALLBACK.match(name)
-    return found[1] if found else None
+    match = _OF_CALLBACK.match(name)
+    return match[1] if match else None
 
 
 def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], list[str]]:
@@ -91,38 +91,38 @@ def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], 
     return sorted({*then} - {*now}), sorted({*now} - {*then})
 
 
-def _tell_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]) -> None:
+def _warn_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]) -> None:
     if gone:
         _logger.warning(
             "%s keeps the arrays of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(gone)
         )
     if added:
         _logger.warning(
-            "%s has no arrays of %s, which was not among the callbacks: they start "
-            "again, from the restored parameters.",
+            "%s has no arrays of %s, which was not among the callbacks: they start again, from the restored "
+            "parameters.",
             checkpoint.path,
             ", ".join(added),
         )
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
-    """Return the engine's own arrays in the checkpoint: by index where each goes, and what it becomes on the way."""
+    """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
     saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.replica.stack_size
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
-    found: dict[int, Any] = {}
+    conversions: dict[int, Any] = {}
     for i, (name, _, _) in enumerate(saved):
-        if not _is_own(name) or name in same:
+        if not _is_bookkeeping(name) or name in same:
             continue
         if name.startswith("window") and not checkpoint.state["position"]["filled"]:
             continue  # an empty one is that of a fresh engine
         if name in _METRICS:
             count = None if name == "sums" else replicas
-            found[i] = places[name], partial(table.refit, replicas=count)
+            conversions[i] = places[name], partial(table.refit, replicas=count)
         elif name in places:
-            # A sum over rows: the first replica takes what all had.
+            # A sum over rows: the first replica gets the sum of all.
             was = checkpoint.state["window_replicas"] if name.startswith("window") else replicas
-            found[i] = places[name], partial(_refit, was=was, replicas=replicas)
-    return found
+            conversions[i] = places[name], partial(_refit, was=was, replicas=replicas)
+    return conversions
 
 
 def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
@@ -132,7 +132,7 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
     return x if replicas is None else np.concatenate([x[None], np.zeros((replicas - 1, *x.shape), x.dtype)])
 
 
-def _is_own(name: str) -> bool:
+def _is_bookkeeping(name: str) -> bool:
     return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))
 
 

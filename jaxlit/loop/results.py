@@ -84,7 +84,7 @@ class Results:
 
     def show_steps(self, table: Table, rates: Sequence[str] = ()) -> None:
         """From now on show the values of `latest`, whose columns are those of `table`, and learning rates."""
-        # A name that the module logs has one meaning in all rows: its own.
+        # A name that the module logs means the module's value in all rows.
         taken = {name for metric in table.metrics[1:] if metric.logger for name in metric.names}
         self._table, self._rates = table, tuple(None if name in taken else name for name in rates)
         self._shows_loss = not any(metric.prog_bar and "loss" in metric.name.lower() for metric in table.metrics[1:])
@@ -93,7 +93,7 @@ class Results:
                 self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
 
     def show_evaluation(self, table: Table, values: Any, suffix: str) -> None:
-        """Show the values of an evaluation step, given as its own table."""
+        """Show the values of an evaluation step, given as its table."""
         for column, metric in enumerate(table.metrics):
             if metric.on_step:
                 end = suffix if metric.add_dataloader_idx else ""
@@ -144,7 +144,7 @@ class Results:
     def steps(self, logs: Any) -> list[float]:
         """Return the values of a step's table, read once."""
         if self._read_of[0] is not logs:
-            # The columns after the table's own are learning rates, and a flag of the engine.
+            # After the table's columns come learning rates, and a flag of the engine.
             table = fetch(logs)
             self._read_of = (logs, self._table.read(table[..., : len(self._table.metrics)]), table)
         return self._read_of[1]
@@ -153,12 +153,12 @@ class Results:
         """Return the learning rates of an optimizer step by their names, given its table."""
         if self._read_of[0] is not logs:
             self.steps(logs)
-        found, names = dict[str, float](), iter(self._rates)
+        rates, names = dict[str, float](), iter(self._rates)
         for rate, weight in self._read_of[2][:, len(self._table.metrics) :].T.tolist():
             # A row that was left by another optimizer, in a checkpoint, may have others.
             if weight == OF_RATE and (name := next(names, None)):
-                found[name] = rate
-        return found
+                rates[name] = rate
+        return rates
 
     def has_column(self, metric: Metric) -> bool:
         """Return whether the training step itself logs one of a metric's names."""
@@ -182,7 +182,7 @@ class Outputs(Mapping[str, Any]):
 
     Args:
         logs: The table of metrics, whose column 0 is the loss.
-        loss: The batch's own loss, of each replica, if the table is that of a window.
+        loss: The loss of the batch in each replica, if the table is of a window.
         outputs: What else the step returned.
     """
 

@@ -6,19 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
-from jaxlit.callbacks.measure import Measure, Measured
-from jaxlit.errors import NonFiniteError
+from jaxlit.callbacks.measure import Measured
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
-from jaxlit.loop.rollback import roll_back
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
 
 
 def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
-    """Return what the optimizer step has to log, to be read one step late, when its values are ready."""
+    """Return the row of the optimizer step, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps
@@ -29,7 +27,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
         if (hook := run.hooks.begin_row) is not None:
             hook(step)
         return run.results.latest, window, step
-    # What a trace_step returned has a row of its own interval, whether the step would be logged or not.
+    # Values of a trace_step have the interval of their callback: they get a row even if the step would have none.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
         return None, traced, step
     return (None, {}, step) if run.tracing.seen else None
@@ -50,14 +48,15 @@ def log_pending(run: Run) -> None:
     names = run.results.row_names
     row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
     row |= window
-    # By themselves rates make no row of a step that has nothing else to log, unless a monitor asks for it.
+    # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
     if run.rates_in == "step" or (run.rates_in is None and row):
-        row = {**row, **run.results.rates(logs), **row}  # a user's own value of a name is left
+        # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
+        row = {**row, **run.results.rates(logs), **row}
     if (hook := run.hooks.fill_row) is not None:  # the row's values have arrived, so its step is done
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
-    # The last column is the guard's: the row is on the host, so looking costs nothing.
+    # The last column is the guard's flag: the row is on the host, so reading it costs nothing.
     if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
         check_finite(run)
     else:
@@ -65,15 +64,15 @@ def log_pending(run: Run) -> None:
 
 
 def bind_measures(hooks: Hooks) -> None:
-    """Find the callbacks that add to rows, by hooks that only they have."""
-    owners = [c for c in hooks.callbacks if isinstance(c, Measure)]
+    """Bind the hooks of callbacks that add to rows, which only those have."""
+    owners: list[Any] = [c for c in hooks.callbacks if callable(getattr(type(c), "fill_row", None))]
     for name in ("begin_row", "fill_row") if owners else ():
-        found = hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
-        setattr(hooks, name, found)
+        hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
+        setattr(hooks, name, hooks.bound[name])
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:
-    """Show the metrics that the steps of an epoch have added up, and return those that are logged."""
+    """Show the metrics of an epoch, summed over its steps, and return those that are logged."""
     engine, row = run.engine, dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
@@ -88,14 +87,15 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
 
 
 def note_monitor(run: Run) -> None:
-    """Note in which rows the learning rate is to be, and tell if it cannot be read off the optimizer."""
-    monitor = next((c for c in run.hooks.callbacks if isinstance(c, LearningRateMonitor)), None)
-    run.rates_in = None if monitor is None else monitor.logging_interval
+    """Note which rows have the learning rate, and warn if it cannot be read from the optimizer."""
+    monitor = next((c for c in run.hooks.callbacks if c.rates_in is not None), None)
+    run.rates_in = None if monitor is None else monitor.rates_in
     if monitor is not None and not run.engine.rates.names:
         _logger.warning(
-            "LearningRateMonitor: the learning rate cannot be read off what %s.configure_optimizers returns, and is in "
-            "no row. Return jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
+            "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "
+            "jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
             "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            type(monitor).__name__,
             type(run.module).__name__,
         )
 
@@ -106,31 +106,3 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
         run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
-
-
-def check_finite(run: Run) -> None:
-    """Look at the guard's mark; waits for the device.
-
-    Raises:
-        NonFiniteError: Under nan_policy="raise", if a step was not finite, at each look until training has ended. The
-            parameters are those before it. Under "rollback" only if there is nothing to go back to.
-    """
-    policy = run.settings.nan_policy
-    if policy == "ignore":
-        return
-    if (bad := run.engine.bad_step()) < 0:
-        run.found_finite(run.position.global_step)
-    if bad == run.seen_bad_step:
-        return
-    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
-    if policy == "skip":
-        run.seen_bad_step = bad  # told of once
-        _logger.warning("%s The update was skipped.", what)
-        return
-    if policy == "rollback":
-        roll_back(run, what)
-        return
-    raise NonFiniteError(
-        f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
-        "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
-    )

@@ -39,7 +39,7 @@ class Start(NamedTuple):
     step: int
     batch_idx: int
     filled: int  # batches of the step that the checkpoint holds
-    data: Any  # where the loader stands
+    data: Any  # the loader's state
     latest: Any  # the newest metrics
     logged: Logged | None  # what hooks have logged
 
@@ -65,8 +65,9 @@ class Run:
     loaders: Loaders
     max_in_flight: int  # steps that may be dispatched and not finished
     clock: Clock
-    engine: Engine = field(init=False)
-    feeder: Feeder = field(init=False)
+    # None until the loaders are open, so also in prepare_data and setup.
+    engine: Engine = None  # type: ignore[assignment]
+    feeder: Feeder = None  # type: ignore[assignment]
     train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
     val: Sequence[tuple[Source, int | None]] = ()
     evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
@@ -74,30 +75,30 @@ class Run:
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
-    rates_in: str | None = None  # the rows that a LearningRateMonitor asks for, "step" or "epoch"
-    tracing: Tracing = field(init=False)
+    rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
+    tracing: Tracing = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training continues from a checkpoint, and has not begun an epoch since
-    accumulate: int = 1  # batches an optimizer step in this epoch
-    accumulate_given: int = 1  # and what the Trainer was given, before any hook
-    accumulate_left: int | None = None  # and what hooks had set when the loops ended
+    accumulate: int = 1  # batches of an optimizer step in this epoch
+    accumulate_given: int = 1  # the Trainer's argument, before any hook
+    accumulate_left: int | None = None  # the argument when the loops ended, which teardown may set back
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
-    announced: bool = field(default_factory=is_announced_by_jax)  # jax tells all processes of a SIGTERM
+    announced: bool = field(default_factory=is_announced_by_jax)  # jax announces a SIGTERM to all processes
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
-    starts: list[Start] = field(default_factory=list)  # of the steps that nobody has found finite yet
-    not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.bad_step`
+    starts: list[Start] = field(default_factory=list)  # of the steps that were not checked yet
+    not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.rewind`
     resume: Resume | None = None  # the checkpoint that training continues from
     compiles: CompileLog = field(default_factory=CompileLog)
     _started: float = field(default_factory=time.monotonic)
     _ended: float | None = None
     limits: list[Limit] = field(default_factory=list)  # of time
-    is_timed: bool = False  # anything waits for a time; an attribute, as each step asks
-    _next_validation: float | None = None  # by the clock, where validation goes by it
-    _told: bool = False
-    _told_signal: bool = False
+    is_timed: bool = False  # something waits for a time; an attribute, because each step reads it
+    _next_validation: float | None = None  # seconds of the clock, if the interval is a time
+    _stop_logged: bool = False
+    _signal_printed: bool = False
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
@@ -131,18 +132,18 @@ class Run:
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """What changes whenever the run moves; any thread may ask."""
-        feeder, position = getattr(self, "feeder", None), self.position
-        return self.hooks.log.hook, position.total_batch_idx, position.phase, feeder and feeder.drawn
+        """A value that changes whenever the run moves; any thread may read it."""
+        position = self.position
+        return self.hooks.log.hook, position.total_batch_idx, position.phase, self.feeder and self.feeder.drawn
 
     @property
     def place(self) -> str:
-        """Where the run stands, in words."""
+        """How far the run is, in words."""
         hook, position = self.hooks.log.hook, self.position
         return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
     def close(self) -> None:
-        """Let go of the loaders, and keep what teardown may set back."""
+        """Close the loaders."""
         self.accumulate_left = self.settings.accumulate_grad_batches
         for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
             source.close()
@@ -151,7 +152,7 @@ class Run:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         assert self.train is not None
         self.control.num_training_batches = count(self.train[1])
-        # An eighth of an epoch, not of training: a resume with larger limits has the rows of one long training.
+        # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
         known = self.epoch_steps < math.inf
         self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
         self.tracing = Tracing(self.hooks, self.log_every)
@@ -173,7 +174,7 @@ class Run:
     @property
     def trains(self) -> bool:
         """Whether `limit_train_batches` leaves anything to train on."""
-        # A loader that is empty itself is no such limit, but an error.
+        # A loader that is empty itself is an error, not a limit.
         return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
 
     @property
@@ -195,8 +196,8 @@ class Run:
         min_epochs, min_steps = self.settings.least
         if self.position.epoch >= min_epochs and self.position.global_step >= min_steps:
             return True
-        if not self._told:
-            self._told = True
+        if not self._stop_logged:
+            self._stop_logged = True
             _logger.info(
                 "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues.",
                 self.control.stop_reason,
@@ -206,25 +207,25 @@ class Run:
         return False
 
     def check_notice(self) -> None:
-        """End training here, as by SIGTERM, if jax tells all processes that one of them is about to be taken."""
+        """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted."""
         if is_preempted():
             self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
 
-    def tell_signal(self) -> None:
-        """Say once that a signal ends training here, if one does."""
-        if (number := self.control.signal) is not None and not self._told_signal:
-            self._told_signal = True
+    def print_signal(self) -> None:
+        """Print once that a signal ends training here, if one does."""
+        if (number := self.control.signal) is not None and not self._signal_printed:
+            self._signal_printed = True
             name, again = ("Ctrl-C", " again") if number == signal.SIGINT else (signal.Signals(number).name, "")
             place = f"{name}: stopping after step {self.position.global_step}."
             say(f"{place} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
 
     def found_finite(self, step: int) -> None:
-        """Forget where the optimizer steps before `step` began: they were finite."""
+        """Forget the starts of the optimizer steps before `step`: they were finite."""
         self.starts[:] = [start for start in self.starts if start.step >= step]
 
     def check_time(self, *, epoch_over: bool = False) -> None:
         """Ask for a stop once a limit of time is over."""
-        # One process alone may be interrupted: the others are elsewhere then.
+        # One process alone may be interrupted: the others would not exchange their times with it.
         if not self.is_timed or (self.control.interrupted and self.clock.several):
             return
         now = self._look(ask=epoch_over)

@@ -1,4 +1,4 @@
-"""What the user asked of a Trainer, checked and brought to one form."""
+"""The arguments of a Trainer, checked and brought to one form."""
 
 import dataclasses
 import datetime
@@ -25,8 +25,8 @@ _ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every
 class Settings:
     """The arguments of a `Trainer`, by their names; `jaxlit.Trainer` says what each means.
 
-    A value that says the same in several ways is brought to one: no limit of epochs is None, a duration is a
-    timedelta. What follows from several of them are the properties.
+    A value that can be given in several ways has one form here: no limit of epochs is None, a duration is a timedelta.
+    The properties follow from several arguments.
 
     Raises:
         ArgumentError: A value is out of its set, or does not fit another.
@@ -123,7 +123,7 @@ class Settings:
 
     @property
     def intake(self) -> dict[str, Any]:
-        """What the intake of batches is told."""
+        """The arguments of the check of batches."""
         return {"host_keys": self.host_keys, "max_recompiles": self.max_recompiles, "debug": self.debug}
 
     @property
@@ -159,7 +159,7 @@ def _as_here(given: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are checked one by one."""
-    given, found = _as_here(given), dict[str, Any]()
+    given, checked = _as_here(given), dict[str, Any]()
     if isinstance(windows := given["accumulate_grad_batches"], dict):
         raise ArgumentTypeError(
             f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {shown(windows)}. Pass "
@@ -172,7 +172,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("reload_dataloaders_every_n_epochs", 0),
         ("seed", 0),
     ):
-        found[name] = check.integer(name, given[name], low=low)
+        checked[name] = check.integer(name, given[name], low=low)
     for name, low, special in (
         ("max_epochs", 0, _UNBOUNDED),
         ("min_epochs", 0, (None,)),
@@ -187,36 +187,36 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         value = given[name]
         is_special = any(type(value) is type(x) and value == x for x in special)
         other = " or 'auto'" if "auto" in special else ""
-        found[name] = special[0] if is_special else check.integer(name, value, low=low, other=other)
+        checked[name] = special[0] if is_special else check.integer(name, value, low=low, other=other)
     names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
-    found |= {name: check.limit(name, given[name]) for name in names}
-    for name, checked in (
+    checked |= {name: check.limit(name, given[name]) for name in names}
+    for name, check_value in (
         ("gradient_clip_val", check.positive),
         ("data_timeout", check.seconds),
         ("hang_timeout", check.seconds),
     ):
-        found[name] = None if given[name] is None else checked(name, given[name])
+        checked[name] = None if given[name] is None else check_value(name, given[name])
     trial = given["fast_dev_run"]
-    found["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
+    checked["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
     allowed = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
     check.require(given["precision"] in PRECISIONS, "precision", given["precision"], allowed, owner="Trainer")
-    found["precision"] = given["precision"]
+    checked["precision"] = given["precision"]
     policies = ("raise", "skip", "rollback", "ignore")
-    found["nan_policy"] = check.one_of("nan_policy", given["nan_policy"], policies)
+    checked["nan_policy"] = check.one_of("nan_policy", given["nan_policy"], policies)
     if given["gradient_clip_algorithm"] is not None:
         check.one_of("gradient_clip_algorithm", given["gradient_clip_algorithm"], ("norm", "value"))
     if given["max_time"] is not None:
-        found["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
-    found["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
-    found["debug"] = check.boolean("debug", given["debug"])
-    found["host_keys"] = check.keys("host_keys", given["host_keys"])
+        checked["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
+    checked["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
+    checked["debug"] = check.boolean("debug", given["debug"])
+    checked["host_keys"] = check.keys("host_keys", given["host_keys"])
     for name, others, rule in (
         ("default_root_dir", (type(None),), "takes a path"),
         ("compile_cache", (bool,), "takes True, False or a path"),
     ):
         if not isinstance(folder := given[name], (str, Path, *others)):
             raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {shown(folder)}.")
-    return found
+    return checked
 
 
 def _check_combinations(s: Settings) -> None:

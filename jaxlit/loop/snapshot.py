@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training beside its arrays, taken from a run and given back to one."""
+"""The state of a training in a checkpoint, except its arrays: taken from a run, and restored."""
 
 import base64
 import math
@@ -66,7 +66,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.replica.stack_size,
         "processes": jax.process_count(),
     }
-    if added:  # by the module's own lines: its constructor takes no such argument
+    if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
     if {*(numbers := _numbers_set(run))} != {run.accumulate}:
         state["accumulate_set"] = [*numbers]  # by hooks
@@ -85,18 +85,18 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 
 def load_position(state: Mapping[str, Any]) -> Position:
-    """Return where training stood."""
+    """Return how far training was."""
     return Position(**state["position"])
 
 
 def load_callbacks(run: Run, state: Mapping[str, Any]) -> list[str]:
-    """Give the callbacks and the DataModule their states; returns the callbacks of those that nobody took."""
+    """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
     saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
     owners = [(callback, saved[key], key) for key, callback in known.items() if key in saved]
     owners += [] if data is None else [(data, state["datamodule"], type(data).__name__)]
     for owner, kept, name in owners:
         run.hooks.failed.ask(owner, "load_state_dict", partial(_load, owner, kept, name))
-    # An empty state is none: whoever is not here now loses nothing.
+    # A callback with an empty state loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
 
 
@@ -111,7 +111,7 @@ def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
 
 
 def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes: int, index: int, idx: int) -> None:
-    """Make a loader continue where it stood.
+    """Make a loader continue where the checkpoint was taken.
 
     Args:
         source: The loader.
@@ -128,7 +128,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     if saved is None or saved["idx"] != idx:
         return
     was = len(saved["states"])
-    if was == processes:  # each process continues with its own share
+    if was == processes:  # each process continues with its share
         source.load_state_dict(saved["states"][index])
         return
     theirs = saved["states"]
@@ -139,7 +139,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
             "continues. Resume with as many processes, use a jl.ArrayLoader or a grain MapDataset, or resume from the "
             "end of an epoch."
         )
-    # That of another loader is about each process's share.
+    # The fingerprint of another kind of loader is of each process's share.
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
@@ -149,28 +149,28 @@ def _numbers_set(run: Run) -> tuple[int, int]:
 
 
 def keeps_accumulation(run: Run, state: Mapping[str, Any]) -> bool:
-    """Return whether what hooks had set holds: the Trainer has the same number, and no `setup` has set another.
+    """Return whether the number that hooks had set still holds: the Trainer has the same, and no `setup` set another.
 
-    Beside a Trainer that is given 1 only a callback's `setup` makes room for windows, and says their length again.
+    If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
     """
     given, _ = state.get("accumulate_set") or (state["accumulate"], None)
     return 1 < given == run.accumulate_given == run.settings.accumulate_grad_batches
 
 
 def load_accumulation(run: Run, state: Mapping[str, Any]) -> None:
-    """Continue with the epoch's windows, and with what hooks had set, unless the Trainer now has another number."""
-    keeps, own = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
-    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else own
+    """Continue with the window of the epoch, and with the number that hooks had set, unless the Trainer has another."""
+    keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
+    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else given
     if keeps and (numbers := state.get("accumulate_set")):
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
-    """Give a run back what hooks had logged, the metrics, the row that was not read yet, and a cut validation."""
+    """Restore what hooks had logged, the metrics, the row that was not read yet, and a validation that was cut."""
     table = table_of(state["metrics"])
     run.resumed = True
     load_accumulation(run, state)
-    # The names of the steps' values first: `load_state_dict` puts those that epochs have taken over in their place.
+    # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
         run.results.show_steps(table, run.engine.rates.names)
@@ -188,49 +188,48 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
 
 def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
     """Return the callbacks by their keys, numbered where several have the same."""
-    found: dict[str, Callback] = {}
+    keys: dict[str, Callback] = {}
     for callback in callbacks:
-        own = type(callback).__name__
-        name = failed.ask(callback, "state_key", lambda callback=callback: callback.state_key, own)
-        same = sum(key == name or key.startswith(f"{name}:") for key in found)
-        found[f"{name}:{same}" if same else name] = callback
-    return found
+        name = failed.ask(callback, "state_key", lambda c=callback: c.state_key, type(callback).__name__)
+        same = sum(key == name or key.startswith(f"{name}:") for key in keys)
+        keys[f"{name}:{same}" if same else name] = callback
+    return keys
 
 
 def _states(run: Run) -> dict[str, Any]:
-    """Return the states of the callbacks, without that of a logger that cannot tell its own."""
+    """Return the states of the callbacks, without that of a callback that fails to return it and is disabled."""
     failed = run.hooks.failed
     known = keyed(run.hooks.callbacks, failed).items()
-    found = {key: failed.ask(callback, "state_dict", callback.state_dict) for key, callback in known}
-    return {key: state for key, state in found.items() if state is not None}
+    states = {key: failed.ask(callback, "state_dict", callback.state_dict) for key, callback in known}
+    return {key: state for key, state in states.items() if state is not None}
 
 
 def _loaders(run: Run) -> dict[str, Any]:
-    """Return where the loaders stand, in every process."""
+    """Return the states of the loaders, of every process."""
     position, now = run.position, run.evaluation
-    found: dict[str, Any] = {"training": None, "validation": None}
+    states: dict[str, Any] = {"training": None, "validation": None}
     if run.train is not None:
         source, epoch, at = run.train[0], position.epoch, position.data
-        if position.over:  # nothing is left of this epoch: the loader stands before the next
+        if position.over:  # nothing is left of this epoch: the loader begins the next
             epoch, at = epoch + 1, source.between_epochs(at)
-        found["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
+        states["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
     if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
         state = run.val[now.loader][0].state_dict(0, now.data)
-        found["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
-    return found
+        states["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
+    return states
 
 
 def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
     if now is None:
         return None
-    found: dict[str, Any] = {k: getattr(now, k) for k in plain_fields(Evaluation)}
-    found |= {"sums": None, "metrics": []}
+    saved: dict[str, Any] = {k: getattr(now, k) for k in plain_fields(Evaluation)}
+    saved |= {"sums": None, "metrics": []}
     if now.sums is not None and now.table is not None:
         table, count = now.sums
         # The columns with them: a step that logs other metrics since must not add to these.
-        found["sums"] = [_pack(table), int(fetch(count))]
-        found["metrics"] = [asdict(metric) for metric in now.table.metrics]
-    return found
+        saved["sums"] = [_pack(table), int(fetch(count))]
+        saved["metrics"] = [asdict(metric) for metric in now.table.metrics]
+    return saved
 
 
 def _pack(array: Any) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Callbacks that look into the optimizer step: what they compute is compiled into the steps on which they fire."""
+"""Callbacks that compute something inside the optimizer step: it is compiled into the steps on which they fire."""
 
 from functools import partial
 from typing import Any
@@ -16,11 +16,11 @@ from jaxlit.loop.host_sums import TRACED
 from jaxlit.loop.results import Results
 from jaxlit.shown import shown
 
-_ASIDE = object()  # in place of what a logger that stands aside would have returned
+_DISABLED = object()  # in place of what a disabled callback would have returned
 
 
 class Tracing:
-    """Says at which optimizer steps callbacks look into the step, runs those steps, and hands over what was seen.
+    """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
 
     Args:
         hooks: The hooks; each callback that overrides `trace_step` takes part.
@@ -28,7 +28,7 @@ class Tracing:
 
     Attributes:
         next: The optimizer step, from 0, at which the next one fires; -1 if none ever does.
-        seen: What was seen and not handed over yet: (callback, step, values on the device).
+        seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
     """
 
     def __init__(self, hooks: Hooks, log_every: int) -> None:
@@ -42,7 +42,7 @@ class Tracing:
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
-        """Refuse before the first step what a `trace_step` could not return.
+        """Refuse before the first step a `trace_step` whose values cannot be logged.
 
         Raises:
             ModuleError: It returns no dict of arrays.
@@ -55,18 +55,18 @@ class Tracing:
             owner = f"{type(callback).__name__}.{TRACED}"
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             given = state.params, state.params, state.params, state.opt_state
-            found = self._hooks.failed.ask(
-                callback, TRACED, partial(jax.eval_shape, callback.trace_step, *given), _ASIDE
+            shapes = self._hooks.failed.ask(
+                callback, TRACED, partial(jax.eval_shape, callback.trace_step, *given), _DISABLED
             )
-            if found is _ASIDE:
+            if shapes is _DISABLED:
                 self._every.remove((callback, every))
                 self.seek(self.next)
                 continue
-            if not isinstance(found, dict) or not all(
-                isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in found.items()
+            if not isinstance(shapes, dict) or not all(
+                isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in shapes.items()
             ):
-                raise ModuleError(f"{owner} must return a dict of names and arrays, got {shown(found)}.")
-            for name, x in found.items():
+                raise ModuleError(f"{owner} must return a dict of names and arrays, got {shown(shapes)}.")
+            for name, x in shapes.items():
                 if x.shape:
                     continue
                 if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool) or jnp.iscomplexobj(x):
@@ -84,7 +84,7 @@ class Tracing:
         self.next = min((step + every - 1 - step % every for _, every in self._every), default=-1)
 
     def step(self, engine: Engine, batch: Any) -> tuple[jax.Array, Any, Any]:
-        """Take the optimizer step `next`: scalars that are seen go to its row, and all of it to `on_trace`."""
+        """Take the optimizer step `next`: its scalars go to the step's row, and all values to `on_trace`."""
         at = self.next
         # One program for each set of callbacks that come due together: few, as intervals repeat.
         due = [callback for callback, every in self._every if (at + 1) % every == 0]
@@ -97,13 +97,13 @@ class Tracing:
         return logs, loss, outputs
 
     def forget(self, step: int) -> None:
-        """Drop what was seen of a step and of those after it: they are undone."""
+        """Drop the values of a step and of those after it, which are undone."""
         self.seen = [x for x in self.seen if x[1] < step]
         self.seek(step)
 
     def deliver(self, until: int | None = None) -> None:
-        """Hand over what was seen, up to a step or all of it; waits for the device."""
-        # Taken off the list before a hook runs: a checkpoint that the hook writes must not hand them over again.
+        """Call `on_trace` with the values up to a step, or with all of them; waits for the device."""
+        # Removed before a hook runs: a checkpoint that the hook writes must not deliver them again.
         seen = [x for x in self.seen if until is None or x[1] <= until]
         self.seen = self.seen[len(seen) :]
         for callback, step, values in seen:

@@ -1,7 +1,8 @@
-"""The training loop; its order stands as pseudocode in `jaxlit.Callback`.
+"""The training loop; `jaxlit.Callback` has its order as pseudocode.
 
-The loops are plain functions. Where training stands is `run.position`: its phase moves *before* a hook runs, so that a
-checkpoint which the hook takes, or which an error in it leaves, continues after it.
+The loops are plain functions, and `run.position` is how far training is. Do not change the order: the phase of the
+position moves *before* a hook runs, so that a checkpoint which the hook takes, or which an error in it leaves,
+continues after the hook.
 """
 
 import contextlib
@@ -13,10 +14,10 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.engine.in_flight import Bound
-from jaxlit.loop.bad_step import go_back, note_start
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rows import bind_measures, check_finite, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
+from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
+from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run, validation_interval
 
 _logger = logging.getLogger("jaxlit")
@@ -29,30 +30,30 @@ def fit(run: Run) -> None:
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
-    if run.done or not run.trains:  # and so no train hook
-        run.tell_signal()
+    if run.done or not run.trains:  # as in Lightning no train hook is called then
+        run.print_signal()
         return
     note_monitor(run)
     run.hooks("on_train_start")
     try:
         while not run.done:
             train_epoch(run)
-        run.tell_signal()  # one that came when the epoch had ended
+        run.print_signal()  # one that came when the epoch had ended
     except BaseException as error:
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):  # the last row, if the device still has it
                 log_pending(run)
         with contextlib.suppress(Exception):  # the device may be what failed
-            go_back(run, error)
+            end_before_bad_step(run, error)
         raise
     run.hooks("on_train_end")
 
 
 def train_epoch(run: Run) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
-    reload(run)  # a loader hook may know more by now, or have other data
+    reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
-    # None where nobody has the hook: what is asked in every step costs no call.
+    # None if no callback has the hook, so that a step pays no call for it.
     starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
     wait = Bound(run.max_in_flight)
     run.tracing.seek(position.global_step)
@@ -61,8 +62,9 @@ def train_epoch(run: Run) -> None:
         run.engine.begin_epoch(position.epoch)
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
-        run.accumulate = run.settings.accumulate_grad_batches  # one window is as long as another until the next epoch
-    if position.phase > Phase.STEP:  # a checkpoint was taken after a step: what followed it comes first
+        # After the hook, which may set it; all windows of an epoch have one length.
+        run.accumulate = run.settings.accumulate_grad_batches
+    if position.phase > Phase.STEP:  # a checkpoint was taken between a step and its row, validation or safe point
         after_step(run)
     run.resumed = run.ready = False
     for batch, host_batch, last, at in batches_left(run):
@@ -71,22 +73,23 @@ def train_epoch(run: Run) -> None:
             position.end_batches(at)
             break
         logs, loss, outputs = take_step(run, batch, last, at)
+        # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
             ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)
-        wait(logs)
+        wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
         if after_step(run):
             break
     else:
         end_batches(run)
-    run.tell_signal()
+    run.print_signal()
     if not position.over or run.evaluation is not None:
-        # Training stops in the middle: what the end of the epoch does to callbacks is not part of this place.
+        # Training stops inside an epoch. Checkpoints are taken now: the end of the epoch changes states of callbacks.
         safe_point(run, training_over=True)
     end_epoch(run)
 
 
 def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
-    """Return what is left of the epoch: (placed batch, host batch, is last, where the loader stands after it)."""
+    """Return what is left of the epoch: (placed batch, host batch, is last, the loader's state after it)."""
     assert run.train is not None
     (source, limit), position = run.train, run.position
     if position.over or run.done:  # a hook may have asked for a stop
@@ -95,14 +98,15 @@ def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
 
 
 def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
-    """Take one step, of the accumulation window or of the optimizer, and stand after it.
+    """Dispatch one step, of the accumulation window or of the optimizer, and move the position after it.
 
     Returns:
-        The table of metrics, the loss of a window's batch, and what else the step returned; all on the device.
+        The table of metrics, the loss of a window's batch, and the other outputs of the step; all on the device.
     """
     engine, position, tracing = run.engine, run.position, run.tracing
     if not run.ready:
         begin_steps(run)
+    # At the first batch of each window: a later check may end training before this step.
     if engine.nan_policy == "raise" and not (position.filled and run.starts):
         note_start(run)
     stepping = last or position.filled + 1 >= run.accumulate
@@ -112,18 +116,18 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
         logs, loss, outputs = engine.train_step(batch)
     else:
         logs, loss, outputs = tracing.step(engine, batch)
-    # Dispatched, not done: from here on only what is read waits for the device.
+    # Only reading one of these waits for the device; the feeder waits for its token before it reuses a host buffer.
     run.results.latest = run.feeder.token = logs
-    position.advance(at, stepping=stepping, last=last)
+    position.advance(at, stepping=stepping, last=last)  # before the hook: a checkpoint in it has this batch
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
 
 
 def begin_steps(run: Run) -> None:
-    """Build the programs on the first batch of a run; in each epoch the steps' metrics take their names back.
+    """Compile the programs on the first batch of a run; in each epoch show the steps' metrics again.
 
-    The epoch before has put its own values under names that steps and epochs share, such as `loss`.
+    The epoch before shows its values under names that steps and epochs share, such as `loss`.
     """
     run.ready = True
     run.engine.prepare_training(run.feeder.example)
@@ -132,10 +136,10 @@ def begin_steps(run: Run) -> None:
 
 
 def after_step(run: Run) -> bool:
-    """Log the row of the step before, keep this one's, and validate if it is time; returns whether training is over."""
+    """Log the row of the step before, keep this one's, validate if it is due; return whether training is over."""
     position = run.position
     if run.pending is not None:
-        log_pending(run)  # a rollback in it leaves the step without a row
+        log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
     if run.is_timed:
         run.check_time()
     if run.announced:
@@ -143,10 +147,10 @@ def after_step(run: Run) -> bool:
     if position.reaches(Phase.ROW) and not position.filled:
         run.pending = row_of_step(run)
     if run.settings.debug:
-        check_finite(run)
+        check_finite(run)  # waits for each step, so that an error names it at once
     if position.reaches(Phase.VALIDATION) and run.validates and run.validation_is_due(position.over):
         run.evaluation = Evaluation()
-    if run.evaluation is not None and not run.control.interrupted:  # else it is left for the resume
+    if run.evaluation is not None and not run.control.interrupted:  # an interrupted one stays for the resume
         validate(run)
     done = run.done
     if not (position.over or done):
@@ -155,7 +159,7 @@ def after_step(run: Run) -> bool:
 
 
 def validate(run: Run) -> None:
-    """Validate in the middle of training, with all steps before it logged and found finite."""
+    """Validate during training, after all earlier steps are logged and checked."""
     log_pending(run)
     check_finite(run)
     evaluate(run, "validation", run.val)
@@ -163,7 +167,7 @@ def validate(run: Run) -> None:
 
 
 def safe_point(run: Run, *, training_over: bool) -> None:
-    """Tell the callbacks that nothing of the batches so far is left to do, but for a validation that was cut."""
+    """Call `on_safe_point`: nothing of the batches so far is left to do, except a validation that was cut."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
         run.position.reaches(Phase.SAFE_POINT)  # what is saved here continues with the next batch
     if (hook := run.hooks.bound["on_safe_point"]).functions:
@@ -174,16 +178,16 @@ def end_batches(run: Run) -> None:
     """Mark the epoch as over: the loader has no batch left for it.
 
     Raises:
-        DataError: It gave none at all.
+        DataError: It had no batch at all.
     """
     assert run.train is not None
     (source, limit), position = run.train, run.position
     if not position.over:
-        if run.done:  # a hook has asked for a stop, or the wait for a batch was given up
+        if run.done:  # a hook has asked for a stop, or a signal ended the wait for a batch
             return
         if not position.batch_idx:
             raise source.empty()
-        # The last batch was not known as such: a limit may be less than a checkpoint has seen.
+        # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
         position.end_batches(position.data)
     if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
         _logger.warning(
@@ -196,26 +200,27 @@ def end_batches(run: Run) -> None:
 
 
 def end_epoch(run: Run) -> None:
-    """Run the end hooks of an epoch and log its metrics; one that a stop has cut keeps its place."""
+    """Call the end hooks of an epoch and log its metrics; the position stays in an epoch that a stop has cut."""
     position, log = run.position, run.hooks.log
     cut = not position.over or run.evaluation is not None
-    if position.over and position.filled:  # the rest of the window was skipped
+    if position.over and position.filled:  # a hook skipped the rest of the window: its gradients are dropped
         run.engine.clear_window()
         log.take_window()
         position.drop_window()
-        run.starts.clear()  # no step began where the window did
+        run.starts.clear()  # the window took no step
     log_pending(run)
     check_finite(run)
-    row = row_of_epoch(run)
+    row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
     if cut or position.reaches(Phase.EPOCH_END):
         log.show_epoch()
         run.hooks("on_train_epoch_end")
     if cut or position.reaches(Phase.EPOCH_ROW):
         log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
-    run.check_time(epoch_over=True)  # an epoch whose batches were all skipped has not looked
+    run.check_time(epoch_over=True)  # also for an epoch whose batches were all skipped
     run.cut = cut
     if not cut:
         assert run.train is not None
+        # Before the hook, where checkpoints are taken: they continue with the next epoch.
         position.advance_epoch(run.train[0].between_epochs(position.data))
         run.hooks("on_safe_point", True, run.done)
 

@@ -1,10 +1,9 @@
-"""Schedules as text: who does what when, and how they compare."""
+"""Schedules as text: a chart of one, and a table of all."""
 
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.schedules import Schedule
+from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import LATENCY, simulate
 from jaxlit.pipeline.tasks import Kind, flat
-from jaxlit.pipeline.words import SCHEDULES
 from jaxlit.table import table
 
 _LETTER = {Kind.FWD: "F", Kind.BWD: "B", Kind.BWD_INPUT: "I", Kind.BWD_WEIGHT: "W"}
@@ -50,18 +49,18 @@ def comparison(ranks: int, num_microbatches: int, comm: float = 0.0) -> str:
     Args:
         ranks: Ranks of the pipeline.
         num_microbatches: Into how many microbatches a batch is split.
-        comm: What it takes to send something to another rank, in forward passes of a rank.
+        comm: How long it takes to send an array to another rank, in forward passes of a rank.
     """
     rows, notes = [("schedule", "stages", "bubble", "time", "live")], list[str]()
     for name, make in SCHEDULES.items():
         schedule = make(ranks)
         try:
-            found = simulate(schedule, num_microbatches, comm=comm)
+            simulation = simulate(schedule, num_microbatches, comm=comm)
         except ArgumentError as error:
             rows.append((name, str(schedule.num_stages), "-", "-", "-"))
             notes.append(str(error))
             continue
-        live = max(found.peak_live) * ranks / schedule.num_stages
-        cells = f"{schedule.num_stages}", f"{found.bubble:.1%}", f"{found.makespan:g}", f"{live:g}"
+        live = max(simulation.peak_live) * ranks / schedule.num_stages
+        cells = f"{schedule.num_stages}", f"{simulation.bubble:.1%}", f"{simulation.makespan:g}", f"{live:g}"
         rows.append((name, *cells))
     return "\n".join([*table(rows), *notes])

@@ -16,9 +16,9 @@ _TINY = 16  # elements of a result of weights alone that is sent, where otherwis
 
 
 class Role(Enum):
-    """What an input of a program is to the cut."""
+    """How the cut treats an input of a program."""
 
-    WEIGHT = "weight"  # lives on one stage; a stage that uses another's is sent a copy
+    WEIGHT = "weight"  # held by one stage; a stage that uses another's is sent a copy
     STATE = "state"  # the same, and what is computed of it and the batch alone is computed wherever it is used
     BATCH = "batch"  # from the host, at every stage that uses it
 
@@ -29,8 +29,8 @@ class Input:
 
     Attributes:
         role: What it is.
-        stage: Where it lives, None if the cut decides.
-        update: The place among the outputs of the value that takes its place, None if it stays as it is.
+        stage: The stage that holds it, None if the cut decides.
+        update: The index of the output that replaces it, None if it does not change.
     """
 
     role: Role
@@ -45,10 +45,10 @@ class Piece:
     Attributes:
         stage: The stage.
         eqns: The equations.
-        inputs: The places of the program's inputs that it reads.
-        ins: What comes from stages before it.
-        outs: What goes to stages after it.
-        results: The places of the program's outputs that it makes.
+        inputs: The indices of the program's inputs that it reads.
+        ins: The variables that stages before it send.
+        outs: The variables that it sends to stages after it.
+        results: The indices of the program's outputs that it makes.
     """
 
     stage: int
@@ -66,7 +66,7 @@ class Cut:
     Attributes:
         closed: The program.
         pieces: That of each stage.
-        home_of: The stage where each input lives, None for those of the batch and those that nothing uses.
+        home_of: The stage that holds each input, None for those of the batch and those that nothing uses.
         made_at: The stage that makes each output.
         sizes: How many of the parts between marks each stage has; None where no mark counts.
     """
@@ -97,7 +97,7 @@ class Cut:
 
 
 def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    # The value itself: what a gradient needs of it is then known to be what the stage was sent, and not kept twice.
+    # The value itself, so that a gradient which needs it refers to what the stage was sent, and keeps no second copy.
     return list(args) if mark_of(eqn) else bind(eqn, args)
 
 
@@ -108,29 +108,29 @@ def cut(
 
     What depends on the batch and on weights, or comes after a mark, is computed once: where the latest of its
     operands is. What depends on weights alone is computed where it is used, as late as possible; results of a few
-    numbers, of a norm say, where the weights live. All else is computed again on each stage that uses it.
+    numbers such as a norm's, where the weights live. All else is computed again on each stage that uses it.
 
     Args:
         closed: The program, its calls written out.
         inputs: What each of its inputs is.
         num_stages: Stages.
-        balance: How marks become stages, see `segments_of`; None where no mark counts, as inputs say where they live.
-        owner: Who wants it cut, for errors.
+        balance: How marks become stages, see `segments_of`; None to ignore marks and go by the inputs' stages.
+        owner: The strategy's name, for errors.
 
     Raises:
         ArgumentError: There are too few marks, one is where no program can be cut, or state is updated on one stage
             and read on another.
     """
-    found = None if balance is None else segments_of(closed.jaxpr, num_stages, balance, owner)
-    # Where a weight lives is known once it is known who uses it; only then is what is computed of weights alone placed.
-    first = _Cutting(closed, inputs, num_stages, found, [x.stage for x in inputs], pins=False, owner=owner)
+    segments = None if balance is None else segments_of(closed.jaxpr, num_stages, balance, owner)
+    # The first cut finds which stage uses each weight; the second places what is computed from weights alone.
+    first = _Cutting(closed, inputs, num_stages, segments, [x.stage for x in inputs], pins=False, owner=owner)
     first.cut()
-    second = _Cutting(closed, inputs, num_stages, found, first.homes(), pins=True, owner=owner)
+    second = _Cutting(closed, inputs, num_stages, segments, first.homes(), pins=True, owner=owner)
     return second.cut()
 
 
 class _Place(NamedTuple):
-    """Where a value is computed: the stage, if it is computed once; the weights, if it depends on these alone."""
+    """A value's stage, if it is computed once, or the weights that it depends on, if on these alone."""
 
     stage: int | None = None
     weights: frozenset[int] = frozenset()
@@ -154,9 +154,9 @@ class _Cutting:
     ) -> None:
         self.closed, self.jaxpr, self.inputs, self.owner = closed, closed.jaxpr, inputs, owner
         self.last, self.segments, self.known, self.pins = num_stages - 1, segments, homes, pins
-        self.stage: dict[Any, int] = {}  # of what is computed once
-        self.weights: dict[Any, frozenset[int]] = {}  # the inputs of what depends on weights alone
-        self.effects: dict[int, int] = {}  # where equations run that print or call back, by their identity
+        self.stage: dict[Any, int] = {}  # of values that are computed once
+        self.weights: dict[Any, frozenset[int]] = {}  # the inputs of values that depend on weights alone
+        self.effects: dict[int, int] = {}  # the stage of equations that print or call back, by their identity
         self.pieces = [Piece(stage) for stage in range(num_stages)]
 
     def cut(self) -> Cut:
@@ -205,7 +205,7 @@ class _Cutting:
     # What each stage computes -----------------------------------------------------------------------
 
     def _wanted(self) -> list[set[Any]]:
-        """Return for each stage the outputs that it makes whoever uses their inputs."""
+        """Return for each stage the outputs that it makes, whichever stage uses their inputs."""
         wanted: list[set[Any]] = [set() for _ in self.pieces]
         homes = {x.update: self.known[i] for i, x in enumerate(self.inputs) if x.update is not None}
         for i, var in enumerate(self.jaxpr.outvars):
@@ -218,13 +218,13 @@ class _Cutting:
         return wanted
 
     def _late(self, var: Any) -> int:
-        """Return where an output is made that could be made anywhere."""
+        """Return the stage of an output that any stage could make."""
         roots = self.weights.get(var, frozenset())
         known = [self.known[i] for i in roots]
         return max((x for x in known if x is not None), default=self.last)
 
     def _collect(self, piece: Piece, wanted: list[set[Any]]) -> None:
-        """Fill a piece with what it must compute, and tell the stages before it what it must be sent."""
+        """Fill a piece with what it must compute, and the pieces before it with what they must send."""
         places = {var: i for i, var in enumerate(self.jaxpr.invars)}
         while True:
             needed, ins = dict.fromkeys(wanted[piece.stage]), dict[Any, None]()
@@ -241,7 +241,7 @@ class _Cutting:
             sent = [i for i in used if self.stage.get(self.jaxpr.invars[i], piece.stage) != piece.stage]
             ins |= {self.jaxpr.invars[i]: None for i in sent}
             piece.inputs = [i for i in used if i not in sent]
-            # A stage that uses a state follows its updates: they are computed of what it has.
+            # A stage that uses a state computes its updates as well, from the values that it has.
             more = {x for i in self._updates(piece) if self.stage.get(x := self.jaxpr.outvars[i]) is None}
             more = {*variables(list(more))}
             if more <= wanted[piece.stage]:
@@ -255,20 +255,20 @@ class _Cutting:
                 before.outs.append(var)
 
     def _updates(self, piece: Piece) -> list[int]:
-        """Return the places of the outputs that take the place of inputs of a piece."""
-        found = []
+        """Return the indices of the outputs that update inputs of a piece."""
+        updates = []
         for i in piece.inputs:
             if (update := self.inputs[i].update) is None:
                 continue
             if (at := self.stage.get(self.jaxpr.outvars[update], piece.stage)) != piece.stage:
                 raise StateOnTwoStages(i, piece.stage, at)
-            found.append(update)
-        return found
+            updates.append(update)
+        return updates
 
-    # Where things live ------------------------------------------------------------------------------
+    # Which stage holds an input ---------------------------------------------------------------------
 
     def homes(self) -> list[int | None]:
-        """Return the stage where each input lives: the first that uses it, unless it is known."""
+        """Return the stage that holds each input: the first that uses it, unless it is known."""
         return [self._home(i, given) for i, given in enumerate(self.inputs)]
 
     def _home(self, place: int, given: Input) -> int | None:
@@ -296,7 +296,7 @@ class StateOnTwoStages(ArgumentError):
     """A state is updated on one stage and read on another.
 
     Attributes:
-        place: Its place among the inputs.
+        place: Its index among the inputs.
     """
 
     def __init__(self, place: int, read: int, updated: int) -> None:

@@ -19,12 +19,12 @@ from jaxlit.pipeline.tasks import FusedTask, Kind, Task, parts
 
 @dataclass
 class Microbatch:
-    """A part of a batch on its way.
+    """A part of a batch.
 
     Attributes:
         leaves: The arrays of the batch that it has, on the host.
         rows: How many rows.
-        shape: What its programs are known by.
+        shape: The key of its programs.
     """
 
     leaves: list[Any]
@@ -34,11 +34,11 @@ class Microbatch:
 
 @dataclass
 class Made:
-    """What the passes over a batch have made.
+    """The results of the passes over a batch.
 
     Attributes:
-        written: The newest arrays of what the step writes, by the place among them.
-        grads: The sum of each parameter's gradients, by its place in the state; None for one that has none.
+        written: The newest arrays of what the step writes, in the order of `Passes.written`.
+        grads: The sum of each parameter's gradients, in the order of `Passes.params`.
         tables: Each microbatch's table.
         outputs: The outputs of each microbatch.
     """
@@ -72,11 +72,11 @@ class Executor:
 
     Args:
         places: The ranks.
-        schedule: Who does what when.
-        passes: What a pass is made of.
+        schedule: The order of the tasks.
+        passes: The functions of a pass.
         place_batch: Puts lists of host arrays onto a rank each.
-        zeros: Returns arrays that gradients are added to, given a rank and the places of parameters.
-        homes: The rank that each array of the state lives on.
+        zeros: Returns arrays that gradients are added to, given a rank and the indices of parameters.
+        homes: The rank that holds each array of the state.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class _Batch:
         self.scale = [None if scale is None else self.state[s][scale] for s in range(self.count)]
         self.totals = [of._zeros(of.rank(s), sets[0].stages[s].params) for s in range(self.count)]
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.inbox: dict[tuple[int, int], list[Any]] = {}  # what a stage was sent for a microbatch
+        self.inbox: dict[tuple[int, int], list[Any]] = {}  # the arrays that a stage was sent for a microbatch
         self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
         self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self.found: dict[tuple[int, int], Any] = {}  # outputs by microbatch and place
+        self.results: dict[tuple[int, int], Any] = {}  # outputs by microbatch and index
 
     def run(self, order: Sequence[Task | FusedTask]) -> Made:
         run = {
@@ -146,9 +146,9 @@ class _Batch:
         cut, n = self.sets[0].cut, self.sets[0].num_written
         updates = {i: at for i, at in enumerate(cut.made_at)}
         written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.of.passes.written)]
-        tables = [self.found[mb, 1 + n] for mb in range(len(self.microbatches))]
+        tables = [self.results[mb, 1 + n] for mb in range(len(self.microbatches))]
         rest = range(2 + n, len(cut.made_at))
-        outputs = [[self.found[mb, i] for mb in range(len(self.microbatches))] for i in rest]
+        outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in rest]
         return Made(written, self._grads(), tables, outputs)
 
     # Tasks ------------------------------------------------------------------------------------------
@@ -180,7 +180,6 @@ class _Batch:
         given = (kept.inputs, kept.ins), kept.residuals, cotangents
         sent, crossing = stage.backward_input(*given)
         self.halves[task.stage, task.mb] = (given, crossing)
-        self.kept[task.stage, task.mb] = kept
         self._push_back(task, sent)
 
     def backward_weight(self, task: Task) -> None:
@@ -195,7 +194,7 @@ class _Batch:
         stage = self._stage(tasks[0])
         return tasks[0].mb == tasks[1].mb and stage.ends and not stage.piece.outs
 
-    # What tasks take and give -----------------------------------------------------------------------
+    # Inputs and results of tasks --------------------------------------------------------------------
 
     def _stage(self, task: Task) -> Stage:
         return self.sets[task.mb].stages[task.stage]
@@ -215,16 +214,16 @@ class _Batch:
         return stage, self.kept.pop(key), [parts[k] for k in stage.outs]
 
     def _results(self, task: Task, results: Sequence[Any]) -> None:
-        """Keep what a pass has made: state for the next microbatch of this stage, the rest for the end."""
+        """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
         cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.of.passes.written
         for i, x in zip(self._stage(task).piece.results, results, strict=True):
             if 1 <= i <= n:
                 self.state[task.stage][places[i - 1]] = x
             elif cut.made_at[i] == task.stage:
-                self.found[task.mb, i] = x
+                self.results[task.mb, i] = x
 
     def _push(self, task: Task, outs: Sequence[Any]) -> None:
-        """Send what a pass has made to the stages that use it."""
+        """Send the results of a pass to the stages that use them."""
         which, to = self.sets[task.mb], []
         for var, x in zip(self._stage(task).piece.outs, outs, strict=True):
             to += [(stage, k, x) for stage, k in which.users[var]]
@@ -234,7 +233,7 @@ class _Batch:
             box[k] = x
 
     def _push_back(self, task: Task, sent: Sequence[Any]) -> None:
-        """Send gradients to the stages that made what they are of."""
+        """Send gradients to the stages that made the values."""
         which, stage = self.sets[task.mb], self._stage(task)
         to = [which.producer[stage.piece.ins[k]] for k in stage.ins]
         arrays = self.of.places.send(sent, [self.of.rank(s) for s, _ in to])
@@ -245,16 +244,16 @@ class _Batch:
     # The beginning and the end ----------------------------------------------------------------------
 
     def _spread(self, leaves: Sequence[Any]) -> list[dict[int, Any]]:
-        """Return for each stage the arrays of the state that it uses, copies of what lives elsewhere."""
+        """Return for each stage the arrays of the state that it uses, copies of those of other ranks."""
         of, different = self.of, {*self.sets}
         always = set() if of.passes.scale is None else {of.passes.scale}
         used = [always.union(*(x.of_state[s] for x in different)) for s in range(self.count)]
-        found = [{i: leaves[i] for i in mine} for mine in used]
+        arrays = [{i: leaves[i] for i in mine} for mine in used]
         to = [(s, i) for s, mine in enumerate(used) for i in mine if of.homes[i] != of.rank(s)]
         sent = of.places.send([leaves[i] for _, i in to], [of.rank(s) for s, _ in to])
         for (s, i), x in zip(to, sent, strict=True):
-            found[s][i] = x
-        return found
+            arrays[s][i] = x
+        return arrays
 
     def _placed(self) -> dict[tuple[int, int], dict[int, Any]]:
         """Return by stage and microbatch the arrays of the batch that it uses, all of them sent at once."""
@@ -266,14 +265,14 @@ class _Batch:
         return {key: dict(zip(which, xs, strict=True)) for (key, which), xs in pairs}
 
     def _grads(self) -> list[Any]:
-        """Return the sum of each parameter's gradients where it lives, all stages' that use it."""
+        """Return the sum over all stages of each parameter's gradients, on the rank that holds it."""
         params, homes = [i for x in self.sets[0].stages for i in x.params], self.of.homes
         arrays = self.of.places.send([x for totals in self.totals for x in totals], [homes[i] for i in params])
-        found: dict[int, list[Any]] = {i: [] for i in self.of.passes.params}
+        grads: dict[int, list[Any]] = {i: [] for i in self.of.passes.params}
         for i, x in zip(params, arrays, strict=True):
-            found[i].append(x)
+            grads[i].append(x)
         zeros = self.of._zeros
-        return [_sum(xs) if len(xs) > 1 else (xs or zeros(homes[i], [i]))[0] for i, xs in found.items()]
+        return [_sum(xs) if len(xs) > 1 else (xs or zeros(homes[i], [i]))[0] for i, xs in grads.items()]
 
 
 @jax.jit

@@ -16,7 +16,7 @@ class Layers:
 
     Args:
         layers: The path of a list of modules, "blocks" or "encoder.blocks"; or paths of single ones; or None.
-        owner: Who was given them, for errors.
+        owner: The strategy's name, for errors.
     """
 
     def __init__(self, layers: str | Sequence[str] | None, *, owner: str) -> None:
@@ -24,8 +24,8 @@ class Layers:
         known = layers is None or isinstance(layers, str) or several
         if not known:
             raise ArgumentTypeError(
-                f"{owner}(layers=...) takes the path of a list of modules, 'blocks' say, or paths of single ones, got "
-                f"{layers!r}."
+                f"{owner}(layers=...) takes the path of a list of modules, such as 'blocks', or paths of single ones, "
+                f"got {layers!r}."
             )
         self.layers, self.owner = layers, owner
 
@@ -42,48 +42,48 @@ class Layers:
             module: A copy of the user's module, made for one trace.
         """
         restart()
-        for layer in self._found(module):
+        for layer in self._layers(module):
             # By its class, as Python looks up __call__ there; its paths and its state stay what they are.
             object.__setattr__(layer, "__class__", _marking(type(layer)))
         return module
 
-    def _found(self, module: Any) -> list[Any]:
+    def _layers(self, module: Any) -> list[Any]:
         if self.layers is None:
             return []
         if not isinstance(self.layers, str):
             return [self._module_at(module, path) for path in self.layers]
-        found = self._at(module, self.layers)
+        value = self._at(module, self.layers)
         try:
-            layers = [*found]
+            layers = [*value]
         except TypeError:
             layers = []
-        modules = [x for x in layers if isinstance(x, nnx.Module)]  # functions between them are nobody's to mark
+        modules = [x for x in layers if isinstance(x, nnx.Module)]  # functions between them cannot be marked
         if len(modules) < 2 or not all(callable(x) for x in layers):
             raise ArgumentError(
-                f"{self.owner}(layers={self.layers!r}) names a {type(found).__name__}, and takes a list of modules "
+                f"{self.owner}(layers={self.layers!r}) names a {type(value).__name__}, and takes a list of modules "
                 "that are called one after the other."
             )
         return list({id(x): x for x in modules[:-1]}.values())  # one that is called twice marks both calls
 
     def _module_at(self, module: Any, path: str) -> Any:
-        found = self._at(module, path)
-        if not isinstance(found, nnx.Module):
+        value = self._at(module, path)
+        if not isinstance(value, nnx.Module):
             raise ArgumentError(
-                f"{self.owner}(layers={self.layers!r}): {path} is a {type(found).__name__}. Name modules."
+                f"{self.owner}(layers={self.layers!r}): {path} is a {type(value).__name__}. Name modules."
             )
-        return found
+        return value
 
     def _at(self, module: Any, path: str) -> Any:
-        found = module
+        value = module
         for part in re.findall(r"[^.\[\]]+", path):
             try:
-                found = found[int(part)] if part.isdecimal() else getattr(found, part)
+                value = value[int(part)] if part.isdecimal() else getattr(value, part)
             except (AttributeError, IndexError, KeyError, TypeError):
                 raise ArgumentError(
                     f"{self.owner}(layers={self.layers!r}): {type(module).__name__} has no {path}. Name an attribute "
-                    f"that holds the layers.{did_you_mean(part, [*vars(found)] if hasattr(found, '__dict__') else [])}"
+                    f"that holds the layers.{did_you_mean(part, [*vars(value)] if hasattr(value, '__dict__') else [])}"
                 ) from None
-        return found
+        return value
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Where a pipeline's stages end in a model."""
+"""Marks in a model where a pipeline's stages may end."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 T = TypeVar("T")
 
 _PREFIX = "jaxlit.pipeline_yield:"
-_calls: ContextVar[list[int] | None] = ContextVar("pipeline_yield", default=None)  # how many there were in a trace
+_calls: ContextVar[list[int] | None] = ContextVar("pipeline_yield", default=None)  # marks of this trace
 
 
 def pipeline_yield(x: T) -> T:
-    """Return `x`, and say that a stage of a pipeline may end here: what is computed from it belongs to the next one.
+    """Return `x`, and mark that a stage of a pipeline may end here: what is computed from it belongs to the next one.
 
     It does nothing but under `strategy="pipeline"`. Call it between layers, as often as you like: more marks than the
     strategy has stages are grouped.
@@ -46,7 +46,7 @@ def marking() -> Iterator[None]:
 
 
 def restart() -> None:
-    """Number the marks from one again, where another trace begins: two traces of one step are the same."""
+    """Number the marks from one again, so that two traces of one step are equal."""
     if (calls := _calls.get()) is not None:
         calls[0] = 0
 

@@ -1,4 +1,4 @@
-"""Runs a function of arrays that lie on several ranks, each part of it where its arrays are."""
+"""Runs a function of arrays of several ranks, each part of it on the rank of its arrays."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ _SMALL = 4096  # bytes that may be sent to where they meet arrays of another ran
 
 @dataclass
 class _Part:
-    """What one rank computes at a time: nothing in it waits for another part of the same round."""
+    """What one rank computes in one round: nothing in it waits for another part of that round."""
 
     turn: int
     rank: int
@@ -27,27 +27,27 @@ class _Part:
     given: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     donated: list[bool] = field(default_factory=list)
-    away: list[int] = field(default_factory=list)  # the places among what is given of what another rank has
+    away: list[int] = field(default_factory=list)  # indices into `given` of arrays on another rank
     run: Callable[..., Any] | None = None
 
 
 class Placed:
     """A function of arrays on several ranks, compiled in parts when it is first called with arrays like these.
 
-    An operation runs on the rank of its arrays. What combines single numbers of several ranks, a norm over all
-    parameters say, runs on one of them. Small arrays of whole numbers, counters and random keys, are sent to where they
-    are used.
+    An operation runs on the rank of its arrays. One that combines single numbers of several ranks, such as a norm of
+    all parameters, runs on one of them. Small arrays of integers, counters and random keys, are sent to the ranks
+    that use them.
 
     Args:
         fn: A function of pytrees of arrays to a pytree of arrays.
         places: The ranks.
-        home: The rank where numbers of several meet.
+        home: The rank that combines numbers of several ranks.
         jit: Compiles a function for a rank, given (rank, function, name, options of jax.jit).
-        name: What its programs are called.
-        follows: What combines arrays of several ranks runs where the first that was not computed lies, weights say, or
-            where the last was computed. Otherwise it is refused, unless they are small.
+        name: The name of its programs.
+        follows: Run an operation on arrays of several ranks on that of its largest uncomputed array, such as a weight,
+            or of the array computed last. False refuses it, unless the arrays are small.
         outputs: The sharding of each of the first leaves of the result.
-        donate: The places of the leaves of the arguments that may be overwritten.
+        donate: The indices of the leaves of the arguments that may be overwritten.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Placed:
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         leaves, treedef = jax.tree.flatten(args)
-        ranks = [None if self._goes_along(x) else self.places.rank_of(x) for x in leaves]
+        ranks = [None if self._moves(x) else self.places.rank_of(x) for x in leaves]
         key = treedef, tuple((x.shape, x.dtype, rank) for x, rank in zip(leaves, ranks, strict=True))
         if (plan := self._known.get(key)) is None:
             plan = self._known[key] = self._plan(leaves, treedef, ranks)
         return plan(leaves)
 
-    def _goes_along(self, x: Any) -> bool:
+    def _moves(self, x: Any) -> bool:
         return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> "_Plan":
@@ -100,12 +100,12 @@ class _Plan:
         self.twice = [i for i, x in enumerate(names) if not isinstance(x, Literal) and x in names[:i]]
         to = {x: s for x, s in zip(closed.jaxpr.outvars, outputs, strict=True) if not isinstance(x, Literal)}
         for part in parts:
-            lies = [to.get(x) if self._is_on(to.get(x), part.rank) else None for x in part.made]
-            options = {"out_shardings": lies, "donate_argnums": 0}
+            shardings = [to.get(x) if self._is_on(to.get(x), part.rank) else None for x in part.made]
+            options = {"out_shardings": shardings, "donate_argnums": 0}
             part.run = of._jit(part.rank, self._body(part), f"{of.name}_{part.turn}_{part.rank}", options)
 
-    def _is_on(self, lies: Any, rank: int) -> bool:
-        return lies is not None and lies.device_set == set(self.of.places.meshes[rank].devices.flat)
+    def _is_on(self, sharding: Any, rank: int) -> bool:
+        return sharding is not None and sharding.device_set == set(self.of.places.meshes[rank].devices.flat)
 
     def _body(self, part: _Part) -> Callable[..., Any]:
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
@@ -131,27 +131,25 @@ class _Plan:
             rest = [x for x, d in zip(arrays, part.donated, strict=True) if not d]
             assert part.run is not None
             values.update(zip(part.made, part.run(donated, rest), strict=True))
-        found = self._results(values)
-        kept = {id(x) for x in found}
-        for i in self.of.donate:  # also what no result has taken the place of
+        results = self._results(values)
+        kept = {id(x) for x in results}
+        for i in self.of.donate:  # also those that no part could overwrite
             if id(leaves[i]) not in kept:
                 leaves[i].delete()
-        return self.treedef.unflatten(found)
+        return self.treedef.unflatten(results)
 
     def _results(self, values: dict[Any, Any]) -> list[Any]:
-        found = [value_of(x, values) for x in self.closed.jaxpr.outvars]
-        for i in self.twice:  # each result has a buffer of its own, as after jit
-            found[i] = found[i].copy()
-        astray = [i for i, lies in enumerate(self.outputs) if lies is not None and not _lies(found[i], lies)]
-        if astray:
-            moved = self.of.places.put([found[i] for i in astray], [self.outputs[i] for i in astray])
-            for i, x in zip(astray, moved, strict=True):
-                found[i] = x
-        return found
-
-
-def _lies(x: Any, lies: Any) -> bool:
-    return isinstance(x, jax.Array) and x.sharding == lies
+        results = [value_of(x, values) for x in self.closed.jaxpr.outvars]
+        for i in self.twice:  # each result needs its own buffer, as after jit
+            results[i] = results[i].copy()
+        wanted = {
+            i: s for i, s in enumerate(self.outputs) if s is not None and getattr(results[i], "sharding", None) != s
+        }
+        if wanted:
+            moved = self.of.places.put([results[i] for i in wanted], [*wanted.values()])
+            for i, x in zip(wanted, moved, strict=True):
+                results[i] = x
+        return results
 
 
 class _Placing:
@@ -159,21 +157,21 @@ class _Placing:
 
     Args:
         jaxpr: The program.
-        ranks: The rank of each input, None for one that goes to wherever it is used.
-        home: The rank where numbers of several meet.
-        name: What the program is called.
+        ranks: The rank of each input, None for one that is sent to the ranks that use it.
+        home: See `Placed`.
+        name: The name of the program.
         follows: See `Placed`.
 
     Attributes:
-        at: The rank of each value, and how often something was sent before it could be computed.
-        effects: The same of equations that print or call back, by their identity.
+        at: The rank of each value, and the round in which it is computed: one more than the sends before it.
+        effects: The same for equations that print or call back, by their identity.
     """
 
     def __init__(self, jaxpr: Any, ranks: Sequence[int | None], home: int, name: str, *, follows: bool) -> None:
         self.home, self.name, self.follows = home, name, follows
         self.at: dict[Any, tuple[int, int]] = {}
         self.effects: dict[int, tuple[int, int]] = {}
-        self._held = set[Any]()  # values computed of arrays with a rank alone
+        self._held = set[Any]()  # values computed only from arrays with a rank
         for x, rank in zip(jaxpr.invars, ranks, strict=True):
             if rank is not None:
                 self.at[x] = rank, 0
@@ -204,14 +202,14 @@ class _Placing:
             return self.home
         if self.follows:
             held = [x for x in arrays if x in self._held]
-            found = max(held, key=_size) if held else max(arrays, key=lambda x: (self.at[x][1], _size(x)))
-            return self.at[found][0]
+            leader = max(held, key=_size) if held else max(arrays, key=lambda x: (self.at[x][1], _size(x)))
+            return self.at[leader][0]
         large = [x for x in arrays if _size(x) > _SMALL]
         if len(several := {self.at[x][0] for x in large}) > 1:
             shapes = ", ".join(f"{x.aval.str_short()} of rank {self.at[x][0]}" for x in large)
             raise StateError(
                 f"{self.name}: the operation {eqn.primitive.name} combines large arrays of several ranks of the "
-                f"pipeline: {shapes}. Only small ones are brought together: reduce each array first, as a norm does, "
+                f"pipeline: {shapes}. Only small ones are sent to one rank: reduce each array first, as a norm does, "
                 "or train with strategy='fsdp'."
             )
         return several.pop() if several else self.home
@@ -233,9 +231,9 @@ def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
     parts = {key: _Part(key[1], key[0]) for key in keys}
     for key in reversed(keys):
         _fill(parts[key], key, jaxpr, placing, wanted)
-    found = [parts[key] for key in keys if parts[key].eqns]
-    _donate(found, jaxpr, donate, at)
-    return found
+    ordered = [parts[key] for key in keys if parts[key].eqns]
+    _donate(ordered, jaxpr, donate, at)
+    return ordered
 
 
 def _fill(
@@ -259,7 +257,7 @@ def _fill(
 
 
 def _donate(parts: Sequence[_Part], jaxpr: Any, donate: set[Any], at: dict[Any, tuple[int, int]]) -> None:
-    """Let the last part that uses an array overwrite it, if it lies on its rank, and something like it is made."""
+    """Let the last part that uses an array overwrite it, if it is on its rank and makes an array of its shape."""
     kept = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
     last: dict[Any, _Part] = {}
     for part in parts:

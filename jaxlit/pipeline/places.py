@@ -19,26 +19,26 @@ class Rows:
     """An array of a batch of which each process has its own rows.
 
     Args:
-        own: Those of this process, (rows / processes, ...).
+        local: Those of this process, (rows / processes, ...).
         processes: How many there are.
-        sharding: How it lies on the first rank.
+        sharding: Its sharding on the first rank.
     """
 
-    own: np.ndarray
+    local: np.ndarray
     processes: int
     sharding: NamedSharding
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of all rows."""
-        return (self.processes * len(self.own), *self.own.shape[1:])
+        return (self.processes * len(self.local), *self.local.shape[1:])
 
-    ndim = property(lambda self: self.own.ndim)
-    dtype = property(lambda self: self.own.dtype)
+    ndim = property(lambda self: self.local.ndim)
+    dtype = property(lambda self: self.local.dtype)
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """Return a part, from and to a row that divides by the processes."""
-        part = self.own[rows.start // self.processes : rows.stop // self.processes]
+        """Return a part, whose first row and end divide by the processes."""
+        part = self.local[rows.start // self.processes : rows.stop // self.processes]
         return Rows(part, self.processes, self.sharding)
 
 
@@ -57,49 +57,49 @@ class Places:
         self._ranks: dict[Any, int | None] = {}
 
     def rank_of(self, x: Any) -> int | None:
-        """Return the rank that an array or a `jax.ShapeDtypeStruct` lies on; None for what is on no device yet."""
-        lies = None if isinstance(x, Rows) else getattr(x, "sharding", None)
-        return None if lies is None or (isinstance(x, jax.Array) and not x.committed) else self.rank_at(lies)
+        """Return the rank of an array or a `jax.ShapeDtypeStruct`; None for what is on no device yet."""
+        sharding = None if isinstance(x, Rows) else getattr(x, "sharding", None)
+        return None if sharding is None or (isinstance(x, jax.Array) and not x.committed) else self.rank_at(sharding)
 
-    def rank_at(self, lies: Any) -> int | None:
+    def rank_at(self, sharding: Any) -> int | None:
         """Return the rank of a sharding."""
-        if lies not in self._ranks:
-            self._ranks[lies] = self._rank_of.get(next(iter(lies.device_set)))
-        return self._ranks[lies]
+        if sharding not in self._ranks:
+            self._ranks[sharding] = self._rank_of.get(next(iter(sharding.device_set)))
+        return self._ranks[sharding]
 
-    def on(self, lies: Any, rank: int) -> NamedSharding:
+    def on(self, sharding: Any, rank: int) -> NamedSharding:
         """Return a sharding as it is on the devices of another rank."""
-        if (lies, rank) not in self._moved:
+        if (sharding, rank) not in self._moved:
             mesh: Any = self.meshes[rank]
             spec = P()
-            if isinstance(lies, NamedSharding):  # it may lie on the same devices under other axes
-                held: Any = lies.mesh
-                shape, spec = held.devices.shape, lies.spec
-                mesh = Mesh(mesh.devices.reshape(shape), held.axis_names, axis_types=held.axis_types)
-            self._moved[lies, rank] = NamedSharding(mesh, spec)
-        return self._moved[lies, rank]
+            if isinstance(sharding, NamedSharding):  # its mesh may have other axes than the rank's
+                old: Any = sharding.mesh
+                mesh = Mesh(mesh.devices.reshape(old.devices.shape), old.axis_names, axis_types=old.axis_types)
+                spec = sharding.spec
+            self._moved[sharding, rank] = NamedSharding(mesh, spec)
+        return self._moved[sharding, rank]
 
     def send(self, arrays: Sequence[Any], ranks: Sequence[int]) -> list[Any]:
-        """Return arrays on other ranks, split there as they are here; those that are there already stay."""
+        """Return arrays on other ranks, with the same partition; those that are there already stay."""
         going = [i for i, (x, rank) in enumerate(zip(arrays, ranks, strict=True)) if self.rank_of(x) != rank]
-        found = list(arrays)
-        if len(going) == 1:  # what most tasks send, for which a list takes half as long again
+        moved = list(arrays)
+        if len(going) == 1:  # most tasks send one array, for which a list takes 1.5 times as long
             x = arrays[going[0]]
-            found[going[0]] = self.put(x, self.on(getattr(x, "sharding", None), ranks[going[0]]))
+            moved[going[0]] = self.put(x, self.on(getattr(x, "sharding", None), ranks[going[0]]))
         elif going:
             to = [self.on(getattr(arrays[i], "sharding", None), ranks[i]) for i in going]
             for i, x in zip(going, self.put([arrays[i] for i in going], to), strict=True):
-                found[i] = x
-        return found
+                moved[i] = x
+        return moved
 
-    def put(self, arrays: Any, lies: Any) -> Any:
-        """Place a pytree of arrays, which may lie on a rank, as a pytree of shardings says."""
-        return jax.tree.map(self._put, arrays, lies) if self.several else jax.device_put(arrays, lies)
+    def put(self, arrays: Any, shardings: Any) -> Any:
+        """Place a pytree of arrays, on the host or on a rank, in a pytree of shardings."""
+        return jax.tree.map(self._put, arrays, shardings) if self.several else jax.device_put(arrays, shardings)
 
     def gather(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
         """Return arrays of all ranks on the first device, or in several processes on the first rank, and where that is.
 
-        Where there is no room they go to the host, and where that is no device of jax they stay.
+        Where there is no room they go to the host; if jax has no host device they stay.
         """
         mesh = self.meshes[0]
         devices = [*mesh.local_devices] if self.several else [mesh.devices.flat[0]]
@@ -115,16 +115,16 @@ class Places:
 
     def _put(self, x: Any, to: NamedSharding) -> jax.Array:
         if isinstance(x, Rows):
-            return place(x.own, to)
+            return place(x.local, to)
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return carry(x, to)
         return place_replicated(x, to)
 
 
 def _room(device: jax.Device) -> float:
-    """Return the bytes that a device has left, inf where it does not tell."""
-    held = device.memory_stats() or {}
-    return held.get("bytes_limit", math.inf) - held.get("bytes_in_use", 0)
+    """Return the free bytes of a device, inf where it does not report them."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
 def _host() -> jax.Device | None:
@@ -154,12 +154,12 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
             sizes[axis] = len(devices) // -math.prod(shape.values())
     if len(by_process) == 1 or "stage" not in sizes or math.prod(sizes.values()) != len(devices):
         return None
-    held, stages = min(map(len, by_process.values())), sizes["stage"]
-    if held % stages:
+    count, stages = min(map(len, by_process.values())), sizes["stage"]
+    if count % stages:
         raise ArgumentError(
-            f"Pipeline(stages={stages}): each of the {len(by_process)} processes has {held} devices, which do not "
+            f"Pipeline(stages={stages}): each of the {len(by_process)} processes has {count} devices, which do not "
             f"divide into {stages} stages. A pipeline goes through the devices of each process, and its ranks span "
-            f"them all: give stages={held} or a divisor, or start one process for all devices of a host."
+            f"them all: give stages={count} or a divisor, or start one process for all devices of a host."
         )
     # Not by jax.make_mesh, which may order devices by their network.
     grid = np.array([*by_process.values()]).reshape(len(by_process), stages, -1).swapaxes(0, 1)
@@ -169,7 +169,7 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
 
 
 def check_processes(meshes: Sequence[Mesh]) -> None:
-    """Refuse ranks whose devices are not of the same processes, one by one: nothing is sent between them.
+    """Refuse ranks whose k-th devices are of different processes: no array can be sent between them.
 
     Args:
         meshes: The mesh of each rank.
@@ -181,6 +181,6 @@ def check_processes(meshes: Sequence[Mesh]) -> None:
     if any(row != processes[0] for row in processes):
         raise ArgumentError(
             f"Pipeline: the devices of its ranks are of processes {processes}. The k-th device of each rank must be of "
-            "the same process, which sends from one to the next: give a mesh whose axis 'stage' lies within processes, "
+            "the same process, which sends from one to the next: give a mesh whose axis 'stage' is within processes, "
             "or leave mesh out."
         )

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline are, as a table."""
+"""The stages of a pipeline as a table."""
 
 import re
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from jaxlit.table import size, table
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What is known of a stage.
+    """What is known about a stage.
 
     Attributes:
-        stage: Its place.
-        names: The parameters that live on it.
+        stage: Its index.
+        names: The parameters that it holds.
         params: Their elements.
         flops: Operations of a forward pass of one microbatch.
         residuals: Bytes that a microbatch keeps for its backward pass; None until the step is built.
@@ -33,21 +33,21 @@ class StageFacts:
     residuals: int | None = None
 
 
-def facts_of(found: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequence[Any]) -> list[StageFacts]:
-    """Return what is known of each stage.
+def facts_of(cut: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequence[Any]) -> list[StageFacts]:
+    """Return what is known about each stage.
 
     Args:
-        found: The user's step, cut.
-        names: Of the parameters.
-        stages: The stage that each lives on.
+        cut: The user's step, cut.
+        names: The names of the parameters.
+        stages: The stage that holds each.
         leaves: Their shapes.
     """
-    made = []
-    for piece in found.pieces:
+    facts = []
+    for piece in cut.pieces:
         mine = [i for i, stage in enumerate(stages) if stage == piece.stage]
-        flops = count_flops(found.closed.jaxpr.replace(eqns=piece.eqns)).count
-        made.append(StageFacts(piece.stage, [names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
-    return made
+        flops = count_flops(cut.closed.jaxpr.replace(eqns=piece.eqns)).count
+        facts.append(StageFacts(piece.stage, [names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
+    return facts
 
 
 def with_residuals(facts: Sequence[StageFacts], residuals: Sequence[int]) -> list[StageFacts]:
@@ -57,28 +57,28 @@ def with_residuals(facts: Sequence[StageFacts], residuals: Sequence[int]) -> lis
 
 def stage_table(facts: Sequence[StageFacts], schedule: Schedule, num_microbatches: int) -> str:
     """Return a row for each stage, and the predicted bubble."""
-    found = simulate(schedule, num_microbatches)
+    simulation = simulate(schedule, num_microbatches)
     rows = [("stage", "rank", "layers", "params", "GFLOP", "kept a microbatch", "live at most")]
     for one in facts:
         rank = schedule.rank_of(one.stage)
         kept = "-" if one.residuals is None else size(one.residuals)
-        live = str(found.peak_live[rank])
+        live = str(simulation.peak_live[rank])
         gflop = f"{one.flops / 1e9:.3g}"
         rows.append((str(one.stage), str(rank), layers_of(one.names), f"{one.params:,}", gflop, kept, live))
     lines = "\n".join(table(rows, texts=3))
-    return f"{lines}\npredicted bubble {found.bubble:.1%}: the part of their time in which ranks wait"
+    return f"{lines}\npredicted bubble {simulation.bubble:.1%}: the part of their time in which ranks wait"
 
 
 def layers_of(names: Sequence[str]) -> str:
     """Return the layers that parameters belong to, "embed, blocks[0-1]", in the order of their names."""
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for name in names:
         path = re.match(r"(.*?)(?:\[(\d+)\]|\.|$)", name)
         assert path is not None
-        places = found.setdefault(path[1], [])
+        places = layers.setdefault(path[1], [])
         if path[2] is not None and int(path[2]) not in places:
             places.append(int(path[2]))
-    return ", ".join(f"{name}[{_span(places)}]" if places else name for name, places in found.items()) or "-"
+    return ", ".join(f"{name}[{_span(places)}]" if places else name for name, places in layers.items()) or "-"
 
 
 def _span(places: Sequence[int]) -> str:
@@ -91,10 +91,10 @@ def _span(places: Sequence[int]) -> str:
 def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:
     """Return the bytes that each stage keeps of one microbatch, given the shapes of all inputs of the step."""
     sent: dict[Any, Any] = {}
-    found = []
+    sizes = []
     for stage in stages:
         inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
         outs, _, kept = jax.eval_shape(stage.forward, inputs, ins)
         sent |= dict(zip(stage.piece.outs, outs, strict=True))
-        found.append(stage.keep(inputs, ins, kept).nbytes)
-    return found
+        sizes.append(stage.keep(inputs, ins, kept).nbytes)
+    return sizes

@@ -1,4 +1,4 @@
-"""Which rank runs which task, in which order.
+"""Schedules: which rank runs which task, in which order.
 
 Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), its interleaved form (Megatron-LM,
 arXiv 2104.04473), zero bubble (Qi et al., arXiv 2401.10241).
@@ -6,7 +6,9 @@ arXiv 2104.04473), zero bubble (Qi et al., arXiv 2401.10241).
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
@@ -14,7 +16,7 @@ from jaxlit.pipeline.tasks import FusedTask, Kind, Task
 
 
 class Schedule(ABC):
-    """The order in which each rank of a pipeline runs its tasks; a subclass says it by `tasks`.
+    """The order in which each rank of a pipeline runs its tasks; a subclass returns it from `tasks`.
 
     A rank is a group of devices, which holds one stage of the model or several. What a subclass returns is checked by
     `simulate` before anything is compiled: each microbatch goes forward and backward once through each stage, on the
@@ -22,7 +24,7 @@ class Schedule(ABC):
 
     Args:
         num_stages: Stages of the model.
-        num_ranks: Ranks; as many if it is not said.
+        num_ranks: Ranks; None for as many as stages.
 
     Raises:
         ArgumentError: The ranks do not divide the stages.
@@ -105,12 +107,12 @@ class Interleaved1F1B(Schedule):
         backwards = [*self._passes(stages[::-1], count, Kind.BWD)]
         warmup = min(self.warmup(rank, count), len(forwards))
         steady = len(forwards) - warmup
-        found: list[Task | FusedTask] = list(forwards[:warmup])
+        tasks: list[Task | FusedTask] = list(forwards[:warmup])
         for fwd, bwd in zip(forwards[warmup:], backwards[:steady], strict=True):
             # The loss is where a backward can follow at once, and nothing has to be kept for it.
             last = fwd.stage == bwd.stage == self.num_stages - 1 and fwd.mb == bwd.mb
-            found += [FusedTask((fwd, bwd))] if last else [fwd, bwd]
-        return [*found, *backwards[steady:]]
+            tasks += [FusedTask((fwd, bwd))] if last else [fwd, bwd]
+        return [*tasks, *backwards[steady:]]
 
     def _passes(self, stages: list[int], count: int, kind: Kind) -> Iterator[Task]:
         size = self._round(count)
@@ -203,14 +205,103 @@ class ZeroBubbleH1(Schedule):
     def _of_rank(self, rank: int, count: int) -> list[Task | FusedTask]:
         fwd, inner, weight = Kind.FWD, Kind.BWD_INPUT, Kind.BWD_WEIGHT
         warmup = [fwd] * (self.num_ranks - rank) + [inner, fwd] * rank
-        done, found = dict[Kind, int]({fwd: 0, inner: 0, weight: 0}), list[Task | FusedTask]()
+        done, tasks = dict[Kind, int]({fwd: 0, inner: 0, weight: 0}), list[Task | FusedTask]()
         for kind in itertools.chain(warmup, itertools.cycle((inner, weight, fwd))):
-            if len(found) == 3 * count:
+            if len(tasks) == 3 * count:
                 break
             if done[kind] < count:
-                found.append(Task(rank, done[kind], kind))
+                tasks.append(Task(rank, done[kind], kind))
                 done[kind] += 1
-        return found
+        return tasks
+
+
+class ZBV(Schedule):
+    """Zero bubble along a V: rank r holds stage r and, counted from the end, stage r again.
+
+    The rank of the first stage holds the last one too, so that a microbatch's backward begins where its forward did.
+    Backward passes are cut in two. No rank holds more live microbatches than 1F1B's first rank. The order is ranks by
+    a greedy rule (what the stage before waits for, then forwards, then the rest) where the source has it in closed
+    form.
+
+    Args:
+        num_stages: Stages of the model, twice as many as ranks.
+        mpmd_dim: Ranks.
+
+    Raises:
+        ArgumentError: There are not two stages for each rank.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> simulation = jl.pipeline.simulate(jl.strategies.ZBV(8, 4), 8)
+        >>> round(simulation.bubble, 3), simulation.peak_live
+        (0.059, (8, 8, 8, 8))
+    """
+
+    def __init__(self, num_stages: int, mpmd_dim: int) -> None:
+        super().__init__(num_stages, mpmd_dim)
+        if num_stages != 2 * mpmd_dim:
+            raise ArgumentError(
+                f"ZBV({num_stages}, {mpmd_dim}) has {num_stages // mpmd_dim} stages a rank, and needs two. Give "
+                f"{2 * mpmd_dim} stages."
+            )
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
+        return min(stage, self.num_stages - 1 - stage)
+
+    def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
+        """Return the tasks of each rank."""
+        count = count_of(num_microbatches, self)
+        ranks: list[list[Task | FusedTask]] = [[] for _ in range(self.num_ranks)]
+        begun, counts = dict[Task, int](), Counter[tuple[int, Kind]]()
+        # Each kind of task takes as long as any other, so that the clock goes by tasks.
+        for clock in itertools.count():
+            if len(begun) == 3 * self.num_stages * count:
+                break
+            for rank, tasks in enumerate(ranks):
+                if task := self._next(rank, count, begun, counts, clock):
+                    tasks.append(task)
+                    begun[task] = clock
+                    counts[task.stage, task.kind] += 1
+        return ranks
+
+    def _next(
+        self, rank: int, count: int, begun: dict[Task, int], counts: Counter[tuple[int, Kind]], clock: int
+    ) -> Task | None:
+        """Return what a rank begins now, or None if it waits."""
+        down, back = rank, self.num_stages - 1 - rank
+
+        def done(stage: int, mb: int, kind: Kind) -> bool:
+            return begun.get(Task(stage, mb, kind), clock) < clock
+
+        live = sum(counts[stage, Kind.FWD] - counts[stage, Kind.BWD_WEIGHT] for stage in (down, back))
+        for kind, stage in itertools.product((Kind.BWD_INPUT, Kind.FWD, Kind.BWD_WEIGHT), (back, down)):
+            if (mb := counts[stage, kind]) == count:
+                continue
+            if kind is Kind.FWD:
+                # One place is kept for the way back, without which nothing would ever leave.
+                room = live < self.num_stages - (stage == down)
+                ready = room and (stage == 0 or done(stage - 1, mb, kind))
+            elif kind is Kind.BWD_WEIGHT:
+                ready = done(stage, mb, Kind.BWD_INPUT)
+            else:
+                last = stage + 1 == self.num_stages
+                ready = done(stage, mb, Kind.FWD) and (last or done(stage + 1, mb, kind))
+            if ready:
+                return Task(stage, mb, kind)
+        return None
+
+
+SCHEDULES: Mapping[str, Callable[[int], Schedule]] = MappingProxyType(
+    {
+        "gpipe": GPipe,
+        "1f1b": Std1F1B,
+        "eager_1f1b": Eager1F1B,
+        "interleaved_1f1b": lambda ranks: Interleaved1F1B(2 * ranks, ranks),
+        "zb_h1": ZeroBubbleH1,
+        "zbv": lambda ranks: ZBV(2 * ranks, ranks),
+    }
+)  # by name: the schedule of so many ranks
 
 
 def count_of(num_microbatches: int, schedule: Schedule) -> int:

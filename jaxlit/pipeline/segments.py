@@ -30,14 +30,14 @@ class Segments:
 
 
 def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segments:
-    """Return the segments of a program, put together to stages.
+    """Return the segments of a program, grouped into stages.
 
     Args:
         jaxpr: The program, its calls written out.
         num_stages: Stages.
         balance: "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
             segments each stage has.
-        owner: Who wants it, for errors.
+        owner: The strategy's name, for errors.
 
     Raises:
         ArgumentError: There are too few marks, or one is inside a loop.
@@ -59,7 +59,7 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
             raise ArgumentError(
                 f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
-                f"whose sum is {parts}, or {parts - 1} where a mark stands after the last layer: training_step has "
+                f"whose sum is {parts}, or {parts - 1} where a mark is after the last layer: training_step has "
                 f"{count} marks."
             )
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""Runs a schedule on paper: is it whole, how long do ranks wait, what do they hold."""
+"""Simulates a schedule: whether it is complete, how long ranks wait, how much they hold."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.tasks import FusedTask, Kind, Task, flat, parts
 
-# A stage that holds all of a rank; a backward pass takes about twice as long as a forward.
+# For one stage a rank; a backward pass takes about twice as long as a forward pass.
 LATENCY: Mapping[Kind, float] = {Kind.FWD: 1.0, Kind.BWD: 2.0, Kind.BWD_INPUT: 1.0, Kind.BWD_WEIGHT: 1.0}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs. Times are in units of one forward pass through all that a rank holds.
+    """The times of a schedule, in units of one forward pass through all stages of a rank, and what ranks hold.
 
     Args:
         makespan: When the last rank is done.
@@ -41,19 +41,19 @@ class Simulation:
 def simulate(
     schedule: Schedule, num_microbatches: int, *, latency: Mapping[Kind, float] = LATENCY, comm: float = 0.0
 ) -> Simulation:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
         schedule: The schedule.
         num_microbatches: Into how many microbatches a batch is split.
-        latency: How long each kind of task takes on a stage that is all of its rank; shorter stages take their share.
-        comm: How long it takes to send something from rank to rank, which does not keep a rank busy.
+        latency: How long each kind of task takes if a rank has one stage; with n stages, each takes one n-th.
+        comm: How long it takes to send an array from rank to rank; ranks compute meanwhile.
 
     Returns:
-        What it costs.
+        Its times and what ranks hold.
 
     Raises:
-        ArgumentError: A task is missing, there twice, on a rank that does not hold its stage, or waited for in vain.
+        ArgumentError: A task is missing, occurs twice, is on a rank that does not hold its stage, or is never run.
 
     Example:
         >>> import jaxlit as jl
@@ -66,7 +66,7 @@ def simulate(
     start, end = dict[Task, float](), dict[Task, float]()
     begun: list[tuple[float, int, int]] = []  # when each program of a rank began
     at, free = [0] * len(programs), [0.0] * len(programs)
-    waiting: dict[Task, list[int]] = {}  # ranks, by what they wait for
+    waiting: dict[Task, list[int]] = {}  # ranks, by the task they wait for
     ready = [*range(len(programs))]
     while ready:
         rank = ready.pop()
@@ -93,24 +93,24 @@ def simulate(
 
 
 def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
-    """Return what a task waits for."""
+    """Return the tasks that a task waits for."""
     stage, mb = task.stage, task.mb
     if task.kind is Kind.FWD:
         return [Task(stage - 1, mb, Kind.FWD)] if stage else []
     if task.kind is Kind.BWD_WEIGHT:
         return [Task(stage, mb, Kind.BWD_INPUT)]
-    found = [Task(stage, mb, Kind.FWD)]
+    needed = [Task(stage, mb, Kind.FWD)]
     if stage + 1 < num_stages:  # whose backward is in one part or in two
         part = Task(stage + 1, mb, Kind.BWD_INPUT)
-        found.append(part if part in every else Task(stage + 1, mb, Kind.BWD))
-    return found
+        needed.append(part if part in every else Task(stage + 1, mb, Kind.BWD))
+    return needed
 
 
 def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: int) -> set[Task]:
     """Return all tasks of a schedule.
 
     Raises:
-        ArgumentError: It has not those that it needs, or not where it needs them.
+        ArgumentError: One is missing, occurs twice or is on another rank.
     """
     owner = f"{schedule!r} with {count} microbatches"
     if len(programs) != schedule.num_ranks:
@@ -123,9 +123,9 @@ def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: in
                     f"{owner}: {task} is of no stage below {schedule.num_stages} and microbatch below {count}."
                 )
             if (home := schedule.rank_of(task.stage)) != rank:
-                raise ArgumentError(f"{owner}: {task} stands on rank {rank}, and stage {task.stage} is on rank {home}.")
+                raise ArgumentError(f"{owner}: {task} is on rank {rank}, and stage {task.stage} is on rank {home}.")
             if task in every:
-                raise ArgumentError(f"{owner}: {task} is there twice.")
+                raise ArgumentError(f"{owner}: {task} occurs twice.")
             every.add(task)
     for stage, mb in itertools.product(range(schedule.num_stages), range(count)):
         fwd, bwd, first, second = (Task(stage, mb, kind) for kind in Kind)

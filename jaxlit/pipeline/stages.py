@@ -15,11 +15,11 @@ from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 @dataclass(frozen=True)
 class Flow:
-    """What gradients go along.
+    """The values that the gradient passes through.
 
     Attributes:
         values: The variables of a program that depend on a parameter and that its first output depends on.
-        params: The parameters of which that is true, by their places.
+        params: The indices of the parameters of which that is true.
     """
 
     values: frozenset[Any]
@@ -27,7 +27,7 @@ class Flow:
 
 
 def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
-    """Return what the gradient of a program's first output goes along, by the places of the parameters."""
+    """Return the flow of the gradient of a program's first output, given the indices of the parameters."""
     is_real = lambda x: not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)  # noqa: E731
     depends = {x: i in {*params} for i, x in enumerate(jaxpr.invars)}
     read = lambda x, values: not isinstance(x, Literal) and values.get(x, False)  # noqa: E731
@@ -40,12 +40,12 @@ def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
 
 @dataclass
 class Kept:
-    """What a forward pass keeps for its backward pass.
+    """The values that a forward pass keeps for its backward pass.
 
     Attributes:
-        inputs: Those of the stage's inputs that it needs again, else None.
-        ins: The same of what came from other stages.
-        residuals: What it has computed.
+        inputs: The stage's inputs, None for those that are not needed again.
+        ins: The same for the values of other stages.
+        residuals: The values that it computed.
     """
 
     inputs: list[Any]
@@ -54,7 +54,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what is kept beside the state."""
+        """The bytes of what is kept in addition to the state."""
         return sum(x.size * x.dtype.itemsize for x in (*self.ins, *self.residuals) if x is not None)
 
 
@@ -63,10 +63,10 @@ class Stage:
 
     Args:
         cut: The program.
-        piece: What of it this stage computes.
-        flow: What gradients go along.
-        passes: How gradients add up.
-        jit: Compiles a function, given what it does and options of `jax.jit`.
+        piece: The part of it that this stage computes.
+        flow: The values that the gradient passes through.
+        passes: The functions of a pass, which add up gradients.
+        jit: Compiles a function, given its name and options of `jax.jit`.
         remat: A policy of `jax.checkpoint_policies` to compute the stage again by in the backward pass, or None.
     """
 
@@ -88,7 +88,7 @@ class Stage:
         self.backward_weight = jit(self._backward_weight, "bwd_weight", donate_argnums=(2,))
 
     def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
-        """Return what a backward pass will need of a forward pass."""
+        """Return the values of a forward pass that its backward pass needs."""
         used = set(self._where)
         inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
         return Kept(inputs, [x if ("ins", i) in used else None for i, x in enumerate(ins)], residuals)
@@ -114,7 +114,7 @@ class Stage:
         for k, x in zip(self.outs, along, strict=False):
             outs[k] = x
         leaves, self._treedef = jax.tree.flatten(pull)
-        # What the pass was given is not returned: jit would copy it, the weights once for each microbatch.
+        # Inputs that the pullback holds are not returned: jit would copy them, the weights once for each microbatch.
         known = {id(x): (which, i) for which, xs in (("inputs", inputs), ("ins", ins)) for i, x in enumerate(xs)}
         self._where = [known.get(id(x)) for x in leaves]
         return outs, results, [x for x, at in zip(leaves, self._where, strict=True) if at is None]
@@ -143,7 +143,7 @@ class Stage:
         grads, sent = pull([jnp.ones((), jnp.float32)])
         return results, sent, self._add(totals, grads, rows, scale)
 
-    # In two parts: what the stage before waits for, and the rest ------------------------------------
+    # In two parts: the gradients that the stage before waits for, and the rest ----------------------
 
     def _backward_input(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[list[Any], list[Any]]:
         closed, args = self._traced_pull(kept, residuals, cotangents)
@@ -168,7 +168,7 @@ class Stage:
         return inline(closed, also=lambda _: True), args
 
     def _halves(self, jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the equations of the first part, those of the second, and what the second needs of the first."""
+        """Return the equations of both parts, and the values that the second needs of the first."""
         count = len(self.wrt)
         first = walk_back(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars[count:])))
         is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(jaxpr.outvars[:count]))

@@ -1,4 +1,4 @@
-"""A training step as passes of microbatches: which arrays live where, and the programs of each stage."""
+"""A training step as passes of microbatches: the rank of each array, and the programs of each stage."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from jaxlit.programs.jaxpr import inline
 
 
 class Held(NamedTuple):
-    """What an optimizer step holds of the module, by its rank."""
+    """The rank of each array of the module."""
 
     params: Any
     frozen: Any
@@ -35,12 +35,12 @@ class Held(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a module's arrays live.
+    """The ranks and stages of a module's arrays.
 
     Attributes:
         ranks: The rank of each array.
         sizes: How many of the parts between marks each stage has; None without the user's step.
-        facts: What is known of the stages; None without the user's step.
+        facts: What is known about the stages; None without the user's step.
         stages: The stage of each parameter by its name.
     """
 
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Homes:
-    """Finds the rank that each array of a module lives on.
+    """Finds the rank of each array of a module.
 
     Args:
         schedule: Which rank holds which stage.
@@ -63,7 +63,7 @@ class Homes:
     balance: Any
 
     def of(self, state: TrainState, closed: Any) -> Placement:
-        """Return where each array lives.
+        """Return the placement of each array.
 
         Args:
             state: The state, abstract.
@@ -77,8 +77,8 @@ class Homes:
         if closed is None:
             stages = _by_bytes(leaves, self.schedule.num_stages)
         else:
-            found, stages = self._by_use(closed, num_weights, names)
-            sizes, facts = found.sizes, facts_of(found, names[:num_weights], stages[:num_weights], leaves)
+            cut, stages = self._by_use(closed, num_weights, names)
+            sizes, facts = cut.sizes, facts_of(cut, names[:num_weights], stages[:num_weights], leaves)
         ranks = Held(*jax.tree.unflatten(treedef, [self.schedule.rank_of(stage) for stage in stages]))
         return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
 
@@ -92,11 +92,11 @@ class Homes:
                 continue
             update = None if jaxpr.outvars[1 + i] is var else 1 + i
             inputs.append(Input(Role.WEIGHT if i < num_weights else Role.STATE, update=update))
-        found = _cut(closed, inputs, self.schedule.num_stages, self.balance, names)
-        homes = found.home_of[:count]
-        # What nothing uses lives beside what stands before it.
+        cut = _cut(closed, inputs, self.schedule.num_stages, self.balance, names)
+        homes = cut.home_of[:count]
+        # An array that nothing uses goes to the stage of the one before it.
         last = next((x for x in homes if x is not None), 0)
-        return found, [last := last if stage is None else stage for stage in homes]
+        return cut, [last := last if stage is None else stage for stage in homes]
 
 
 def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
@@ -121,26 +121,26 @@ class Microbatched:
 
     Args:
         strategy: The pipeline, a `jaxlit.strategies.Pipeline`.
-        name: What its programs are called.
-        passes: What the program is made of.
-        lies: How each array of the state lies.
-        finish: What follows the last pass.
+        name: The name of its programs.
+        passes: The functions of a pass.
+        specs: The spec of each array of the state.
+        finish: The program after the last pass.
         outputs: The outputs of the user's step: whether each has a row for each of the batch.
     """
 
     def __init__(
-        self, strategy: Any, name: str, passes: Passes, lies: Sequence[Any], finish: Placed, outputs: Any
+        self, strategy: Any, name: str, passes: Passes, specs: Sequence[Any], finish: Placed, outputs: Any
     ) -> None:
-        self.strategy, self.name, self.passes, self.lies, self._finish = strategy, name, passes, lies, finish
+        self.strategy, self.name, self.passes, self._specs, self._finish = strategy, name, passes, specs, finish
         self._outputs = outputs
         if strategy.num_microbatches > 1 and outputs is not None:
             self._check_outputs()
-        self._ranks = [strategy.places.rank_at(x.sharding) for x in lies]
+        self._ranks = [strategy.places.rank_at(x.sharding) for x in specs]
         self._sets: dict[Any, StageSet] = {}
         self._orders: dict[int, Sequence[Task | FusedTask]] = {}
         self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
         self._shapes: list[Any] = []
-        self.residuals: Callable[[], list[int]] | None = None  # the bytes that each stage keeps of a microbatch
+        self.residuals: Callable[[], list[int]] | None = None  # bytes of a microbatch that each stage keeps
         self._combine = jax.jit(self._combined)
         self.executor = Executor(strategy.places, strategy.schedule, passes, self._place, self._zeros, self._ranks)
 
@@ -156,7 +156,7 @@ class Microbatched:
         return self._finish(leaves, made.written, made.grads, rows, table, outputs)
 
     def _check_outputs(self) -> None:
-        """Refuse outputs of which nobody knows what those of microbatches make of the whole batch."""
+        """Refuse outputs that cannot be joined from those of microbatches: neither rows nor numbers to average."""
         pure = self.passes.step.pure
         known = jax.tree_util.tree_leaves_with_path(pure.trace_of("training").outputs)
         for (path, x), is_rows in zip(known, jax.tree.leaves(self._outputs), strict=True):
@@ -173,13 +173,13 @@ class Microbatched:
         leaves, rows = jax.tree.leaves(batch), num_rows(batch)
         count = min(self.strategy.num_microbatches, rows)
         ends = np.cumsum([0, *(rows // count + (i < rows % count) for i in range(count))])
-        found = []
+        microbatches = []
         for begin, end in itertools.pairwise(ends):
             mine = [x[begin:end] if np.ndim(x) and x.shape[0] == rows else x for x in leaves]
             factor = rows / (end - begin) if self.strategy.loss_reduction == "sum" else 1
             shape = tuple((np.shape(x), np.dtype(x.dtype)) for x in mine), factor
-            found.append(Microbatch(mine, int(end - begin), shape))
-        return found
+            microbatches.append(Microbatch(mine, int(end - begin), shape))
+        return microbatches
 
     def _order(self, count: int) -> Sequence[Task | FusedTask]:
         """Return the tasks of so many microbatches."""
@@ -190,7 +190,7 @@ class Microbatched:
             except ArgumentError:
                 if count >= self.strategy.num_microbatches:
                     raise
-                # A tail of fewer rows than microbatches, of which the schedule knows no order.
+                # A tail of fewer rows than microbatches, for which the schedule has no order.
                 stages = range(schedule.num_stages)
                 ahead = [Task(stage, mb, Kind.FWD) for mb in range(count) for stage in stages]
                 back = [Task(stage, mb, Kind.BWD) for mb in range(count) for stage in reversed(stages)]
@@ -199,24 +199,24 @@ class Microbatched:
 
     def _place(self, ranks: Sequence[int], groups: list[list[Any]]) -> list[list[Any]]:
         """Put arrays of microbatches onto a rank each, split as its strategy splits a batch."""
-        lies = []
+        shardings = []
         for rank, arrays in zip(ranks, groups, strict=True):
             inner = self.strategy.inner[rank]
-            whole = inner.mesh.size == 1 or num_rows(arrays) % inner.num_replicas
-            lies.append([inner.replicated if whole else inner._batch_sharding(x) for x in arrays])
-        return self.strategy.places.put(groups, lies)
+            replicated = inner.mesh.size == 1 or num_rows(arrays) % inner.num_replicas
+            shardings.append([inner.replicated if replicated else inner._batch_sharding(x) for x in arrays])
+        return self.strategy.places.put(groups, shardings)
 
     def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
-        """Return a batch's outputs, given those of its microbatches."""
+        """Return a batch's outputs from those of its microbatches."""
         rows_of, treedef = jax.tree.flatten(self._outputs)
         pairs = zip(outputs, rows_of, strict=False)
         return treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
 
     def _combined(self, tables: list[jax.Array]) -> jax.Array:
-        found = tables[0]
+        total = tables[0]
         for table in tables[1:]:
-            found = self.passes.step.table.combine(found, table)
-        return found
+            total = self.passes.step.table.combine(total, table)
+        return total
 
     # Programs ---------------------------------------------------------------------------------------
 
@@ -240,13 +240,13 @@ class Microbatched:
         inputs = [Input(Role.WEIGHT if i in weights else Role.STATE, update=updates.get(i)) for i in range(count)]
         inputs += [Input(Role.BATCH)] * len(shapes)
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
-        found = _cut(closed, inputs, strategy.schedule.num_stages, strategy.sizes, names)
+        cut = _cut(closed, inputs, strategy.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = []
-        for piece in found.pieces:
-            stages.append(Stage(found, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
+        for piece in cut.pieces:
+            stages.append(Stage(cut, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
         self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
-        return StageSet(found, stages, count, len(passes.written))
+        return StageSet(cut, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:
         rank = self.strategy.schedule.rank_of(stage)
@@ -256,15 +256,15 @@ class Microbatched:
         """Return zeros for the gradients of parameters, on a rank."""
         key = (rank, *params)
         if key not in self._zeros_of:
-            lies = [self.strategy.places.on(self.lies[i].sharding, rank) for i in params]
+            shardings = [self.strategy.places.on(self._specs[i].sharding, rank) for i in params]
             shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
             make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
-            self._zeros_of[key] = self.strategy.jit_on(rank, make, "zeros", {"out_shardings": lies})
+            self._zeros_of[key] = self.strategy.jit_on(rank, make, "zeros", {"out_shardings": shardings})
         return self._zeros_of[key]()
 
 
 def _join(parts: list[Any], rows: list[int], *, is_rows: bool) -> Any:
-    """Return rows one after the other; of what has none the mean over rows."""
+    """Return rows concatenated, and other outputs averaged over rows."""
     if len(parts) == 1:
         return parts[0]
     if is_rows:

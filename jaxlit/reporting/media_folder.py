@@ -1,4 +1,4 @@
-"""Pictures, tables and texts that no logger holds, as files in the run's folder."""
+"""Images, tables and texts that no logger can store, as files in the run's folder."""
 
 import csv
 import io
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxlit.errors import ArgumentError
 from jaxlit.reporting.histogram import count
 from jaxlit.reporting.images import as_image, has_pillow
 from jaxlit.reporting.terminal import say, short_path
@@ -22,16 +21,16 @@ _File = tuple[str, bytes]  # a suffix, and what is in it
 
 
 class MediaFolder:
-    """Writes what is no number to `<run folder>/media/<key>/<step>`, with a suffix that says what it is.
+    """Writes media to `<run folder>/media/<key>/<step>`, with a suffix for its kind.
 
-    What comes again under one key at one step is numbered, `3.png`, `3_1.png`; a training that is resumed writes over
-    what it makes again. The methods take what those of `jaxlit.callbacks.Logger` take.
+    Several of one key at one step are numbered, `3.png`, `3_1.png`; a training that is resumed overwrites what it makes
+    again. The methods take the arguments of those of `jaxlit.callbacks.Logger`.
 
     Args:
         run_dir: Returns the run's folder; None to make everything and keep nothing.
-        step: Returns the step of what comes without one.
-        goes_on: Returns whether a training continues, which what fails here does not end.
-        tells: Whether a line says where the folder is.
+        step: Returns the step of media that are given without one.
+        goes_on: Returns whether training continues, so that a failure must not end it.
+        announces: Whether a line names the folder.
     """
 
     def __init__(
@@ -40,36 +39,36 @@ class MediaFolder:
         step: Callable[[], int] = lambda: 0,
         goes_on: Callable[[], bool] = lambda: False,
         *,
-        tells: bool = True,
+        announces: bool = True,
     ) -> None:
-        self._run_dir, self._step, self.goes_on, self._tells = run_dir, step, goes_on, tells
-        self._told: set[Any] = set()
+        self._run_dir, self._step, self.goes_on, self._announces = run_dir, step, goes_on, announces
+        self._printed: set[Any] = set()
         self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
 
     def begin(self) -> None:
-        """Begin a run: it writes over what one before it has left, and tells again of what fails."""
+        """Begin a run: it overwrites files of an earlier one, and prints its failures again."""
         self._newest.clear()
-        self._told = {told for told in self._told if isinstance(told, Path)}
+        self._printed = {x for x in self._printed if isinstance(x, Path)}
 
     def stand_in(
         self, owner: str, method: str, error: Exception, args: Sequence[Any], named: Mapping[str, Any]
     ) -> None:
-        """Keep what a logger was given and could not take; tells of it once and never raises.
+        """Keep media that a logger failed to take; warn once and never raise.
 
         Args:
             owner: The logger's class.
-            method: Its method, which is one of this folder as well.
+            method: Its method, which this folder has as well.
             error: What it has raised.
-            args: What it was given.
-            named: The same by name.
+            args: Its positional arguments.
+            named: Its keyword arguments.
         """
         outcome = "It is kept in the run's media folder"
         try:
             getattr(self, method)(*args, **named)
         except Exception:
             outcome = "It is left out"
-        if (told := (owner, method, type(error))) not in self._told:
-            self._told.add(told)
+        if (failure := (owner, method, type(error))) not in self._printed:
+            self._printed.add(failure)
             words = "%s.%s failed: %r. %s, and training continues; with on_error='raise' it ends."
             _logger.warning(words, owner, method, error, outcome)
 
@@ -81,14 +80,7 @@ class MediaFolder:
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table to a .csv file, without secrets."""
-        rows = [columns, *data]
-        for i, row in enumerate(rows[1:]):
-            if len(row) != len(rows[0]):
-                raise ArgumentError(
-                    f"log_table({key!r}, ...): row {i} has {len(row)} cells, and there are {len(rows[0])} columns. "
-                    "Give each row a cell for each column."
-                )
-        csv.writer(text := io.StringIO(), lineterminator="\n").writerows(rows)
+        csv.writer(text := io.StringIO(), lineterminator="\n").writerows([columns, *data])
         self._keep(key, [(".csv", text.getvalue().encode())], step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
@@ -100,10 +92,8 @@ class MediaFolder:
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
-        """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt beside."""
+        """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt file."""
         images = list(images) if isinstance(images, (list, tuple)) else [images]
-        if caption is not None and len(caption) != len(images):
-            raise ArgumentError(f"log_image({key!r}, ...) got {len(images)} images and {len(caption)} captions.")
         for i, image in enumerate(images):
             files = [_image_file(f"log_image({key!r}, ...)", image)]
             files += [] if caption is None else [(".txt", caption[i].encode())]
@@ -115,7 +105,7 @@ class MediaFolder:
         self._keep(key, [(".png", picture.getvalue())], step)
 
     def _keep(self, key: str, files: Sequence[_File], step: int | None) -> None:
-        """Write files of one name, and say once where."""
+        """Write files of one name, and print once where."""
         if (run_dir := self._run_dir()) is None:
             return
         at, media = int(self._step() if step is None else step), run_dir / "media"
@@ -127,8 +117,8 @@ class MediaFolder:
         for suffix, content in files:
             (folder / f"{at}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
         self._newest[folder] = at, number + 1
-        if self._tells and media not in self._told:
-            self._told.add(media)
+        if self._announces and media not in self._printed:
+            self._printed.add(media)
             how = "" if has_pillow() else "; images as .npy, as Pillow is not installed"
             say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them{how})")
 

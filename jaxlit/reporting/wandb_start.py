@@ -1,14 +1,10 @@
-"""How a run of Weights & Biases is opened: in bounded time, and offline if it cannot be online."""
+"""Opening a run of Weights & Biases in bounded time, offline if it cannot be online."""
 
-import atexit
 import contextlib
 import os
 import re
-import secrets
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +15,7 @@ from jaxlit.reporting.terminal import join, say, short_path
 if TYPE_CHECKING:
     import wandb
 
-MARGIN = 10.0  # seconds beyond W&B's own limits, which do not cover its every wait
-PATIENCE = 600.0  # seconds that a run on the disk has to open: nobody else has to answer, but the machine may be busy
-_EXIT = 5.0  # seconds that the SDK's service has at the end of a process in which it did not do its work
-_limited: list[Any] = []  # services whose end is limited
+MARGIN = 10.0  # seconds beyond W&B's own limits, which do not cover all of its waits
 
 
 class WandbError(JaxlitError):
@@ -30,130 +23,64 @@ class WandbError(JaxlitError):
 
 
 def open_run(
-    arguments: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    *,
-    alone: Mapping[str, Any],
-    earlier: str | None,
-    offline: bool,
-    raises: bool,
-    rows: str = "",
-) -> "wandb.Run | Background[wandb.Run] | None":
-    """Open a run online; if that fails, offline; if that fails as well, do without. One line tells which it is.
-
-    A run on the disk may still open when this returns, on a busy machine.
+    arguments: Mapping[str, Any], settings: Mapping[str, Any], *, offline: bool, raises: bool
+) -> "wandb.Run | None":
+    """Open a run online; if that fails, offline; if that fails too, continue without. One line tells which it is.
 
     Args:
         arguments: Those of `wandb.init`, without mode and settings.
-        settings: Those of `wandb.Settings` that are not always the same, and `mode` if it is not that of WANDB_MODE.
-        alone: What of the arguments is another if the run cannot be online.
-        earlier: The id of the offline run that stands for it, if it could not be opened online before.
-        offline: Whether not to try online at all.
+        settings: Those of `wandb.Settings` that a user chooses.
+        offline: Whether to write to disk only.
         raises: Whether the first failure is raised.
-        rows: Where the rows are beside W&B, "" for nowhere.
 
     Returns:
-        The SDK's run, or what it will be in; None if there is none.
+        The SDK's run; None if there is none.
 
     Raises:
         WandbError: The SDK is not installed.
         Exception: With `raises`, what the SDK raised.
     """
-    wandb = import_wandb()
-    why, changes, wanted = "", {"id": earlier} if earlier else {}, {**arguments, **alone}["id"]
-    if not (offline or earlier or os.environ.get("WANDB_MODE") == "offline"):
+    why = ""
+    for mode in ("offline",) if offline or os.environ.get("WANDB_MODE") == "offline" else (None, "offline"):
         try:
-            with _without_prompt():
-                opening = Background("wandb-init", _init(arguments, settings))
-                try:
-                    run = opening.start().result(settings["init_timeout"] + MARGIN)
-                except BaseException:  # too late, or a Ctrl-C: nobody waits for it any more
-                    opening.then(_give_up)
-                    raise
-            _tell(run, wanted, "")
-            return run
+            run = _init(arguments, settings, mode)
         except BaseException as error:
-            limit_exit()
+            close_service()  # the SDK holds the id of a run that failed as long as its service runs
             if raises or not isinstance(error, Exception):
                 raise
-            late = isinstance(error, TimeoutError) or "timed out" in str(error)  # the SDK's own has no class
+            late = isinstance(error, TimeoutError) or "timed out" in str(error)  # the SDK's own error has no class
             why = f" ({first_line(error)}{'; WandbLogger(init_timeout=...) waits longer' if late else ''})"
-            # The SDK holds a failed run's id until the process ends; without a key there is no run yet.
-            if not isinstance(error, wandb.errors.UsageError):
-                changes = {"id": secrets.token_hex(4)}
-    kept = {k: v for k, v in settings.items() if not k.startswith("x_")}  # those are of a shared run
-    try:
-        return _open_offline({**arguments, **alone, **changes}, kept, lambda run: _tell(run, wanted, why), rows)
-    except Exception as error:
-        if raises:
-            raise
-        say(join([f"W&B: off for this run ({first_line(error)})", f"rows: {rows}" if rows else ""]))
-        return None
+        else:
+            if run.disabled:
+                say("W&B disabled")
+            elif run.offline:
+                say(join([f"W&B offline{why}", f"upload: wandb sync {short_path(Path(run.dir).parent)}"]))
+            else:
+                say(f"W&B {run.url}")
+            return run
+    say(f"W&B: off for this run{why}")
+    return None
 
 
-def _open_offline(
-    arguments: Mapping[str, Any], settings: Mapping[str, Any], tell: Callable[["wandb.Run"], Any], rows: str
-) -> "wandb.Run | Background[wandb.Run]":
-    start, limit = time.monotonic(), settings["init_timeout"] + MARGIN
-    opening = Background("wandb-init", _init(arguments, {**settings, "mode": "offline", "init_timeout": PATIENCE}))
-    try:
-        with _without_prompt():
-            opening.start().join(limit)
-    except BaseException:  # a Ctrl-C
-        opening.then(_give_up)
-        raise
-    if opening.is_done:
-        tell(opening.result())
-        return opening.result()
-    said = f"W&B offline: the run is not open after {time.monotonic() - start:.0f} s, training continues"
-    there = short_path(Path(arguments["dir"]) / "wandb")
-    rows = f"rows: {rows}, and {there} as soon as it is" if rows else f"rows: {there} as soon as it is"
-    say(join([said, rows, "WandbLogger(init_timeout=...) waits longer"], in_file=100))
-    opening.then(tell)
-    return opening
-
-
-def _give_up(run: "wandb.Run") -> None:
-    run.finish(exit_code=1)
-
-
-def _tell(run: "wandb.Run", wanted: str, why: str) -> None:
-    """Say in a line where a run is.
-
-    Args:
-        run: The run.
-        wanted: The id that it should have.
-        why: Why it is not online.
-    """
-    folder = Path(run.dir).parent
-    if run.disabled:
-        say("W&B disabled")
-    elif run.offline:
-        onto = f"--id {wanted} " if run.id != wanted else ""
-        say(join([f"W&B offline{why}", f"upload: wandb sync {onto}{short_path(folder)}"]))
-    else:
-        say(f"W&B {run.url}")
-
-
-def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Callable[[], "wandb.Run"]:
-    """Return what opens a run; it starts the SDK's service, if that is not there yet."""
+def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str | None) -> "wandb.Run":
     wandb = import_wandb()
-    asked = os.environ.get("WANDB_MODE")  # the SDK has read it at its first use
-    mode = asked if asked == "disabled" else settings.get("mode") or asked
+    if (asked := os.environ.get("WANDB_MODE")) and (mode is None or asked == "disabled"):
+        mode = asked  # the SDK reads it only at its first use
+    # Its reports of its own errors would keep the process from its end if the server does not answer.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     settings = {
         "finish_timeout_raises": True,
         "x_disable_meta": True,  # the command line and the environment may hold secrets
         "save_code": False,
-        "console": "off",  # what the bar draws is no log
+        "console": "off",  # what the progress bar draws is no log
         "silent": True,
         **settings,
     }
-    known = {k: v for k, v in settings.items() if k in wandb.Settings.model_fields and k != "mode"}
+    known = {k: v for k, v in settings.items() if k in wandb.Settings.model_fields}
 
-    def init() -> "wandb.Run":
-        if wandb.run is None:  # else the SDK is set up already, as somebody wants it
-            # Silent, since its lines come also from outside of runs.
-            wandb.setup(settings=wandb.Settings(silent=True, x_service_wait=PATIENCE))
+    def init() -> Any:
+        if wandb.run is None:  # otherwise the user has set up the SDK already
+            wandb.setup(settings=wandb.Settings(silent=True))  # its lines come also from outside of runs
         return wandb.init(
             **arguments,
             mode=mode,
@@ -163,29 +90,32 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Callable
             settings=wandb.Settings(**known),
         )
 
-    # Its reports of its own errors would keep the process from its end if the server does not answer.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    return init
+    opening = Background("wandb-init", init)
+    with _without_prompt():
+        return opening.start().result(settings["init_timeout"] + MARGIN)
 
 
-def limit_exit() -> None:
-    """Limit how long the SDK keeps the process from its end: it waits for its service, which may hang, for ever."""
-    # The SDK shows it nowhere, and `setup` would wait for a service that is being started.
-    connection = getattr(import_wandb().sdk.wandb_setup._singleton, "_connection", None)
-    service = getattr(getattr(connection, "_proc", None), "_process", None)
-    if service is None or any(service is other for other in _limited):
-        return
-    _limited.append(service)
-    ending = threading.Event()
+def open_already(wanted: str | None) -> "wandb.Run | None":
+    """Return the run that the program has opened itself, as the agents of sweeps ask for, unless it is another.
 
-    def end() -> None:
-        ending.wait()
-        time.sleep(_EXIT)
-        service.kill()
+    Args:
+        wanted: The id of the run that was asked for, None for any.
+    """
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None or wanted not in (None, run.id):
+        return None
+    say(f"W&B {short_path(Path(run.dir).parent) if run.offline else run.url} (the run that is open)")
+    return run
 
-    # Started now, since a process that ends starts no threads.
-    threading.Thread(target=end, name="jaxlit-wandb-exit", daemon=True).start()
-    atexit.register(ending.set)  # what is registered last is called first
+
+def close_service() -> None:
+    """Close the SDK's service without waiting for it, unless the user has a run open.
+
+    At the end of the process the SDK would wait for the service, which may hang; one that is closed is not waited for.
+    """
+    wandb = import_wandb()
+    if wandb.run is None:
+        Background("wandb-teardown", wandb.teardown).start().join(1.0)  # it is left alone at the beginning of that
 
 
 def import_wandb() -> Any:
@@ -207,10 +137,10 @@ def import_wandb() -> Any:
 
 @contextlib.contextmanager
 def _without_prompt() -> Iterator[None]:
-    """Let W&B find no one to ask for an API key: a job that waits for an answer has stopped."""
+    """Replace stdin, so that W&B does not ask for an API key: a job that waits for an answer would hang."""
     stdin = sys.stdin
-    with open(os.devnull) as nobody:
-        sys.stdin = nobody
+    with open(os.devnull) as empty:
+        sys.stdin = empty
         try:
             yield
         finally:
@@ -218,8 +148,8 @@ def _without_prompt() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, short and without a path."""
+    """Return the first line of an error's message, without a path."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    # Each file has another path, and why it cannot be written is told once.
-    found = re.search(r"\[Errno \d+\] ([^:\"']+)", line)
-    return found[1].strip() if found else line
+    # Each file has another path, and a reason is printed once.
+    reason = re.search(r"\[Errno \d+\] ([^:\"']+)", line)
+    return reason[1].strip() if reason else line

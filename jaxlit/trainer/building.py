@@ -8,7 +8,6 @@ from flax import linen, nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import Logger
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
@@ -27,7 +26,7 @@ from jaxlit.trainer.defaults import Given
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
-    loggers = [c for c in callbacks.callbacks if isinstance(c, Logger) or c in callbacks.loggers]
+    loggers = [c for c in callbacks.callbacks if c.is_logger or c in callbacks.loggers]
     lists = {"callbacks": callbacks.callbacks, "logger": loggers}
     named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
     return to_json({**given, **named}, lenient=True)
@@ -49,7 +48,7 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         None,
         settings.limits,
         intake=settings.intake,
-        pinned=stage.verb == "fit" and bool(settings.overfit_batches),
+        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
         asked=not settings.fast_dev_run,
     )
 
@@ -106,21 +105,22 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
             "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or "
-            "a jl.callbacks.Timer(...). A callback of your own that ends it sets limits_time = True."
+            "a jl.callbacks.Timer(...). Or a callback that ends it sets limits_time = True."
         )
 
 
-def check_fitting(settings: Settings, module: TrainModule, found: Checkpoint | None, val_dataloaders: Any) -> None:
+def check_fitting(settings: Settings, module: TrainModule, checkpoint: Checkpoint | None, val_dataloaders: Any) -> None:
     """Refuse a checkpoint that has seen more than is asked for, and validation data that no step takes.
 
     Raises:
         ArgumentError: The checkpoint has seen more epochs.
         ModuleError: There is no validation step.
     """
-    if found is not None and settings.max_epochs is not None and found.state["epoch"] > settings.max_epochs:
+    seen = 0 if checkpoint is None else checkpoint.state["epoch"]
+    if checkpoint is not None and settings.max_epochs is not None and seen > settings.max_epochs:
         raise ArgumentError(
-            f"Trainer(max_epochs={settings.max_epochs}) is less than the {found.state['epoch']} epochs that "
-            f"{found.path} has seen. Raise max_epochs, or begin a new training with its weights: fit(init_from=path)."
+            f"Trainer(max_epochs={settings.max_epochs}) is less than the {seen} epochs of "
+            f"{checkpoint.path}. Raise max_epochs, or begin a new training with its weights: fit(init_from=path)."
         )
     step = STAGES["validation"].step
     if val_dataloaders is not None and not is_overridden(module, step):
@@ -150,7 +150,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
 
 
 def check_predictions(settings: Settings, strategy: Strategy, return_predictions: bool) -> None:
-    """Refuse to return predictions that would hold rows of one process beside those of all.
+    """Refuse to return predictions that would mix rows of one process with rows of all.
 
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.

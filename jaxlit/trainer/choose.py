@@ -9,7 +9,6 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
 from jaxlit.core.loading import tell_taken
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -28,7 +27,7 @@ class Start:
     reset_optimizer: bool
 
 
-def find(
+def resolve_checkpoint(
     resume: Any,
     path: Any,
     verb: str,
@@ -62,39 +61,39 @@ def find(
     if not isinstance(wanted, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {shown(wanted)}.")
     if wanted in ("auto", "last", "best"):
-        savers = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
-        own = Path(os.path.abspath(folder.path)) / FOLDER
-        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
-        found, skipped = _newest(folders)
+        savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
+        default = Path(os.path.abspath(folder.path)) / FOLDER
+        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), default]))
+        checkpoint, skipped = _newest(folders)
         asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
         if wanted == "best" and asked is not None and asked.best_model_path:
-            found = read(Path(asked.best_model_path))
-        elif wanted == "best" and found is not None:  # of an earlier process: the newest checkpoint knows
-            found = best_of(found, "" if asked is None else asked.state_key)
-        if found is None and resume != "auto":
+            checkpoint = read(Path(asked.best_model_path))
+        elif wanted == "best" and checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
+            checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
+        if checkpoint is None and resume != "auto":
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
-        if found is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
+        if checkpoint is None and jax.process_index() == 0:
+            say(f"resume: no checkpoint in {short_path(default)}, starting from scratch")
     else:
-        found, skipped = locate(wanted, argument)
-    if found is not None:
-        tell_taken(what, found, skipped)
-    return found
+        checkpoint, skipped = locate(wanted, argument)
+    if checkpoint is not None:
+        tell_taken(what, checkpoint, skipped)
+    return checkpoint
 
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    found, skipped, failed = [], [], None
+    checkpoints, skipped, failed = [], [], None
     for folder in folders:
         try:
             checkpoint, reasons = newest(folder)
             skipped += reasons
-            found += [checkpoint] if checkpoint is not None else []
+            checkpoints += [checkpoint] if checkpoint is not None else []
         except CheckpointError as error:
             failed = error
             skipped.append(str(error))
-    if failed is not None and not found:
+    if failed is not None and not checkpoints:
         raise failed
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
-    return max(found, key=place, default=None), skipped
+    return max(checkpoints, key=place, default=None), skipped

@@ -1,24 +1,24 @@
 """The callbacks that a Trainer adds by itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
-from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
-from jaxlit.callbacks.wandb_logger import WandbLogger
 from jaxlit.core.hparams import hparams_of
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 from jaxlit.notes import noting_place
+from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 
@@ -42,39 +42,61 @@ def all_callbacks(settings: Settings) -> Given:
     """Return the callbacks that a Trainer was given, and those that it adds.
 
     Raises:
-        ArgumentError: Two of them cannot go together, or a setting needs one that is not there.
+        ArgumentError: Two of them cannot go together, or a setting needs one that is missing.
         ArgumentTypeError: One of them is no callback.
     """
-    given, extra, logger = callbacks_of("callbacks", settings.callbacks), list[Callback](), settings.logger
+    given, loggers, logger = callbacks_of("callbacks", settings.callbacks), list[Callback](), settings.logger
     if logger is None:
         raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
     if not isinstance(logger, bool):
-        extra = callbacks_of("logger", logger)
-    given += extra
-    found = list(given)
-    uses_wandb = any(isinstance(c, WandbLogger) for c in found)
-    if logger is True or (logger is not False and uses_wandb):
-        # A W&B run that is killed loses what it has not sent: the rows are kept here, too.
-        for kind in (CSVLogger, JSONLLogger)[: 2 if uses_wandb else 1]:
-            found += [] if any(isinstance(c, kind) for c in found) else [kind()]
+        loggers = callbacks_of("logger", logger)
+    callbacks = [*given, *loggers]
+    # A logger whose rows are lost when the process is killed gets files next to it.
+    fragile = any(getattr(c, "may_lose_rows", False) for c in callbacks)
+    csv, jsonl = logger is True or (logger is not False and fragile), logger is not False and fragile
     # The bar's header comes before the summary's table.
+    for kind, enabled in ((CSVLogger, csv), (JSONLLogger, jsonl)):
+        if enabled and all(c.role != kind.role for c in callbacks):
+            callbacks.append(kind())
+    saver: ModelCheckpoint | None = None
     for kind, argument in (
         (ProgressBar, "enable_progress_bar"),
         (ModelSummary, "enable_model_summary"),
         (ModelCheckpoint, "enable_checkpointing"),
     ):
-        _add(found, kind, argument, check.boolean(argument, getattr(settings, argument)))
-    found = check_callbacks(found)
+        present = next((c for c in callbacks if c.role == kind.role), None)
+        enabled = check.boolean(argument, getattr(settings, argument))
+        if present and not enabled:
+            raise ArgumentError(
+                f"Trainer({argument}=False) with a {type(present).__name__} among the callbacks. Leave one of them out."
+            )
+        if enabled and not present:
+            callbacks.append(added := kind())
+            saver = added if isinstance(added, ModelCheckpoint) else saver
+    callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
-        found = [c for c in found if c.in_fast_dev_run and c not in extra]
-    saves = any(isinstance(c, ModelCheckpoint) or overrides(c, "on_safe_point") for c in found)
+        callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
+    saves = any(c.role == "checkpoint" or overrides(c, "on_safe_point") for c in callbacks)
     if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
         raise ArgumentError(
             "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
             "enable_checkpointing out."
         )
-    ours = (c for c in found if isinstance(c, ModelCheckpoint) and all(c is not other for other in given))
-    return Given(found, extra, next(ours, None))
+    return Given(callbacks, loggers, saver if saver in callbacks else None)
+
+
+def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:
+    """Return the rows of the model's summary, as deep as that of the callbacks; none if it shows none."""
+    summary: Any = next((c for c in callbacks if c.role == "model_summary"), None)
+    depth = -1 if summary is None else summary.max_depth
+    return summarize(state, module, max_depth=depth, notes=notes) if depth else []
+
+
+def no_logger(media: MediaFolder) -> NoLogger:
+    """Return `trainer.logger` of a Trainer without loggers."""
+    logger = NoLogger()
+    logger._media = media
+    return logger
 
 
 def callbacks_of_module(module: Any) -> list[Callback]:
@@ -84,8 +106,8 @@ def callbacks_of_module(module: Any) -> list[Callback]:
         return []
     where = f"{type(module).__name__}.configure_callbacks"
     with noting_place(where):
-        found = configure()
-    return callbacks_of(f"callbacks of {where}", found)
+        callbacks = configure()
+    return callbacks_of(f"callbacks of {where}", callbacks)
 
 
 def without(callbacks: Sequence[Callback], others: Sequence[Callback]) -> list[Callback]:
@@ -101,76 +123,49 @@ def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
     """
     for i, c in enumerate(callbacks):
         name = type(c).__name__
-        if any(c is other for other in callbacks[:i]):
-            raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
-        if isinstance(c, Logger) and c.on_error not in ("warn", "raise"):
-            raise ArgumentError(f"{name}.on_error takes 'warn' or 'raise', got {c.on_error!r}.")
-        if isinstance(c, ProgressBar) and any(isinstance(other, ProgressBar) for other in callbacks[:i]):
-            raise ArgumentError(f"The callbacks hold two {name}s, and only one can draw. Leave one of them out.")
-        if isinstance(c, ModelCheckpoint):
-            folders = [other.dirpath for other in callbacks[:i] if isinstance(other, ModelCheckpoint)]
-            if c.dirpath in folders:
-                raise ArgumentError(
-                    f"The callbacks hold two {name}s that write to one folder. Give one of them a dirpath of its own."
-                )
-        files = [other.filename for other in callbacks[:i] if isinstance(other, FileLogger)]
-        if isinstance(c, FileLogger) and c.filename in files:
-            raise ArgumentError(
-                f"The callbacks hold two loggers that write to {c.filename}. Leave one of them out, give it another "
-                "filename, or pass Trainer(logger=False)."
-            )
-        projects = [(other.entity, other.project) for other in callbacks[:i] if isinstance(other, WandbLogger)]
-        if isinstance(c, WandbLogger) and (c.entity, c.project) in projects:
-            raise ArgumentError(
-                f"The callbacks hold two {name}s of one project. Leave one of them out, or give it its own project."
-            )
+        if c.is_logger and (on_error := getattr(c, "on_error", "warn")) not in ("warn", "raise"):
+            raise ArgumentError(f"{name}.on_error takes 'warn' or 'raise', got {on_error!r}.")
+        for other in callbacks[:i]:
+            if c is other:
+                raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
+            if problem := c.conflict_with(other):
+                raise ArgumentError(problem)
     # A checkpoint holds what the other callbacks have decided.
-    return sorted(callbacks, key=lambda c: isinstance(c, ModelCheckpoint))
-
-
-def _add(callbacks: list[Callback], kind: type[Callback], argument: str, enabled: bool) -> None:
-    present = sum(isinstance(c, kind) for c in callbacks)
-    if present and not enabled:
-        raise ArgumentError(
-            f"Trainer({argument}=False) with a {kind.__name__} among the callbacks. Leave one of them out."
-        )
-    if enabled and not present:
-        callbacks.append(kind())
+    return sorted(callbacks, key=lambda c: c.role == "checkpoint")
 
 
 def callbacks_of(name: str, value: Any) -> list[Callback]:
     """Return a list of callbacks."""
     if value is None:
         return []
-    found = [value] if isinstance(value, Callback) else value
-    if not isinstance(found, (list, tuple)):
+    callbacks = [value] if isinstance(value, Callback) else value
+    if not isinstance(callbacks, (list, tuple)):
         raise ArgumentTypeError(
             f"Trainer({name}=...) takes callbacks, got {shown(value)}. Pass a list of jl.callbacks."
         )
-    for c in found:
+    for c in callbacks:
         if isinstance(c, type) and issubclass(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
         if not isinstance(c, Callback):
             raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.")
-    return list(found)
+    return list(callbacks)
 
 
-def tell_hyperparams(hooks: Hooks) -> None:
+def log_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
-    loggers = [c for c in hooks.callbacks if isinstance(c, Logger) and c.hyperparams_of_module]
-    loggers = [c for c in loggers if hooks.failed.may_run(c, name)]
-    own = [c for c in loggers if type(c).log_hyperparams is not Logger.log_hyperparams or name in vars(c)]
-    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _teller(c, name)) for c in own])
+    loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]
+    takes = [c for c in loggers if c.hyperparams_of_module and c.takes_hyperparams]
+    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _with_hyperparams(c, name)) for c in takes])
     hooks(name)
 
 
-def _teller(logger: Logger, name: str) -> Callable[..., None]:
+def _with_hyperparams(logger: Any, name: str) -> Callable[..., None]:
     method = fitting(logger, name, ["params"])
 
-    def tell(trainer: Any, module: Any) -> None:
+    def call(trainer: Any, module: Any) -> None:
         data = trainer.datamodule
         # A dict for each, to keep or to change.
         method(redacted({**({} if data is None else data.hparams.readable()), **hparams_of(module).readable()}))
 
-    return tell
+    return call

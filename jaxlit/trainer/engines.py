@@ -1,15 +1,17 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxlit.callbacks.backbone_freeze import held_parts
-from jaxlit.callbacks.gradient_accumulation_scheduler import scheduler_in
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.groups import labels_of, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.parts import by_part
+from jaxlit.core.parts import Part, by_part
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision
 from jaxlit.core.replica import num_rows, with_rows
@@ -19,13 +21,15 @@ from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
+from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build
-from jaxlit.trainer.resuming import check_window
+from jaxlit.trainer.opening import check_window
 
 
 @dataclass
@@ -75,11 +79,11 @@ class Engines:
             run: The run.
             fitted: The engine of the last fit.
             fitting: Whether the run is one.
-            own: Whether the module's arrays are the Trainer's to overwrite.
+            own: Whether the engine may overwrite the module's arrays.
             resume: The checkpoint.
         """
         built, settings = self._built, run.settings
-        if own:  # its arrays go to the engine, and may be lost there, or overwritten with a checkpoint's
+        if own:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
         if fitting:
             engine = self._of_fit(run, own)
@@ -116,8 +120,8 @@ class Engines:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)
         # A later epoch may need room for a window; a subclass need not know which.
-        least = 1 if scheduler_in(run.hooks.callbacks) is None else 2
-        parts = held_parts(run.hooks.callbacks, run.module, optimizer.wrt)
+        least = 1 if all(c.batches_per_step(0) is None for c in run.hooks.callbacks) else 2
+        parts = frozen_parts(run.hooks.callbacks, run.module, optimizer.wrt)
         plan = TrainingPlan(
             by_part(optimizer, parts),
             accumulate=max(settings.accumulate_grad_batches, least),
@@ -125,8 +129,59 @@ class Engines:
             clip=settings.clip,
             extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
             parts=parts,
-            tolerates=run.hooks.failed.goes_on,
+            tolerates=run.hooks.failed.tolerates,
             example=example,
         )
         options = {"precision": Precision(settings.precision), "debug": settings.debug, "take_ownership": own}
         return Engine(run.module, self._strategy, plan, **options)
+
+
+def _names_of(callback: Any, module: TrainModule, wrt: Any) -> frozenset[str]:
+    """Return the parameters that a callback names, which a user may have overridden."""
+    names, known = callback.names(module, wrt), names_in(module, wrt, ...)
+    whose = f"{type(callback).__name__}.names(...)"
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ArgumentTypeError(
+            f"{whose} returns the names of parameters, got {shown(names)}. Return a frozenset of them."
+        )
+    names = frozenset(names)
+    some = f" One is called {known[0]!r}." if known else " There is none."
+    if unknown := sorted(map(str, names.difference(known))):
+        raise ArgumentError(
+            f"{whose} names {unknown[0]!r}, which is no trained parameter of {type(module).__name__}."
+            f"{did_you_mean(unknown[0], known)}{some}"
+        )
+    if not names:
+        raise ArgumentError(f"{whose} names no trained parameter of {type(module).__name__}.{some}")
+    return names
+
+
+def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
+    """Return the parts of the parameters that callbacks freeze for some epochs.
+
+    Args:
+        callbacks: The callbacks of a fit.
+        module: Its module.
+        wrt: The filter of what is trained.
+
+    Raises:
+        ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
+    """
+    freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
+    parts = list[Part]()
+    for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
+        names = _names_of(callback, module, wrt)
+        if both := sorted(name for part in parts for name in part.names & names):
+            raise ArgumentError(
+                f"BackboneFreeze(part={shown(callback.frozen_part)}) names {both[0]}, which another one names as well. "
+                "Give each other parameters."
+            )
+        if label in {part.label for part in parts}:
+            raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
+        parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
+    if parts and not {*names_in(module, wrt, ...)} - {name for part in parts for name in part.names}:
+        raise ArgumentError(
+            f"BackboneFreeze(part={', '.join(shown(c.frozen_part) for c in freezes)}) holds every trained parameter of "
+            f"{type(module).__name__}. Name a part of them."
+        )
+    return tuple(parts)

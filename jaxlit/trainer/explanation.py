@@ -1,4 +1,4 @@
-"""Where the time of a run went, how its state lies on the devices, and what its programs cost."""
+"""Where the time of a run went, how its state is sharded, and what its programs cost."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxlit.callbacks.model_summary import ModelSummary, summarize
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
@@ -18,6 +17,7 @@ from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import devices_of, placement
 from jaxlit.table import count, duration, size, table
+from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class HookTime:
 
 @dataclass(frozen=True)
 class StatePart:
-    """How a part of the training state lies on the devices."""
+    """How a part of the training state is sharded."""
 
     name: str  # a parameter's path; "(optimizer)", "(window)", "(other)" and "(all)" for those together
     partition: str  # "P('fsdp', None)", "replicated", "on cpu:3", or "mixed"
-    bytes: int  # of the whole arrays
+    bytes: int  # of the global arrays
     bytes_per_device: int  # on the device that holds the most of it
 
 
@@ -49,7 +49,7 @@ class Explanation:
         hooks: Each owner's hooks that ran, the longest first.
         seconds: How long the run took, or has taken so far.
         compile_seconds: Seconds of compiling by step; part of the rest.
-        shardings: How the state lies on the devices: a part for each parameter, or for as many together as
+        shardings: How the state is sharded: a part for each parameter, or for as many together as
             `ModelSummary(max_depth=...)` shows, then the rest and all of it.
         programs: What a call of each compiled program that ran costs, with a batch like the first one that it was
             given: `name`, `flops`, `memory` and `collectives`.
@@ -80,16 +80,15 @@ class Explanation:
 
 @out_of_meshes
 def explain(run: Run | None) -> Explanation:
-    """Return where the time of a run went, how its state lies, and what its programs cost.
+    """Return where the time of a run went, how its state is sharded, and what its programs cost.
 
     Raises:
         ArgumentError: There was none.
     """
     if run is None:
-        raise ArgumentError("Trainer.explain has nothing to tell. Call it after fit, or from a hook.")
+        raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from a hook.")
     seconds, hooks = run.seconds, _times(run.hooks)
-    engine: Engine | None = getattr(run, "engine", None)  # a run that has not begun its loops has none
-    if engine is None:
+    if (engine := run.engine) is None:  # the run has not begun its loops
         return Explanation(hooks, seconds, dict(run.compiles.seconds))
     # What jax has forgotten meanwhile is compiled again, which is not the run's.
     with run.compiles.paused():
@@ -100,8 +99,7 @@ def explain(run: Run | None) -> Explanation:
 @out_of_meshes
 def step_flops(run: Run | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
-    engine: Engine | None = getattr(run, "engine", None)
-    if run is None or engine is None:
+    if run is None or (engine := run.engine) is None:
         return {}
     with run.compiles.paused():
         counted = [(program.name, program.flops) for program in reversed(engine.programs)]
@@ -111,7 +109,7 @@ def step_flops(run: Run | None) -> dict[str, Flops]:
 def _times(hooks: Hooks) -> list[HookTime]:
     spent, seen = [], Counter[tuple[str, str]]()
     for hook, f in hooks.functions():
-        # Several of one class are told apart by their order.
+        # Several of one class are numbered in their order.
         number, seen[f.owner, hook] = seen[f.owner, hook], seen[f.owner, hook] + 1
         if f.calls:
             owner = f"{f.owner}:{number}" if number else f.owner
@@ -130,21 +128,20 @@ def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.stored()) is None:
         return ()
-    depth = next((x.max_depth for x in run.hooks.callbacks if isinstance(x, ModelSummary)), -1)
-    rows = summarize(state, run.module, max_depth=depth, notes=run.engine.strategy.notes) if depth else []
-    found = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
+    rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
+    parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
-    parts = {"(optimizer)": state.opt_state, "(window)": state.window, "(other)": other}
-    if not depth:
-        parts = {"(parameters)": of_module, **parts}
+    groups = {"(optimizer)": state.opt_state, "(window)": state.window, "(other)": other}
+    if not rows:
+        groups = {"(parameters)": of_module, **groups}
     everything = jax.tree.leaves(state)
     devices = devices_of(everything)
-    for name, tree in (*parts.items(), ("(all)", everything)):
+    for name, tree in (*groups.items(), ("(all)", everything)):
         if leaves := jax.tree.leaves(tree):
-            lies = placement(leaves, devices)
-            found.append(StatePart(name, lies.partition, lies.bytes, lies.bytes_per_device))
-    return tuple(found)
+            placed = placement(leaves, devices)
+            parts.append(StatePart(name, placed.partition, placed.bytes, placed.bytes_per_device))
+    return tuple(parts)
 
 
 # As text ------------------------------------------------------------------------------------------------
@@ -171,15 +168,15 @@ def _with_others(hooks: Sequence[HookTime]) -> list[HookTime]:
 
 def _shardings(parts: Sequence[StatePart]) -> list[str]:
     rows = [(x.name, x.partition, size(x.bytes), size(x.bytes_per_device)) for x in parts]
-    return table([("state", "partition", "whole", "per device"), *rows], texts=2)
+    return table([("state", "partition", "global", "per device"), *rows], texts=2)
 
 
 def _programs(programs: Sequence[ProgramCost]) -> list[str]:
     rows: list[tuple[str, ...]] = [("program", "FLOP", "arguments", "outputs", "temporaries", "aliased")]
     for x in programs:
         memory = ("-",) * 4
-        if (found := x.memory) is not None:
-            memory = tuple(map(size, (found.arguments, found.outputs, found.temporaries, found.aliased)))
+        if (m := x.memory) is not None:
+            memory = tuple(map(size, (m.arguments, m.outputs, m.temporaries, m.aliased)))
         rows.append((x.name, "-" if x.flops is None else _least(x.flops, count(x.flops.count)), *memory))
     return table(rows)
 
@@ -196,5 +193,5 @@ def _collectives(programs: Sequence[ProgramCost]) -> list[str]:
     return table(rows, texts=2)
 
 
-def _least(found: Flops | Collective, text: Any) -> str:
-    return text if found.exact else f">= {text}"
+def _least(count: Flops | Collective, text: Any) -> str:
+    return text if count.exact else f">= {text}"

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,9 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.backbone_freeze import BackboneFreeze
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
@@ -27,21 +25,22 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("jaxlit")
 
-_BETA = 0.98  # how much of the mean of the losses so far stays at each step
-_SETTLED = 10  # of so many losses the mean may be compared
+_BETA = 0.98  # decay of the running mean of the losses
+_SETTLED = 10  # losses after which the running mean may be compared
 
-# What a step of the trial has in common with one of the training.
+# The trial's steps compute what those of the training will.
 _SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
 _SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
 _SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
+_SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 class LRFinder:
-    """What a range test has found.
+    """The result of a range test.
 
     Attributes:
-        results: "lr", "loss" and "step_loss": the rate of each step, the mean of the losses up to it, of which the
-            newest count most, and the loss of the step itself.
+        results: "lr", "loss" and "step_loss": the rate of each step, the running mean of the losses up to it, and the
+            loss of the step itself.
 
     Example:
         >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
@@ -63,16 +62,14 @@ class LRFinder:
         self._mode, self.results = mode, {"lr": list[float](), "loss": list[float](), "step_loss": list[float]()}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls most steeply; None, with a line, if it falls at none.
+        """Return the rate at which the loss falls most steeply; None, with a warning, if it clearly falls at none.
 
-        At each rate the mean loss of an eighth of the steps before it is compared with that of an eighth after it.
-        Steps lie evenly in the logarithm of the rate, or in the rate if the mode is "linear", and so does the slope.
-        Only rates count after which the loss is clearly below that of all steps before: by three times the error that
-        the noise of single steps leaves in these means.
+        At each rate the mean loss of an eighth of all steps before it is compared with that of an eighth after it. A
+        rate counts if the loss after it is below that of all steps before by three standard errors of these means.
 
         Args:
             skip_begin: Steps at the beginning whose rates do not count.
-            skip_end: Steps at the end that do not.
+            skip_end: Steps at the end whose rates do not count.
         """
         end = len(self.results["lr"]) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
         begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
@@ -118,9 +115,9 @@ class LRFinder:
 
 
 def _fall(losses: np.ndarray, k: int, width: int) -> float | None:
-    """Return by how much the loss falls at a step; None where what comes after it is not clearly below all before."""
+    """Return by how much the loss falls at a step; None if the losses after it are not clearly below all before it."""
     before, after = losses[:k], losses[k : k + width].mean()
-    noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences leave a slope out
+    noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
     if not before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
         return None
     return float(before[-width:].mean() - after)
@@ -143,11 +140,10 @@ def lr_find(
 ) -> LRFinder:
     """Train a copy of a module for a few steps with a rate that rises from step to step, before `trainer.fit`.
 
-    The copy is trained by a Trainer of its own, with the strategy, precision, accumulation and clipping of yours,
-    without loggers, files and callbacks, but for those that change a step: `BackboneFreeze` and
-    `GradientAccumulationScheduler`, the Trainer's and those of `configure_callbacks`. The module, `trainer` and random
-    streams are left as they are: a training after it is bit by bit one that begins with that rate. A loader is read
-    from its beginning, so it must be one that can be: a list, a `jl.ArrayLoader`, a grain dataset.
+    A second Trainer trains the copy, with the strategy, precision, accumulation and clipping of yours, without loggers,
+    files and callbacks, except those that change a step, such as `BackboneFreeze` and `GradientAccumulationScheduler`.
+    The module, `trainer` and random streams do not change: a training after it is bit-identical to one that begins with
+    that rate. A loader is read from its beginning, so it must start again: a list, a `jl.ArrayLoader`, a grain dataset.
 
     Args:
         trainer: The Trainer that will train the module.
@@ -158,8 +154,8 @@ def lr_find(
         max_lr: The rate of the last step.
         num_training_steps: Optimizer steps.
         mode: "exponential" for rates that grow by a factor, "linear" by a difference.
-        early_stop_threshold: Stop when the loss is not finite, or is more than so many times the least so far, from the
-            tenth step on: before it their mean is of too few. None for no such end.
+        early_stop_threshold: Stop when the running mean of the loss is not finite, or, after ten steps, more than so
+            many times its minimum so far. None for no such end.
         update_attr: Set the module's attribute to the suggestion.
         attr_name: Which one; "" for `lr` or `learning_rate`, of the module or its `hparams`.
         hyperparam: The hyperparameter to raise, one of `trainer.hyperparams`; of several labels, all.
@@ -171,15 +167,32 @@ def lr_find(
         ArgumentError: An argument is out of its set, the loader can be read once only, the optimizer has no such
             hyperparameter, or the module no such attribute.
     """
-    _check(trainer, model, min_lr, max_lr, num_training_steps, mode, early_stop_threshold, hyperparam)
-    owner, name = _attribute(model, attr_name) if update_attr else (None, "")
-    space = np.geomspace if mode == "exponential" else np.linspace
-    rates = [float(x) for x in space(min_lr, max_lr, num_training_steps)]
-    test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
+    for value, kind, rule in (
+        (trainer, Trainer, "a jl.Trainer first"),
+        (model, (TrainModule, lazy), "a jl.TrainModule second"),
+        (hyperparam or None, str, "a name as hyperparam"),
+    ):
+        if not isinstance(value, kind):
+            raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes {rule}, got {shown(value)}.")
+    if early_stop_threshold is not None:
+        check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
+    rates = _rates(min_lr, max_lr, num_training_steps, mode)
+    holder, name = _attribute(model, attr_name) if update_attr else (None, "")
+    test = _RangeTest(mode, rates, hyperparam, early_stop_threshold)
     _run(trainer, test, model, train_dataloaders, datamodule)
-    if owner is not None and (rate := test.found.suggestion()) is not None:
-        setattr(owner, name, rate)
-    return test.found
+    if holder is not None and (rate := test.finder.suggestion()) is not None:
+        setattr(holder, name, rate)
+    return test.finder
+
+
+def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
+    owner, rule = "jl.lr_find", "takes a number above 0"
+    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
+    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
+    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
+    check.integer("num_training_steps", steps, low=2, owner=owner)
+    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
+    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
 
 
 def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodule: Any) -> None:
@@ -188,13 +201,13 @@ def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodu
             "jl.lr_find(train_dataloaders=...) got an iterator, whose batches the training would miss. Pass a loader "
             "that starts again."
         )
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
     trial = Trainer(
         **{key: getattr(trainer.settings, key) for key in _SAME},
-        **dict.fromkeys(silent, False),
+        **dict.fromkeys(_SILENT, False),
         max_steps=len(test.rates),
-        callbacks=[*_of_a_step(without(trainer.callbacks, trainer._session.added)), test],
-        nan_policy="ignore",  # the largest rates may well give no finite loss
+        callbacks=[*mine, test],
+        nan_policy="ignore",  # the largest rates may give no finite loss
         limit_val_batches=0,
         log_every_n_steps=0,
     )
@@ -204,17 +217,17 @@ def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodu
 
 
 class _RangeTest(Callback):
-    """Raises the rate at each step, and keeps what becomes of the loss.
+    """Raises the rate at each step, and collects the losses.
 
     Args:
-        found: What it fills.
+        mode: "exponential" or "linear", for the plot.
         rates: The rate of each optimizer step.
         hyperparam: The hyperparameter.
         threshold: How many times the least loss is too much; None for no such end.
     """
 
-    def __init__(self, found: LRFinder, rates: list[float], hyperparam: str, threshold: float | None) -> None:
-        self.found, self.rates, self._hyperparam, self._threshold = found, rates, hyperparam, threshold
+    def __init__(self, mode: str, rates: list[float], hyperparam: str, threshold: float | None) -> None:
+        self.finder, self.rates, self._hyperparam, self._threshold = LRFinder(mode), rates, hyperparam, threshold
         self._window: list[jax.Array] = []  # losses of the step that is not complete
         self._waiting: list[jax.Array] = []  # those of the step before, which are ready by now
         self._steps, self._mean, self._least = 0, 0.0, math.inf
@@ -248,51 +261,31 @@ class _RangeTest(Callback):
             trainer.hyperparams[name] = self.rates[self._steps]
 
     def _take(self, trainer: Any) -> None:
-        """Keep the loss of the step before, and end the trial if it has grown too much."""
-        losses, results, count = self._waiting, self.found.results, len(self.found.results["lr"])
+        """Add the loss of the step before, and end the trial if it has grown too much."""
+        losses, results, count = self._waiting, self.finder.results, len(self.finder.results["lr"])
         self._waiting = []
         if not losses or trainer.should_stop:
             return
         newest = float(np.mean(jax.device_get(losses)))
         self._mean = _BETA * self._mean + (1 - _BETA) * newest
         loss = self._mean / (1 - _BETA ** (count + 1))
-        results["lr"].append(self.rates[count])
-        results["loss"].append(loss)
-        results["step_loss"].append(newest)
+        for name, value in (("lr", self.rates[count]), ("loss", loss), ("step_loss", newest)):
+            results[name].append(value)
         if self._threshold is not None and not (math.isfinite(loss) and loss <= self._threshold * self._least):
             trainer.stop(f"the loss has grown at a rate of {self.rates[count]:.3g}")
         if count + 1 >= _SETTLED:
             self._least = min(self._least, loss)
 
 
-def _check(
-    trainer: Any, model: Any, low: Any, high: Any, steps: Any, mode: Any, threshold: Any, hyperparam: Any
-) -> None:
-    if not isinstance(trainer, Trainer):
-        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.Trainer first, got {shown(trainer)}.")
-    if not isinstance(model, (TrainModule, lazy)):
-        raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes a jl.TrainModule second, got {shown(model)}.")
-    owner, rule = "jl.lr_find", "takes a number above 0"
-    check.positive("min_lr", low, owner=owner, rule=rule)
-    check.positive("max_lr", high, owner=owner, rule=rule)
-    check.require(low < high, "max_lr", high, f"takes a rate above min_lr={low}", owner=owner)
-    check.integer("num_training_steps", steps, low=2, owner=owner)
-    check.one_of("mode", mode, ("exponential", "linear"), owner=owner)
-    if threshold is not None:
-        check.positive("early_stop_threshold", threshold, owner=owner)
-    if not isinstance(hyperparam, str) or not hyperparam:
-        raise ArgumentTypeError(f"jl.lr_find(hyperparam=...) takes a name, got {hyperparam!r}.")
-
-
 def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
-    """Return whose attribute holds the rate, and its name.
+    """Return the object whose attribute is the rate, and the attribute's name.
 
     Raises:
         ArgumentError: There is none, or the module is still to be built.
     """
     if isinstance(model, lazy):
         raise ArgumentError(
-            "jl.lr_find(update_attr=True) sets an attribute of a module, and a lazy one is not there yet. Pass the "
+            "jl.lr_find(update_attr=True) sets an attribute of a module, and a lazy one is not built yet. Pass the "
             "suggestion to jl.lazy(...)."
         )
     for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
@@ -308,22 +301,18 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
 
 
 def _copied(model: TrainModule | lazy) -> Any:
-    """Return a module that may be trained in the place of another, with those of its callbacks that change a step."""
+    """Return a copy of a module to train, with those of its callbacks that change a step."""
+
+    def configured(configure: Callable[[], Any] | None) -> list[Callback]:
+        callbacks = callbacks_of("callbacks of configure_callbacks", configure() if configure else None)
+        return [c for c in callbacks if c.changes_step]
+
     if isinstance(model, lazy):
         cls: Any = type(model.cls.__name__, (model.cls,), {})
-        cls.configure_callbacks = lambda self: _configured(getattr(super(cls, self), "configure_callbacks", None))
+        cls.configure_callbacks = lambda self: configured(getattr(super(cls, self), "configure_callbacks", None))
         return lazy(cls, *model.args, **model.kwargs)
     copy: Any = nnx.clone(model)
     share_hparams(copy, model)
     configure = getattr(copy, "configure_callbacks", None)
-    copy.configure_callbacks = lambda: _configured(configure)
+    copy.configure_callbacks = lambda: configured(configure)
     return copy
-
-
-def _configured(configure: Callable[[], Any] | None) -> list[Callback]:
-    return _of_a_step(callbacks_of("callbacks of configure_callbacks", configure() if configure else None))
-
-
-def _of_a_step(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return the callbacks that change what a step is."""
-    return [c for c in callbacks if isinstance(c, (BackboneFreeze, GradientAccumulationScheduler))]

@@ -1,15 +1,18 @@
-"""The loaders of a run are opened, looked at, and made to continue where a checkpoint stands."""
+"""The loaders of a run are opened and checked, and continue where a checkpoint was taken."""
 
 import logging
 
 import jax
 
+from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import call_step, is_overridden
+from jaxlit.core.step_module import evaluates_wholly
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.restore import Resume
 from jaxlit.loop.run import Run, validation_interval
+from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 
 _logger = logging.getLogger("jaxlit")
@@ -20,7 +23,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
 
     Raises:
         ArgumentError: Training would have no end, or a setting does not fit the loaders.
-        DataError: A loader cannot continue where the checkpoint stands.
+        DataError: A loader cannot continue where the checkpoint was taken.
     """
     settings, name = run.settings, type(run.module).__name__
     ((source, limit),) = run.loaders.open("training", required=True)
@@ -52,24 +55,31 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
         run.position.data = run.train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
-def warn_of_few_rows(run: Run) -> None:
-    """Warn where an epoch, or all of training, has no step whose row is logged."""
+def check_training(run: Run, *, logs: bool) -> None:
+    """Warn of a module in evaluation mode, and of an epoch, or a training, without a step whose row is logged.
+
+    Args:
+        run: The fit.
+        logs: Whether there is a logger.
+    """
+    if evaluates_wholly(run.module):
+        _logger.warning(
+            "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
+            "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
+            type(run.module).__name__,
+        )
     every, steps, most = run.log_every, run.epoch_steps, run.settings.max_steps
-    if 0 < most < every:
+    if logs and 0 < most < every:
         _logger.warning(
             "Trainer(max_steps=%d) ends before the first row of a step, as log_every_n_steps is %d. Pass "
             "log_every_n_steps=%d.",
-            most,
-            every,
-            max(most // 8, 1),
+            *(most, every, max(most // 8, 1)),
         )
-    elif 0 < steps < every:
+    elif logs and 0 < steps < every:
         _logger.warning(
             "Trainer(log_every_n_steps=%d) is longer than an epoch (%d %s), so the curves have few points. Pass a "
             "smaller number or 'auto'.",
-            every,
-            steps,
-            "step" if steps == 1 else "steps",
+            *(every, steps, "step" if steps == 1 else "steps"),
         )
 
 
@@ -80,3 +90,44 @@ def check_loaders(run: Run, watchdog: Watchdog) -> None:
     for source, _ in run.val:
         if source.is_grain and not run.settings.num_sanity_val_steps:
             source.close()  # its threads and processes would wait until the first validation
+
+
+def restore_callbacks(run: Run, checkpoint: Checkpoint) -> None:
+    """Give the callbacks their states, and warn of states that none takes."""
+    of_defaults = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
+    if left := [x for x in snapshot.load_callbacks(run, checkpoint.state) if not x.startswith(of_defaults)]:
+        _logger.warning(
+            "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
+        )
+
+
+def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
+    """Print that a checkpoint was written before a step that was not finite, and what happens now."""
+    if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
+        return
+    first, end = bad["batches"]
+    batches = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
+    then = {
+        "raise": "run again now, it ends training again if it gives the same; nan_policy='skip' would leave it out",
+        "skip": "run again now, it is left out by nan_policy='skip' if it gives the same",
+        "rollback": "run again now, it is left out by nan_policy='rollback' if it gives the same",
+        "ignore": "nan_policy='ignore' trains on it now",
+    }
+    took = len(bad["optimizer"])
+    inside = f" {took} arrays of the optimizer's state have taken it (state.json names them)." * (took > 0)
+    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then[nan_policy]}.{inside}")
+
+
+def check_window(checkpoint: Checkpoint, run: Run) -> None:
+    """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
+
+    Raises:
+        CheckpointError: Naming the number that it needs.
+    """
+    was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
+    accumulate = run.settings.accumulate_grad_batches
+    if filled and accumulate != was and not snapshot.keeps_accumulation(run, checkpoint.state):
+        raise CheckpointError(
+            f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
+            f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."
+        )

@@ -16,7 +16,7 @@ from jaxlit.errors import ArgumentError, CheckpointError
 
 
 class RunFolder:
-    """The folder of a Trainer's runs; whoever writes first makes it.
+    """The folder of a Trainer's runs, made by the first write.
 
     Args:
         root: `Trainer(default_root_dir=...)`; None for a fresh `runs/<time>-<id>`.
@@ -46,14 +46,14 @@ class RunFolder:
             self._path, self._is_lent = None, False
 
     def claim(
-        self, files: Sequence[str], resume: Any, found: Checkpoint | None, *, several: bool, fitting: bool = True
+        self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, several: bool, fitting: bool = True
     ) -> None:
         """Make the folder this Trainer's.
 
         Args:
             files: What a Trainer's loggers would leave in it.
             resume: `Trainer(resume=...)`.
-            found: The checkpoint that the run begins with.
+            checkpoint: The checkpoint that the run begins with.
             several: Whether several processes write to it.
             fitting: Whether a folder of another run is refused. An evaluation writes to that of its checkpoint's run.
 
@@ -62,15 +62,21 @@ class RunFolder:
         """
         if self.root is None:
             if self._path is None and not fitting:
-                self._path = _run_of(resume if found is None else found.path, files)
+                self._path = _run_of(resume if checkpoint is None else checkpoint.path, files)
                 self._is_lent = self._path is not None
-            elif self._path is None and found is not None and resume is not None and found.path.parent.name == FOLDER:
-                self._path = found.path.parent.parent  # a run continues in its own folder
+            elif (
+                self._path is None
+                and checkpoint is not None
+                and resume is not None
+                and checkpoint.path.parent.name == FOLDER
+            ):
+                self._path = checkpoint.path.parent.parent  # a run continues in its folder
             if several:  # its name holds a time and a number of chance
                 self._path = Path(agree("the run's folder", str(self.path))[0])
             return
         continues = resume == "auto" or (
-            found is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(found.path)).parents
+            checkpoint is not None
+            and Path(os.path.realpath(self.root)) in Path(os.path.realpath(checkpoint.path)).parents
         )
         for name in () if self._is_ours or continues else ("metrics.csv", FOLDER, *files):
             if _is_used(self.root / name):

@@ -1,7 +1,6 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,16 @@ from typing import Any
 import jax
 
 from jaxlit import checks as check
+from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.rows import check_finite
+from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.notes import add_note
 from jaxlit.shown import shown
 
 
@@ -62,18 +63,18 @@ class Saver:
         The end of a run waits for those that nobody has waited for, after `teardown`, and raises what went wrong.
 
         Args:
-            path: Its folder; a checkpoint that is there is replaced once the new one is whole.
+            path: Its folder; an older checkpoint there is replaced once the new one is complete.
             order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
                 highest there, with those that are being written.
 
         Returns:
-            A handle: `wait()` waits and raises what went wrong, `is_done` tells, `path` and `seconds` say where and how
-            long.
+            A handle: `wait()` waits and raises what went wrong, `is_done` is whether it is over, `path` is the folder
+            and `seconds` the time that it took.
 
         Raises:
             ArgumentTypeError: `path` is none, or `order` no number.
             ArgumentError: `order` is negative.
-            CheckpointError: It cannot be begun, or there is nothing whole to save.
+            CheckpointError: It cannot be begun, or the state was lost in a step that failed.
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
         return self._begin(path, order, "trainer.saver.begin")
@@ -94,8 +95,8 @@ class Saver:
         run.tracing.deliver()
         where = Path(os.path.abspath(path))
         if order is None:
-            beside = [saving.order for saving in self._open if saving.path.parent == where.parent]
-            order = max([last_order(where.parent), *beside]) + 1
+            others = [saving.order for saving in self._open if saving.path.parent == where.parent]
+            order = max([last_order(where.parent), *others]) + 1
         state = snapshot.take(run)
         with run.control.shield():  # cut in here, a writer would continue that nobody knows of
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
@@ -119,15 +120,15 @@ class Saver:
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"A checkpoint that was begun before failed as well: {error!r}")
+                    add_note(first, f"A checkpoint that was begun before failed as well: {error!r}")
         self._open = []
         return first
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """Call a function once no checkpoint is being written: now, or later in a thread of its own.
+        """Call a function once no checkpoint is being written: now, or later in a thread.
 
         Args:
-            then: The function, which lets go of a folder, say.
+            then: The function, which for example unlocks a folder.
         """
         if not (left := [saving for saving in self._open if not saving.is_done]):
             then()
@@ -138,7 +139,7 @@ class Saver:
                 saving.join()
             then()
 
-        threading.Thread(target=wait, name="jaxlit-when-written").start()
+        Background("jaxlit-when-written", wait, daemon=False).start()
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
@@ -162,7 +163,7 @@ class Saver:
         return (run := self._fitted()) is None or run.engine.state.is_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
-        """Call `on_checkpoint_saved` of all callbacks: a checkpoint is whole on the disk.
+        """Call `on_checkpoint_saved` of all callbacks: a checkpoint is complete on the disk.
 
         Args:
             callback: The one that wrote it.
@@ -194,11 +195,11 @@ class Saver:
 
     @property
     def position(self) -> tuple[Any, ...]:
-        """What tells where training stands: two checkpoints of one position would be the same."""
+        """A value for how far training is: two checkpoints of one position would be the same."""
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None
-        # After a bad step training stands at a phase that no other checkpoint has: it gets another one, with the note.
+        # Before a bad step training is in a phase that no other checkpoint has: so one is written, with the note.
         return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
 
     def _training(self) -> Run:

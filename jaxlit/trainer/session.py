@@ -10,9 +10,6 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.file_logger import FileLogger
-from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.weights import load_variables
@@ -20,7 +17,6 @@ from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
-from jaxlit.core.step_module import evaluates_wholly
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
@@ -40,17 +36,15 @@ from jaxlit.loop.settings import Settings
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import note_step
+from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
-from jaxlit.trainer.choose import Start, find
-from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, tell_hyperparams, without
+from jaxlit.trainer.choose import Start, resolve_checkpoint
+from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
-from jaxlit.trainer.explained import explained
-from jaxlit.trainer.media import media_of
-from jaxlit.trainer.opening import check_loaders, open_fit, warn_of_few_rows
-from jaxlit.trainer.rescue import rescue
-from jaxlit.trainer.resuming import restore_callbacks, tell_of_bad_step
+from jaxlit.trainer.failures import explained, rescue
+from jaxlit.trainer.opening import check_loaders, check_training, open_fit, restore_callbacks, warn_of_bad_step
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -70,16 +64,16 @@ class Session:
 
     Attributes:
         control: What changes during a run.
-        callbacks: Those of the newest run, or the Trainer's own.
+        callbacks: The callbacks of the newest run; before it those of the Trainer.
         added: Those of them that the run's module has added.
         module: The module of the newest run.
         current: The newest run.
-        fitted: The newest fit, from where it has a state; None once another one begins.
-        running: Whether it continues.
-        position: Where training stands.
+        fitted: The newest fit, once it has a state; None once another one begins.
+        running: Whether the newest run is not over.
+        position: How far training is.
         results: The metrics.
         saver: Writes checkpoints.
-        media: Keeps what no logger holds.
+        media: Stores what no logger can.
     """
 
     def __init__(
@@ -95,7 +89,18 @@ class Session:
         self.current: Run | None = None
         self.fitted: Run | None = None
         self.running = False
-        self.media = media_of(trainer, self)
+        # A trial run makes everything and writes nothing.
+        self.media = MediaFolder(
+            lambda: trainer.run_dir if trainer.is_global_zero and not self.settings.fast_dev_run else None,
+            step=lambda: max(self.position.global_step - 1, 0),
+            goes_on=lambda: self.running and not self.settings.fast_dev_run,
+        )
+        self.results.history.title = self._title
+
+    def _title(self) -> str:
+        """Return the title of pictures of the newest run: its module and its folder, if it has one."""
+        folder = self.folder.known
+        return type(self.module).__name__ + ("" if folder is None else f" · {folder.name}")
 
     @property
     def engine(self) -> Engine | None:
@@ -105,7 +110,7 @@ class Session:
     @property
     def active(self) -> Engine | None:
         """The engine of the run that continues, from before its first batch on."""
-        return getattr(self.current, "engine", None) if self.running else None
+        return self.current.engine if self.running and self.current is not None else None
 
     # The verbs --------------------------------------------------------------------------------------
 
@@ -123,19 +128,19 @@ class Session:
         check_fit(self.settings, self.callbacks, start)
         loaders = make_loaders(self.settings, stage, given, datamodule)
         self._check_idle(stage)
-        found, weights = self._claim(stage, start.ckpt_path, start.init_from)
-        module, own = self._module_of(model, stage, loaders)
-        check_fitting(self.settings, module, found, given["validation"][0])
+        checkpoint, weights = self._claim(stage, start.ckpt_path, start.init_from)
+        module, take_ownership = self._module_of(model, stage, loaders)
+        check_fitting(self.settings, module, checkpoint, given["validation"][0])
         if weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
             load_variables(module, weights, strict=False, draws=False)
-        if found is not None:
-            tell_of_bad_step(found, self.settings.nan_policy)
-        resume = None if found is None else Resume(found, start.strict, start.reset_optimizer)
-        writes = any(isinstance(c, (Logger, ModelCheckpoint)) for c in self.callbacks)
+        if checkpoint is not None:
+            warn_of_bad_step(checkpoint, self.settings.nan_policy)
+        resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
+        writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
-                self.run(module, stage, loaders, loop_fit, own=own, resume=resume)
+                self.run(module, stage, loaders, loop_fit, take_ownership=take_ownership, resume=resume)
             finally:
                 if lock is not None:
                     self.saver.when_written(lock.close)
@@ -157,12 +162,12 @@ class Session:
         model = self.module if model is None else model
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
-        module, own = self._module_of(model, stage, loaders)
-        found: list[Any] = []
+        module, take_ownership = self._module_of(model, stage, loaders)
+        results: list[Any] = []
         resume = None if checkpoint is None else Resume(checkpoint)
-        loops = lambda run: found.extend(work(run, stage.name, run.evaluated))  # noqa: E731
-        self.run(module, stage, loaders, loops, own=own, resume=resume)
-        return found
+        loops = lambda run: results.extend(work(run, stage.name, run.evaluated))  # noqa: E731
+        self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
+        return results
 
     def _check_idle(self, stage: Stage) -> None:
         if self.running:
@@ -176,13 +181,13 @@ class Session:
         """Return the checkpoint to continue from, or to take weights of, and make the run's folder this Trainer's."""
         self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
-        found = find(self.settings.resume, ckpt_path, *where)
-        # A job that was started again continues from its own checkpoint, which is further on.
-        weights = find(None, init_from, *where, argument="init_from") if found is None else None
-        files = [c.filename for c in self.callbacks if isinstance(c, FileLogger)]
+        checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
+        # A job that was started again continues from its newest checkpoint, which is further on.
+        weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
+        files = [name for c in self.callbacks for name in c.row_files]
         several, fitting = jax.process_count() > 1, stage.verb == "fit"
-        self.folder.claim(files, self.settings.resume, found, several=several, fitting=fitting)
-        return found, weights
+        self.folder.claim(files, self.settings.resume, checkpoint, several=several, fitting=fitting)
+        return checkpoint, weights
 
     def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
         check_model(model, stage)
@@ -190,19 +195,18 @@ class Session:
 
     # A run ------------------------------------------------------------------------------------------
 
-    def set(self, where: str, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         """Set an argument, a field of the control, or the callbacks, from now on."""
-        if where == "control":
-            setattr(self.control, name, value)
-            return
-        if where == "callbacks":
+        if name == "callbacks":
             self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-            return
-        settings = dataclasses.replace(self.settings, **{name: value})
-        check_accumulation(self.active, settings)
-        self.settings = settings
-        if self.current is not None:
-            self.current.settings = self.settings
+        elif hasattr(self.control, name):
+            setattr(self.control, name, value)
+        else:
+            settings = dataclasses.replace(self.settings, **{name: value})
+            check_accumulation(self.active, settings)
+            self.settings = settings
+            if self.current is not None:
+                self.current.settings = settings
 
     def run(
         self,
@@ -211,7 +215,7 @@ class Session:
         loaders: Loaders,
         work: Callable[[Run], object],
         *,
-        own: bool,
+        take_ownership: bool,
         resume: Resume | None = None,
     ) -> None:
         """Set a run up, do the work, and tear it down.
@@ -221,29 +225,33 @@ class Session:
             stage: What runs.
             loaders: Its data.
             work: The loops.
-            own: Whether the module's arrays are the Trainer's to overwrite.
+            take_ownership: Whether the engine may overwrite the module's arrays.
             resume: A checkpoint to begin with.
         """
-        before = self.fitted, self.position, self.module
-        self.running, self.current, self.module = True, None, module
-        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
+        before, fitting = (self.fitted, self.position, self.module), stage.verb == "fit"
         outer = attach(module, self._trainer)
-        if loaders.datamodule is not None:
-            loaders.datamodule.trainer = self._trainer
-        self.results.clear()
-        self.media.begin()
-        tell_anew()
-        position = snapshot.load_position(resume.checkpoint.state) if resume else self.position
-        if stage.verb == "fit":
-            self.results.history.clear()
-            self.fitted = None  # together with the position: what asks where training stands gets one answer
-            self.position = position = position if resume else Position()
-            self.control.should_stop, self.control.stop_reason = False, None
+        position = self._reset(module, loaders, resume, fitting=fitting)
         try:
             self.current = run = self._make_run(module, loaders, position)
             with run.compiles, self._watchdog(run) as watchdog:
-                loops = partial(self._run_loops, run, stage, work, own, resume, watchdog)
-                self._guarded(run, stage.verb, resume, loops)
+                error: BaseException | None = None
+                try:
+                    if run.hooks.bind("prepare_data"):
+                        once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
+                    run.hooks("setup", stage.verb)
+                    # After setup, where a callback makes what its state goes into; before the loaders, whose hooks may
+                    # ask it.
+                    if fitting and resume is not None:
+                        restore_callbacks(run, resume.checkpoint)
+                    with contextlib.closing(run):
+                        self._run_loops(run, stage, work, take_ownership, resume, watchdog)
+                except BaseException as raised:
+                    error = explained(raised, run)
+                    # Every callback is called and torn down, whatever another one raises meanwhile.
+                    run.hooks.call_all("on_exception", error, error)
+                error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
+                if error is not None:
+                    raise error
         except BaseException as error:
             note_step(error, self.position.global_step)
             raise
@@ -251,10 +259,30 @@ class Session:
             if self.current is not None:
                 self.current.end_clock()
             self.running = False
-            if self.fitted is None and before[0] is not None:  # a fit that could not begin loses nothing of the last
+            if self.fitted is None and before[0] is not None:  # a fit that could not begin keeps the last one's results
                 self.fitted, self.position, self.module = before
-            if outer is not None and outer._session.running:  # a hook of its run has called this one
+            if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)
+
+    def _reset(self, module: TrainModule, loaders: Loaders, resume: Resume | None, *, fitting: bool) -> Position:
+        """Forget what the run before has left, and return where the new one begins."""
+        self.running, self.current, self.module = True, None, module
+        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
+        if loaders.datamodule is not None:
+            loaders.datamodule.trainer = self._trainer
+        self.results.clear()
+        self.media.begin()
+        tell_anew()
+        if fitting:
+            self.results.history.clear()
+            self.fitted, self.position = None, Position()
+            self.control.should_stop, self.control.stop_reason = False, None
+        if resume is None:
+            return self.position
+        position = snapshot.load_position(resume.checkpoint.state)
+        if fitting:  # an evaluation of a checkpoint leaves the training where it is
+            self.position = position
+        return position
 
     def _watchdog(self, run: Run) -> Watchdog:
         return Watchdog(
@@ -272,50 +300,29 @@ class Session:
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _make_run(self, module: TrainModule, loaders: Loaders, position: Position) -> Run:
-        own = without(self.callbacks, self.added)
+        default = self.given.default_checkpoint
+        mine = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
-        self.callbacks = check_callbacks(self._with_default(own) + self.added)
-        for logger in (c for c in self.callbacks if isinstance(c, Logger)):
+        if default is not None and all(c.role != "checkpoint" for c in self.added):
+            mine.append(default)
+        self.callbacks = check_callbacks(mine + self.added)
+        loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
+        for logger in loggers:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
         clock = Clock(jax.process_count() > 1)
-        given = self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock
-        return Run(*given, accumulate_given=self.settings.accumulate_grad_batches)
-
-    def _with_default(self, mine: list[Callback]) -> list[Callback]:
-        """Return the Trainer's callbacks with the ModelCheckpoint that it adds, unless the module adds one."""
-        default = self.given.default_checkpoint
-        mine = [c for c in mine if c is not default]
-        added = any(isinstance(c, ModelCheckpoint) for c in self.added)
-        return mine if default is None or added else [*mine, default]
-
-    def _guarded(self, run: Run, verb: str, resume: Resume | None, loops: Callable[[], None]) -> None:
-        hooks = run.hooks
-        try:
-            if hooks.bind("prepare_data"):
-                once_per_node(partial(hooks, "prepare_data"), "prepare_data")
-            hooks("setup", verb)
-            # After setup, where a callback makes what its state goes into; before the loaders, whose hooks may ask it.
-            if verb == "fit" and resume is not None:
-                restore_callbacks(run, resume.checkpoint)
-            with contextlib.closing(run):
-                loops()
-        except BaseException as error:
-            error = explained(error, run)
-            # Every callback hears of it and is torn down, whatever another one raises meanwhile.
-            hooks.call_all("on_exception", error, error)
-            self.saver.finish(hooks.call_all("teardown", verb, error))
-            raise error
-        if (error := self.saver.finish(hooks.call_all("teardown", verb, None))) is not None:
-            raise error
+        return Run(
+            *(self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock),
+            accumulate_given=self.settings.accumulate_grad_batches,
+        )
 
     def _run_loops(
         self,
         run: Run,
         stage: Stage,
         work: Callable[[Run], object],
-        own: bool,
+        take_ownership: bool,
         resume: Resume | None,
         watchdog: Watchdog,
     ) -> None:
@@ -325,16 +332,18 @@ class Session:
             open_fit(run, self.strategy, resume)
         else:
             run.evaluated = run.loaders.open(stage.name, required=True)
-        # Before the engine: a bad batch is told in a moment, compiling for it would take minutes.
+        # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(run, watchdog)
-        run.engine = self._engines.make(run, self.engine, fitting=fitting, own=own, resume=resume)
+        run.engine = self._engines.make(run, self.engine, fitting=fitting, own=take_ownership, resume=resume)
         if fitting:
-            self._begin_fit(run)
+            check_training(run, logs=bool(self._trainer.loggers))
+            self.fitted = run
         else:
             run.engine.state.count_from(run.position.global_step, run.position.epoch)
         run.feeder = self._make_feeder(run, watchdog)
-        # From here on the arrays are the engine's: hooks see them through the module, and leave it whole at the end.
-        hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fitting or own))
+        # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
+        put_back = not (fitting or take_ownership)
+        hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
@@ -342,22 +351,11 @@ class Session:
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
-                tell_hyperparams(hooks)
+                log_hyperparams(hooks)
                 hooks("on_fit_start")
             work(run)
             if fitting:
                 hooks("on_fit_end")
-
-    def _begin_fit(self, run: Run) -> None:
-        if evaluates_wholly(run.module):
-            _logger.warning(
-                "%s is wholly in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
-                "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
-                type(run.module).__name__,
-            )
-        if self._trainer.loggers:
-            warn_of_few_rows(run)
-        self.fitted = run
 
     def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
         return Feeder(

@@ -17,9 +17,9 @@ from jaxlit.reporting.terminal import say
 def interruptible(control: Control) -> Iterator[None]:
     """Turn a first SIGINT, SIGTERM or SIGHUP into `control.interrupted` inside the block.
 
-    A program's own handlers stay as they are, as does a signal that is ignored, SIGHUP under `nohup` say; threads other
-    than the main one have none. SIGUSR1 counts in a job of SLURM, which announces the end by it. In several processes
-    SIGTERM is jax's, which tells all of them of it.
+    Handlers that a program has installed stay, as does a signal that is ignored, for example SIGHUP under `nohup`; only
+    the main thread has handlers. SIGUSR1 counts in a job of SLURM, which announces its end with it. In several
+    processes jax handles SIGTERM, and announces it to all of them.
 
     Machines send several of them, so only a Ctrl-C makes a second one end the block at once.
 
@@ -50,7 +50,7 @@ def interruptible(control: Control) -> Iterator[None]:
     except NonFiniteError as error:
         if control.signal in (None, signal.SIGINT):
             raise
-        say(f"{error}", aside=True)  # a step before the signal: whoever has sent it waits for its own exit code
+        say(f"{error}", aside=True)  # a step before the signal: its sender waits for the signal's exit code
     finally:
         control.shielded = True  # a handler that raises now would leave the others in place
         for number, handler in installed.items():
@@ -65,11 +65,11 @@ def interruptible(control: Control) -> Iterator[None]:
 
 def _defaults() -> dict[int, object]:
     """Return the signals that end a training, each with the handler of a program that has set up none."""
-    found: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
+    defaults: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
     if not is_announced_by_jax():  # else jax has a handler, which Python does not know of
-        found[signal.SIGTERM] = signal.SIG_DFL
+        defaults[signal.SIGTERM] = signal.SIG_DFL
     if hasattr(signal, "SIGHUP"):
-        found[signal.SIGHUP] = signal.SIG_DFL
+        defaults[signal.SIGHUP] = signal.SIG_DFL
         if "SLURM_JOB_ID" in os.environ:
-            found[signal.SIGUSR1] = signal.SIG_DFL
-    return found
+            defaults[signal.SIGUSR1] = signal.SIG_DFL
+    return defaults

@@ -14,23 +14,20 @@ from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.loop.evaluate import evaluate, predict
-from jaxlit.loop.history import History
-from jaxlit.loop.results import MetricView
 from jaxlit.loop.settings import Settings
 from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
-from jaxlit.trainer.attributes import Attribute, argument, check_known, control, of_session
+from jaxlit.trainer.arguments import check_settable
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.facts import Facts, title
-from jaxlit.trainer.saver import Saver
+from jaxlit.trainer.properties import TrainerProperties
 from jaxlit.trainer.session import Session
 
 
-class Trainer(Facts):
+class Trainer(TrainerProperties):
     """Trains a `TrainModule` under a strategy.
 
     Names, meanings and defaults are Lightning's unless said. `fit` wants a limit: `max_epochs`, `max_steps`,
@@ -40,7 +37,7 @@ class Trainer(Facts):
         strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8",
             "auto" or a registered one) or a `Strategy`.
         devices: How many devices, or "auto" for all; `single` uses one.
-        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's own.
+        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's.
         precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
             loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are
             bfloat16 as well.
@@ -51,8 +48,8 @@ class Trainer(Facts):
             `min_epochs` is None.
         max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
-        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). Beside a
-            WandbLogger stand a CSVLogger and a JSONLLogger unless it is False: W&B loses rows if a process is killed.
+        logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). With a
+            WandbLogger there is a CSVLogger and a JSONLLogger too, unless it is False: W&B loses rows if it is killed.
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.
@@ -154,15 +151,20 @@ class Trainer(Facts):
         strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
-        self._session.results.history.title = partial(title, self._session)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_known(type(self), name, value)
-        super().__setattr__(name, value)
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+            return
+        check_settable(self, name, value)
+        if isinstance(getattr(type(self), name, None), property):  # one that has a setter, or an argument without one
+            self._session.set(name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if isinstance(found := getattr(type(self), name, None), Attribute):
-            return found.__get__(self)  # which raises again what it cannot tell yet
+        if isinstance(known := getattr(type(self), name, None), property):
+            return known.__get__(self)  # raises its AttributeError again, which says what to do
         raise no_such_name("Trainer", name, [x for x in dir(type(self)) if not x.startswith("_")])
 
     @takes_only_its_arguments("Trainer.fit")
@@ -188,7 +190,7 @@ class Trainer(Facts):
         Args:
             model: The module, or `jl.lazy(...)`; then the built module is `trainer.module`.
             train_dataloaders: A `jl.ArrayLoader`, a grain dataset of batches or another re-iterable of pytrees of
-                numpy arrays; a batch holds global rows. Left out, the module's own `train_dataloader` hook is asked.
+                numpy arrays; a batch holds global rows. Left out, the module's `train_dataloader` hook is called.
             val_dataloaders: The same for validation, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
@@ -220,7 +222,7 @@ class Trainer(Facts):
             model: The module; None for the one of the last fit.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its own.
+            ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its weights.
 
         Returns:
             The metrics of each loader.
@@ -263,11 +265,11 @@ class Trainer(Facts):
         """
         check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
-        found = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
-        return None if not return_predictions else found if len(found) != 1 else found[0]
+        outputs = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
+        return None if not return_predictions else outputs if len(outputs) != 1 else outputs[0]
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights; from a callback, say.
+        """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights, for example from a callback.
 
         The module is a copy of `trainer.module` with the arrays that it has now, in evaluation mode, in the precision
         of a step; what `fn` writes to it is dropped. It is compiled once for each function, so pass the same function
@@ -317,11 +319,11 @@ class Trainer(Facts):
         `on_safe_point` is where nothing is left to do.
 
         Args:
-            path: Its folder; a checkpoint that is there is replaced once the new one is whole.
+            path: Its folder; an older checkpoint there is replaced once the new one is complete.
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
-            ArgumentError: Something else than a checkpoint stands at `path`.
+            ArgumentError: `path` is something else than a checkpoint.
 
         Example:
             >>> import jaxlit as jl
@@ -333,7 +335,7 @@ class Trainer(Facts):
         self.saver.save(path)
 
     def explain(self) -> Explanation:
-        """Tell where the time of the newest run went, how its state lies on the devices, and what its programs cost.
+        """Return where the time of the newest run went, how its state is sharded, and what its programs cost.
 
         It prints as tables, also while the run continues; it waits for no device, and compiles nothing again.
 
@@ -349,49 +351,3 @@ class Trainer(Facts):
     def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
         """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
         self._session.stop_after(seconds, reason, at_epoch_end)
-
-    settings: Settings = of_session("Every argument, checked and brought to one form; frozen.")
-    strategy: Strategy = of_session("The strategy, set up on its devices.")
-    config: dict[str, Any] = of_session("The arguments as they were given, as JSON values, for loggers.")
-    module: TrainModule | None = of_session("The module of the newest run.")
-    callbacks: list[Callback] = of_session("Every callback in order, those that the module adds after the others.")
-    saver: Saver = of_session("Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
-    max_epochs: int | None = argument("Epochs to train; None for no limit.")
-    max_steps: int = argument("Optimizer steps to train, -1 for no limit.")
-    max_time: timedelta | None = argument("The timedelta after which training stops, or None.")
-    limit_train_batches: int | float = argument("Batches of a training epoch, as a count or a fraction.")
-    limit_val_batches: int | float = argument("The same for validation; 0 turns it off.")
-    limit_test_batches: int | float = argument("The same for `test`.")
-    limit_predict_batches: int | float = argument("The same for `predict`.")
-    accumulate_grad_batches: int = argument("Loader batches an optimizer step.")
-    gradient_clip_val: float | None = argument("What gradients are clipped to, or None.")
-    gradient_clip_algorithm: str | None = argument("How they are clipped, 'norm' or 'value'; None for 'norm'.")
-    check_val_every_n_epoch: int | None = argument("Epochs between validations; None counts batches across epochs.")
-    val_check_interval: int | float | timedelta = argument("Batches, a fraction or a time between validations.")
-    num_sanity_val_steps: int = argument("Validation batches of each loader before training, -1 for all.")
-    prefetch: int | str = argument("Batches that a thread draws ahead of the step.")
-    data_timeout: float | None = argument("Seconds that a loader may take for a batch.")
-    hang_timeout: float | None = argument("Seconds for which nothing may move.")
-    max_recompiles: int | None = argument("How often batches of another shape may compile a step again, or None.")
-    reload_dataloaders_every_n_epochs: int = argument("Epochs after which a loader hook is called again, 0: never.")
-    overfit_batches: int | float = argument("The few batches that are trained on, or their fraction; 0.0 is off.")
-    fast_dev_run: int = argument("Batches of a trial run, 0 if it is none.")
-    host_keys: tuple[str | int, ...] = argument("Keys of a batch that stay on the host.")
-    nan_policy: str = argument("What a non-finite loss or gradient does.")
-    precision: str = argument("The dtypes of a step.")
-    resume: str | Path | None = argument("Which checkpoint a fit continues from, None for none.")
-    seed: int = argument("The seed of a lazy module's `rngs`.")
-    debug: bool = argument("Whether every batch and step is checked.")
-    callback_metrics: MetricView = of_session("Every logged metric; reading a key waits for the device.", "results")
-    logged_metrics: MetricView = of_session("The metrics that go to loggers.", "results")
-    progress_bar_metrics: MetricView = of_session("The metrics logged with `prog_bar=True`.", "results")
-    loss: float | None = of_session("The training loss of the bar; None if the step logs one for it.", "results")
-    history: History = of_session("Every logged metric's steps and values, also to plot; of the newest fit.", "results")
-    should_stop: bool = control("Whether a stop was asked for.")
-    stop_reason: str | None = control("Why, as whoever asked first said it.")
-    interrupted: bool = control("Whether Ctrl-C, SIGTERM or the like has ended the run.")
-    sanity_checking: bool = control("Whether the validation that runs is the one before training.")
-    num_training_batches: int | float = control("Batches of an epoch; inf where the loader has no length.")
-    num_val_batches: list[int | float] = control("Batches of each validation loader.")
-    num_predict_batches: list[int | float] = control("Batches of each loader that is predicted.")
-    predict_outputs: Any = control("What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on.")

@@ -87,4 +87,4 @@ def test_texts_tables_and_histograms_have_rows_of_their_own():
 
 
 def test_before_a_run_there_is_nothing_to_log_to():
-    refuses(LoggerError, lambda: JSONLLogger().log_text("note", "hello"), "no file yet.*from a hook")
+    refuses(LoggerError, lambda: JSONLLogger().log_text("note", "hello"), "no run yet.*from a hook")

@@ -109,7 +109,7 @@ def test_what_it_does_to_a_row_stays_with_it():
 
 def test_a_logger_without_hyperparameters_says_who_takes_them():
     refuses(
-        LoggerError, lambda: Logger().log_hyperparams({"rate": 0.1}), "Logger cannot hold hyperparameters.*CSVLogger"
+        LoggerError, lambda: Logger().log_hyperparams({"rate": 0.1}), "Logger cannot store hyperparameters.*CSVLogger"
     )
     NoLogger().log_hyperparams({"rate": 0.1})
 

@@ -48,7 +48,7 @@ def media(folder="run/media"):
         [True, False, CSVLogger(), JSONLLogger(), TensorBoardLogger(), WandbLogger(offline=True)], True, False, full=[]
     ),
 )
-def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(logger, capsys):
+def test_media_that_no_logger_stores_are_in_the_folder(logger, capsys):
     module = Mean()
     fit(module, numbered(3), None, hooks(on_train_epoch_end=draw), logger=logger, log_every_n_steps=1, **TWO)
     assert float(module.w[0]) == mean([[1], [2], [3]] * 2)
@@ -62,7 +62,7 @@ def test_what_no_logger_holds_is_in_the_runs_folder_and_training_is_the_same(log
     assert told == ["images, tables and texts are saved in run/media (no logger here takes them)"] * bool(kinds)
 
 
-def test_files_are_what_was_logged_by_readers_of_their_own():
+def test_files_of_the_folder_hold_what_was_logged():
     fit(Mean(), numbered(3), None, hooks(on_train_end=draw), default_root_dir="run", logger=False)
     folder = Path("run/media/kinds")
     with Image.open(folder / "image/2.png") as image:
@@ -76,7 +76,7 @@ def test_files_are_what_was_logged_by_readers_of_their_own():
     assert json.loads((folder / "histogram/2.json").read_text()) == {"counts": [*counts], "edges": [*edges]}
 
 
-def test_what_comes_again_at_a_step_is_numbered_and_a_run_writes_over_one_before_it():
+def test_media_of_one_step_are_numbered_and_overwritten_by_a_run():
     def log(trainer, *_):
         Path("there.jpg").write_bytes(b"anything")
         trainer.logger.log_image("a", [PIXELS, Image.fromarray(PIXELS), "there.jpg"], caption=["x", "y", "z"], step=7)
@@ -116,7 +116,7 @@ class Holds(Logger):
         super().log_table(key, columns, data, step=step)
 
 
-def test_what_a_logger_does_not_hold_goes_to_the_first_other_one_that_does_and_to_the_folder_behind_all():
+def test_media_go_to_the_first_logger_that_stores_them():
     def log(trainer, *_):
         trainer.logger.log_text("note", "hello", step=7)
         trainer.logger.log_image("picture", PIXELS, caption=["a"])
@@ -132,21 +132,7 @@ def test_what_a_logger_does_not_hold_goes_to_the_first_other_one_that_does_and_t
     assert not Path("two/media").exists() and [*Path("two").glob("events.*")]
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
-def test_what_each_logger_is_given_in_turn_is_taken_once(order):
-    def log(trainer, *_):
-        for _ in range(2):  # the same again is given on purpose
-            for logger in trainer.loggers:
-                logger.log_text("note", "hello")
-                logger.log_image("picture", [PIXELS])
-
-    loggers = [[CSVLogger(), JSONLLogger(), Holds()][k] for k in order]
-    fit(Mean(), numbered(1), None, hooks(on_train_end=log), logger=loggers, default_root_dir="run")
-    (holds,) = (x for x in loggers if isinstance(x, Holds))
-    assert len(holds.images) == 2 and not Path("run/media").exists()
-
-
-def test_behind_a_run_that_no_other_logger_writes_in_the_folder_takes_it():
+def test_after_a_run_media_go_to_the_folder():
     class Closed(Holds):
         def log_text(self, key, text, *, step=None):
             raise LoggerError("no run is open")
@@ -165,7 +151,7 @@ class Broken(Logger):
 FAILS = {"log_image": ("a", "no_file.png"), "log_figure": ("a", None)}
 
 
-def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
+def test_a_failure_is_a_warning_and_ends_no_training(caplog):
     def log(trainer, *_):
         for name, given in FAILS.items():
             getattr(trainer.logger, name)(*given)
@@ -183,20 +169,13 @@ def test_what_fails_is_told_of_once_and_ends_no_training(caplog):
 
 
 CALLS = [
-    (
-        "log_image",
-        ("a", [PIXELS]),
-        {"captions": ["x"]},
-        r"log_image got .*'captions'. Did you mean 'caption'\? It takes",
-    ),
-    ("log_table", ("a", ["x"]), {}, "log_table missing a required argument: 'data'. It takes key, columns, data, step"),
-    ("log_text", ("a", "b", 3), {}, "log_text too many positional arguments. It takes key, text, step"),
-    ("log_histogram", ("a", GIVEN), {"bin": 3}, r"log_histogram got .*'bin'. Did you mean 'bins'\?"),
-    ("log_figure", ("a", None), {"close": True}, "log_figure got .*'close'. It takes key, figure, step"),
+    ("log_image", ("a", [PIXELS]), {"captions": ["x"]}, "unexpected keyword argument 'captions'"),
+    ("log_table", ("a", ["x"]), {}, "missing a required argument: 'data'"),
+    ("log_text", ("a", "b", 3), {}, "too many positional arguments"),
 ]
 
 
-def test_a_logger_of_ones_own_may_take_other_arguments():
+def test_a_users_logger_may_take_other_arguments():
     class Captions(Logger):
         def log_image(self, key, image, caption="", step=None):
             self.given = key, caption, step
@@ -208,15 +187,13 @@ def test_a_logger_of_ones_own_may_take_other_arguments():
 
 @pytest.mark.parametrize(("name", "args", "named", "words"), CALLS)
 @pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger, Broken, NoLogger])
-def test_an_argument_that_a_logger_does_not_have_is_raised(logger, name, args, named, words):
+def test_an_unknown_argument_is_raised_where_it_is_given(logger, name, args, named, words):
     wrong = hooks(on_train_end=lambda t, m: getattr(t.logger, name)(*args, **named))
-    given = False if logger is NoLogger else logger()
-    refuses(
-        ArgumentTypeError, lambda: fit(Mean(), numbered(1), None, wrong, logger=given), f"{logger.__name__}.{words}"
-    )
+    with pytest.raises(TypeError, match=words):
+        fit(Mean(), numbered(1), None, wrong, logger=False if logger is NoLogger else logger())
 
 
-def test_a_logger_that_is_asked_in_anothers_place_may_lack_an_argument(caplog):
+def test_the_folder_takes_what_another_loggers_method_cannot():
     class Plain(Logger):
         def log_image(self, key, images, step=None):
             raise AssertionError("no picture comes here")
@@ -226,7 +203,6 @@ def test_a_logger_that_is_asked_in_anothers_place_may_lack_an_argument(caplog):
 
     fit(Mean(), numbered(1), None, hooks(on_train_end=log), logger=[CSVLogger(), Plain()], default_root_dir="run")
     assert media() == ["a/0.png", "a/0.txt"]
-    assert "Plain.log_image failed" in caplog.text
 
 
 VALUES = [
@@ -249,7 +225,7 @@ def test_a_wrong_value_of_an_argument_is_raised(other, name, args, named, words)
 
 
 @pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"logger": CSVLogger(on_error="raise")}])
-def test_a_failure_is_raised_in_a_trial_run_and_where_the_logger_is_to_raise(arguments):
+def test_a_failure_is_raised_in_a_trial_run_or_if_asked(arguments):
     fails = hooks(on_train_end=lambda t, m: t.logger.log_image(*FAILS["log_image"]))
     refuses(OSError, lambda: fit(Mean(), numbered(1), None, fails, **arguments), "no_file.png")
 

@@ -136,24 +136,6 @@ def test_another_hyperparameter_can_be_lowered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("monitor", x) for x in ("", 3)),
-        ("mode", "least"),
-        *(("factor", x) for x in (0, 1, "0.1", True)),
-        *(("patience", x) for x in (0, 1.5, True)),
-        *(("min_delta", x) for x in (-0.1, math.inf)),
-        *(("cooldown", x) for x in (-1, 0.5)),
-        *(("min_lr", x) for x in (-1e-6, math.nan)),
-        ("check_on_train_epoch_end", "yes"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(name, value) -> None:
-    arguments = {"monitor": "val", name: value}
-    refuses(ArgumentError, lambda: ReduceLROnPlateau(**arguments), rf"ReduceLROnPlateau\({name}=\.\.\.\)")
-
-
-@pytest.mark.parametrize(
     ("tx", "name", "known"),
     [
         (optax.sgd(0.1), "learning_rate", "none"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import shutil
 import sys
 import threading
@@ -61,7 +60,7 @@ def note(text):
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_a_run_needs_no_fit_before_it_and_has_the_config_of_the_module_it_evaluates(stage):
+def test_an_evaluation_has_a_run_with_the_config_of_its_module(stage):
     trainer = trainer_of(WandbLogger(offline=True), max_epochs=0)
     run_stage(trainer)
     run_stage(
@@ -90,7 +89,7 @@ def test_every_hook_can_log_whatever_the_order_of_callbacks(stage):
 
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_outside_of_a_run_logging_is_refused_and_in_a_hook_without_one_it_goes_to_files(stage):
+def test_without_a_run_logging_is_refused_or_goes_to_files(stage):
     logger, tried = WandbLogger(offline=True), []
 
     def refused():
@@ -114,29 +113,25 @@ def test_outside_of_a_run_logging_is_refused_and_in_a_hook_without_one_it_goes_t
 # Which run
 
 
-def test_a_training_has_an_id_of_its_own_unless_it_goes_on(monkeypatch):
+def test_every_training_has_another_id_and_a_second_fit_the_same():
     logger = WandbLogger(offline=True)
     assert logger.id is None
     first = begin(logger)
-    assert begin(logger) == first and ids_in() == first * 2  # a second fit
+    assert begin(logger) == first
+    assert ids_in() == first * 2
     assert begin(WandbLogger(offline=True)) != first
-    # One that was killed before its first checkpoint; the id of each project is its own.
-    both = [begin(WandbLogger("one", offline=True), WandbLogger("two", offline=True), resume="auto") for _ in range(2)]
-    assert both[0] == both[1] and len({*both[0]}) == 2
-    # Two trainings that write their W&B files to one place.
-    shared = [begin(WandbLogger(offline=True, save_dir="all"), resume="auto", default_root_dir=x) for x in "ab"]
-    assert shared[0] != shared[1] and ids_in("all") == sorted(shared[0] + shared[1])
+
+
+def test_the_id_of_an_agent_is_taken_unless_one_was_given(monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "ofagent")
-    assert begin(WandbLogger(offline=True)) == ["ofagent"] and begin(WandbLogger(offline=True, id="mine")) == ["mine"]
+    assert begin(WandbLogger(offline=True)) == ["ofagent"]
+    assert begin(WandbLogger(offline=True, id="mine")) == ["mine"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "ofcheckpoint"), ({"id": "mine"}, "mine")])
-def test_a_checkpoint_says_which_run_goes_on_unless_an_id_was_given(given, expected):
+def test_a_checkpoint_names_the_run_unless_an_id_was_given(given, expected):
     run_stage(trainer_of(WandbLogger(offline=True, id="ofcheckpoint")))
-    file = Path("run/wandb_run_ids.json")
-    file.write_text(json.dumps({"/": "offile", "me/other": "another"}))  # the checkpoint knows better
     assert begin(WandbLogger(offline=True, **given), resume="auto", max_epochs=1) == [expected]
-    assert json.loads(file.read_text()) == {"/": expected, "me/other": "another"}
 
 
 @contextlib.contextmanager
@@ -178,7 +173,7 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
 # How it ends
 
 
-def test_an_error_marks_the_run_as_failed_and_the_closing_lines_name_it(capsys):
+def test_an_error_marks_the_run_as_failed(capsys):
     fails = hooks(on_train_epoch_end=lambda *args: 1 / 0)
     logger = WandbLogger("digits", entity="team", offline=True, save_dir="elsewhere")
     with pytest.raises(ZeroDivisionError):
@@ -199,15 +194,14 @@ def test_a_finished_run_does_not_end_training(capsys):
     assert trainer.global_step == 2 and line.startswith("W&B: off for the rest of this run (") and "finished" in line
 
 
-def test_a_failure_ends_training_and_the_run_if_asked():
+def test_a_failure_ends_training_if_asked():
     gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
     logger = WandbLogger(offline=True, log_model=True, on_error="raise")
     trainer = trainer_of(gone, logger, ModelCheckpoint())
-    refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "cannot send step_00000002: .*No such file")
-    assert summary()["exit_code"] == 1
+    refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "could not finish run .*No such file")
 
 
-def test_behind_a_fit_there_is_still_its_run_and_a_logger_of_files_is_its_own(capfd):
+def test_after_a_fit_there_is_still_its_run(capfd):
     logger, file, seen = WandbLogger("digits", offline=True), jl.callbacks.CSVLogger(), []
     assert logger.experiment is None and file.experiment is file
     with pytest.raises(AttributeError, match="CSVLogger has no attribute 'add_image'. Call log_image"):
@@ -222,29 +216,15 @@ def test_behind_a_fit_there_is_still_its_run_and_a_logger_of_files_is_its_own(ca
     assert logger.experiment is not run and logger.experiment.id == run.id
 
 
-def test_an_offline_run_that_opens_late_keeps_nobody_waiting_and_has_every_row(monkeypatch, capsys):
-    init = wandb.init
+def test_a_run_that_does_not_open_in_time_is_off(monkeypatch, capsys):
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
     with held() as release:
-        monkeypatch.setattr(wandb, "init", lambda **given: release.wait(30) and init(**given))
-        logger, seen = WandbLogger(offline=True, init_timeout=0.01), []
-        go_on = lambda t, m: (seen.append((logger.experiment, logger.location)), release.set())  # noqa: E731
-        run_stage(trainer_of(logger, hooks(on_train_end=go_on), logger=True, max_epochs=2))
-    assert seen == [(None, None)]
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    found: dict = {}
-    for row in history():
-        if "epoch" in row:  # in the file the rows of one step are one
-            found.setdefault(step := row.pop(STEP), {"step": step}).update(row)
-    assert [*found.values()] == rows and len(rows) == 4 and summary()["exit_code"] == 0
-    *told, longer, said = capsys.readouterr().out.split("\n  ")[:3]
-    assert told == ["W&B offline: the run is not open after 0 s, training continues"]
-    assert longer == "rows: metrics.csv and metrics.jsonl in run, and run/wandb as soon as it is"
-    said, *others = said.splitlines()
-    assert said == "WandbLogger(init_timeout=...) waits longer"
-    assert others[-1] == f"W&B offline \N{MIDDLE DOT} upload: wandb sync {run_files()[0].parent}"
-    waits = "W&B: training has ended, and waits for the offline run to open; Ctrl-C leaves it"
-    assert others[:-1] in ([], [waits])
+        monkeypatch.setattr(wandb, "init", lambda **given: release.wait(30))
+        trainer = run_stage(trainer_of(WandbLogger(offline=True, init_timeout=0.01), logger=True))
+    assert trainer.global_step == 2
+    assert len(Path("run/metrics.csv").read_text().splitlines()) == 3
+    off = "W&B: off for this run (no answer after 0 s; WandbLogger(init_timeout=...) waits longer)"
+    assert capsys.readouterr().out.splitlines()[0] == off
 
 
 def test_many_fits_leave_no_threads():
@@ -259,7 +239,7 @@ def test_many_fits_leave_no_threads():
     assert sorted(thread.name for thread in set(threading.enumerate()) - before) == []
 
 
-def test_offline_what_is_no_number_is_kept_and_a_copy_of_each_checkpoint_until_it_is_synced():
+def test_offline_media_and_a_copy_of_each_checkpoint_are_kept():
     def log(trainer, model):
         for name, given in CALLS.items():
             getattr(trainer.logger, name)(*given)
@@ -274,7 +254,7 @@ def test_offline_what_is_no_number_is_kept_and_a_copy_of_each_checkpoint_until_i
     left = summary()
     names = {given[0] for given in CALLS.values()} | {"gradients/w", "parameters/w", "best/loss"}
     assert names <= left["summary"].keys() and left["config"]["later"] == 1
-    assert [*found] == ["step_00000001", "step_00000002"] and not list(Path().rglob(".tmp-*"))
+    assert [*found] == ["step_00000001", "step_00000002"]
     shutil.rmtree("run/checkpoints")
     sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
     for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
@@ -284,7 +264,7 @@ def test_offline_what_is_no_number_is_kept_and_a_copy_of_each_checkpoint_until_i
     assert not found
 
 
-def test_another_process_than_the_first_has_no_run_and_says_nothing_of_it(monkeypatch, capsys):
+def test_another_process_than_the_first_has_no_run(monkeypatch, capsys):
     monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
     logger = WandbLogger(offline=True)
     notes = hooks(on_fit_start=lambda t, m: (note("x")(t), t.logger.log_hyperparams({})))
@@ -303,19 +283,9 @@ def test_checkpoints_to_send_need_someone_who_writes_them():
     assert not list(Path().rglob("wandb"))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_and_a_full_disk_is_said(monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_refused():
     Path("file").write_text("no folder")
     fit_refuses(LoggerError, "save_dir", callbacks=WandbLogger(offline=True, save_dir="file"))
-
-    def full(*args, **given):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("jaxlit.callbacks.wandb_place.tempfile.TemporaryFile", full)
-    fit_refuses(LoggerError, "No space left", callbacks=WandbLogger(offline=True, on_error="raise"))
-    capsys.readouterr()
-    begin(WandbLogger(offline=True))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("W&B: off for this run") and "No space left" in line
 
 
 def test_what_cannot_be_logged_is_refused_by_name():
@@ -323,7 +293,10 @@ def test_what_cannot_be_logged_is_refused_by_name():
     refused = [
         (lambda: logger.log_image("key", [np.zeros((4, 5), np.int32)]), r"log_image\('key', .*int32\[4, 5\]"),
         (lambda: logger.log_image("key", [PIXELS, PIXELS], caption=["one"]), "2 images and 1 captions"),
-        (lambda: logger.log_table("key", ["a", "b"], [[1, 2], [1]]), r"log_table\('key', .*row 1 has 1 cells.* 2 col"),
+        (
+            lambda: logger.log_table("key", ["a", "b"], [[1, 2], [1]]),
+            r"log_table\('key', .*row 1 has 1 cells",
+        ),
     ]
     for bins in (0, 513, 2.0, True):
         words = rf"\(bins=\.\.\.\).* 512.*got {bins}"

@@ -127,7 +127,7 @@ def test_when_no_checkpoint_verifies_training_is_refused_and_does_not_start(root
     for given in ({"resume": "auto"}, {"resume": root}, {"ckpt_path": "last"}):
         with pytest.raises(CheckpointError, match="None of the 2 checkpoints in .* can be used") as raised:
             train("run", 3, hooks(on_train_start=lambda *_: began.append("training")), **given)
-        for part in (OLDER, NEWER, "state.json has", "MANIFEST.json is missing", "does not start from scratch"):
+        for part in (OLDER, NEWER, "state.json has", "MANIFEST.json is missing", "does not start again"):
             assert part in str(raised.value)
     assert began == [] and sorted(root.rglob("*")) == before
 

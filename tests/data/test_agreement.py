@@ -40,7 +40,7 @@ def agreed(monkeypatch, make, divisor=8):
     return as_processes(monkeypatch, work)
 
 
-def test_batches_that_divide_stay_parts_and_others_become_whole_ones_in_the_order_of_the_processes(monkeypatch):
+def test_batches_that_do_not_divide_are_joined_in_process_order(monkeypatch):
     for found in agreed(monkeypatch, lambda index: cut(8, 8, 5 + index, first=index, step=2)):
         shapes, parts = zip(*found, strict=True)
         assert [x["x"].shape for x in shapes] == [(16, 3), (16, 3), (11, 3)]
@@ -77,14 +77,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loaders_that_do_not_belong_together_are_refused_everywhere(case, monkeypatch):
+def test_loaders_that_do_not_match_are_refused_everywhere(case, monkeypatch):
     make, words = CASES[case]
     for error in agreed(monkeypatch, make):
         assert type(error) is DataError and str(error).startswith("the loader: ")
         assert [word for word in words if word not in str(error)] == [], str(error)
 
 
-def test_other_rows_in_mid_epoch_and_epochs_that_end_elsewhere_are_refused(monkeypatch):
+def test_other_rows_or_lengths_in_mid_epoch_are_refused(monkeypatch):
     _, error = agreed(monkeypatch, lambda i: cut(8, 8 - 4 * i, 8, first=i, step=2))
     assert type(error) is DataError and "4 rows in process 1, those before had 8" in str(error)
 

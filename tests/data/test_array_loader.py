@@ -56,7 +56,7 @@ def test_batch_k_of_epoch_e_is_numpys_permutation_of_seed_and_e(epoch):
     ],
     ids=["array", "dict", "of jax"],
 )
-def test_it_keeps_the_structure_and_the_rows_together_as_numpy_arrays(arrays):
+def test_batches_keep_the_structure_and_rows_together(arrays):
     batches = list(jl.ArrayLoader(arrays, 4, shuffle=True, seed=1))
     assert all(jax.tree.structure(batch) == jax.tree.structure(arrays) for batch in batches)
     assert {type(x) for x in jax.tree.leaves(batches)} == {np.ndarray}
@@ -94,7 +94,7 @@ class Column:
         return self.values
 
 
-def test_a_column_with_labels_keeps_its_rows_beside_those_of_other_arrays():
+def test_a_pandas_column_keeps_its_row_order():
     x = np.arange(8)
     for batch in jl.ArrayLoader({"x": x, "y": Column(10 * x, labels=x[::-1])}, 3, shuffle=True):
         np.testing.assert_array_equal(batch["y"], 10 * batch["x"])
@@ -105,7 +105,7 @@ def resident_bytes():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_mapped_file_of_many_gigabytes_is_never_read_whole_and_gives_plain_arrays(shuffle):
+def test_a_large_memory_map_is_read_batch_by_batch(shuffle):
     path, count = Path("large.npy"), 1 << 18
     large = np.lib.format.open_memmap(path, "w+", np.float32, (count, 1 << 15))  # 32 GiB of holes
     assert path.stat().st_size > 32 << 30 > 100 * 512 * path.stat().st_blocks
@@ -120,7 +120,7 @@ def test_a_mapped_file_of_many_gigabytes_is_never_read_whole_and_gives_plain_arr
 
 
 @pytest.mark.parametrize(("taken", "shuffle"), [(0, True), (1, False), (2, True), (3, True)])
-def test_it_continues_exactly_where_its_state_was_taken_and_gives_whole_epochs_then(taken, shuffle):
+def test_it_continues_exactly_where_its_state_was_taken(taken, shuffle):
     loader, other = array_loader(shuffle=shuffle), array_loader(shuffle=shuffle)
     loader.set_epoch(2)
     batches = iter(loader)
@@ -179,5 +179,5 @@ LAYOUTS = [("single", 1), ("ddp", 3), ("fsdp", 8), ("zero1", 3), ("shard_map", 3
 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "size"), [(layout, SIZES[k % 5]) for k, layout in enumerate(LAYOUTS)])
-def test_rows_of_any_number_are_trained_on_evaluated_and_predicted_as_by_numpy(layout, size):
+def test_any_number_of_rows_trains_and_predicts_like_numpy(layout, size):
     assert largest_error(*layout, *size) <= 1e-6

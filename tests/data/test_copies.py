@@ -91,7 +91,7 @@ CASES += [("fsdp", "shared memory", 0), *[(strategy, "one array", 2) for strateg
 @pytest.mark.parametrize(
     ("strategy", "memory", "prefetch"), thinned(CASES, *CASES[1:3], ("shard_map", "one array", 2), full=CASES[::2])
 )
-def test_memory_that_a_loader_fills_again_is_trained_on_as_it_was(strategy, memory, prefetch, monkeypatch):
+def test_memory_that_a_loader_refills_is_copied(strategy, memory, prefetch, monkeypatch):
     # Every draw takes seconds, for which "auto" starts a thread.
     monkeypatch.setattr("jaxlit.data.feeder.time", SimpleNamespace(perf_counter=itertools.count().__next__))
     steps, starts, kept, made = [], [], [], module(step)
@@ -118,7 +118,7 @@ CASES = [("single", 0), ("single", 2), ("ddp", 2), ("pmap", 0)]
 
 
 @pytest.mark.parametrize(("strategy", "prefetch"), thinned(CASES, ("single", 0), ("ddp", 2)))
-def test_memory_that_on_before_batch_transfer_fills_again_is_trained_on_as_it_was(strategy, prefetch):
+def test_memory_that_a_transfer_hook_refills_is_copied(strategy, prefetch):
     memory, steps, batches = aligned(64 * ROWS), [], contents(12)[:11]
 
     def prepare(self, batch, dataloader_idx):
@@ -189,7 +189,7 @@ class DatasetIterator(grain.DatasetIterator):
 
 
 @pytest.mark.parametrize(("make", "prefetch"), [(Tensors, 0), (Tensors, 2), (Dataset, 0), (Dataset, 2)])
-def test_memory_of_other_libraries_that_is_filled_again_is_trained_on_as_it_was(make, prefetch):
+def test_memory_of_other_libraries_is_copied(make, prefetch):
     seen, made = [], Mean()
     watch = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: seen.append(float(batch["x"][0, 0])))
     fit(made, make(), None, watch, prefetch=prefetch)

@@ -86,7 +86,7 @@ def assert_trained(made, *means):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_run_prepares_sets_up_asks_for_its_loaders_once_and_tears_down_data_first_and_module_last(verb):
+def test_each_run_calls_the_data_modules_hooks_in_order(verb):
     called = []
     note = lambda who, what: lambda *args: called.append(f"{who} {what} {args[-1]}")  # noqa: E731
     data, watch = Data(called), hooks(setup=note("callback", "setup"), teardown=note("callback", "teardown"))
@@ -110,7 +110,7 @@ def test_each_run_prepares_sets_up_asks_for_its_loaders_once_and_tears_down_data
             assert found == ([{"val": 11.5}] if verb == "validate" else several)
 
 
-def test_what_prepare_data_and_setup_make_is_there_for_the_loaders_whose_length_the_optimizer_may_ask_for():
+def test_loaders_see_what_prepare_data_and_setup_made():
     class Builds(jl.DataModule):
         def prepare_data(self):
             self.count = 2
@@ -134,7 +134,7 @@ def test_what_prepare_data_and_setup_make_is_there_for_the_loaders_whose_length_
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_after_an_error_the_data_module_hears_of_it_and_tears_down(verb):
+def test_after_an_error_the_data_module_tears_down(verb):
     def fail(*_):
         raise error
 
@@ -146,7 +146,7 @@ def test_after_an_error_the_data_module_hears_of_it_and_tears_down(verb):
 
 
 @pytest.mark.parametrize("hook", ["prepare_data", "setup", "train_dataloader", "val_dataloader", "teardown"])
-def test_after_an_error_of_its_own_the_data_module_and_the_callbacks_tear_down(hook):
+def test_after_an_error_in_the_data_module_all_tear_down(hook):
     def fail(*_):
         raise error
 
@@ -172,7 +172,7 @@ def test_a_module_may_have_its_loaders_itself(is_lazy):
     assert [x[0, 0] for x in trainer.predict()] == [pytest.approx(9 - w)]
 
 
-def test_loaders_and_data_modules_that_are_given_come_before_the_modules_own():
+def test_given_loaders_come_before_the_modules_own():
     made, seen = Own(), Batches()
     trainer = fit(made, numbered(1), numbered(1, first=2), seen)
     assert_trained(made, 1)
@@ -187,7 +187,7 @@ def test_loaders_and_data_modules_that_are_given_come_before_the_modules_own():
 @pytest.mark.parametrize(
     ("owner", "given", "strategy"), [("data", "data", "single"), ("module", "data", "ddp"), ("module", "own", "single")]
 )
-def test_on_before_batch_transfer_changes_every_batch_and_knows_its_loader(owner, given, strategy):
+def test_on_before_batch_transfer_changes_every_batch(owner, given, strategy):
     seen, shown = [], Batches()
 
     def double(self, batch, dataloader_idx):
@@ -211,14 +211,14 @@ def test_on_before_batch_transfer_changes_every_batch_and_knows_its_loader(owner
     assert [x[0, 0] for x in found] == [62.0, 64.0]
 
 
-def test_on_before_batch_transfer_of_the_data_module_comes_in_place_of_the_modules():
+def test_the_data_modules_on_before_batch_transfer_wins():
     made = module(on_before_batch_transfer=lambda self, batch, idx: pytest.fail("the data module has its own"))
     fit(made, data_with(on_before_batch_transfer=lambda self, batch, idx: {"x": batch["x"] * 2}))
     assert_trained(made, 2, 4, 6)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_two_sources_of_data_what_is_none_and_what_lacks_a_loader_are_refused_before_any_hook(verb):
+def test_unusable_data_is_refused_before_any_hook(verb):
     first, second, run = Data(), Data(), getattr(make_trainer(), verb)
     where = rf"Trainer\.{verb}"
     for argument in {"fit": ("train_dataloaders", "val_dataloaders")}.get(verb, ("dataloaders",)):
@@ -247,7 +247,7 @@ HOOKS = [("fit", "train_dataloader"), *((verb, LOADERS[verb][-1].removeprefix("d
 
 
 @pytest.mark.parametrize(("verb", "hook"), HOOKS)
-def test_a_loader_hook_that_returns_no_loader_is_refused_by_its_name(verb, hook):
+def test_a_loader_hook_without_a_loader_is_refused_by_name(verb, hook):
     run, returns = getattr(make_trainer(), verb), {hook: lambda self: given}
     for owner in (Data, Own):
         for given in (None, 5, "loader", np.zeros((4, 1)), {"x": np.zeros((4, 1))}, Data):
@@ -259,7 +259,7 @@ def test_a_loader_hook_that_returns_no_loader_is_refused_by_its_name(verb, hook)
 
 
 @pytest.mark.parametrize(("every", "at"), [(0, [0]), (1, [0, 1, 2, 3]), (3, [0, 3])])
-def test_loaders_are_made_again_every_n_epochs_and_their_batches_pass_on_before_batch_transfer(every, at):
+def test_loaders_are_reloaded_every_n_epochs(every, at):
     class Counts(Data):
         def train_dataloader(self):
             super().train_dataloader()
@@ -291,14 +291,14 @@ def test_loaders_are_made_again_every_n_epochs_and_their_batches_pass_on_before_
         ),
     ],
 )
-def test_a_reloaded_loader_is_checked_like_the_first_and_its_batches_compared_with_those_before(second, error, words):
+def test_a_reloaded_loader_is_checked_like_the_first(second, error, words):
     loaders = iter([numbered(2), second])
     data = type("Reloads", (Data,), {"train_dataloader": lambda self: next(loaders)})()
     refuses(error, lambda: fit(Mean(), data, max_epochs=3, reload_dataloaders_every_n_epochs=1), words)
     assert data.called[-1] == "data teardown fit"
 
 
-def test_the_old_iteration_of_a_reloaded_loader_is_closed_before_the_next_is_opened():
+def test_a_reloaded_loader_closes_the_old_iteration_first():
     said = []
 
     class Held:

@@ -140,7 +140,7 @@ def fails(*_):
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_run_that_ends_early_leaves_no_thread_and_closes_the_loader(prefetch):
+def test_a_run_that_ends_early_closes_its_loader(prefetch):
     for limits in ({"max_steps": 3, "max_epochs": -1}, {"limit_train_batches": 3}, {}):
         loader = Loader(30)
         draw(loader, prefetch=prefetch, **limits)
@@ -149,7 +149,7 @@ def test_a_run_that_ends_early_leaves_no_thread_and_closes_the_loader(prefetch):
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"])
-def test_an_error_in_a_hook_leaves_no_thread_and_closes_the_loader(hook, prefetch):
+def test_an_error_in_a_hook_closes_the_loader(hook, prefetch):
     loader = Loader(30)
     fail = hooks(**{hook: lambda trainer, *_: trainer.global_step < 3 or fails()})
     error = refuses(LookupError, lambda: draw(loader, fail, prefetch=prefetch), "mine")
@@ -159,7 +159,7 @@ def test_an_error_in_a_hook_leaves_no_thread_and_closes_the_loader(hook, prefetc
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_error_in_a_step_or_in_validation_leaves_no_thread_and_closes_every_loader(prefetch):
+def test_an_error_in_a_step_closes_every_loader(prefetch):
     step = lambda self, batch: fails() if batch["x"].shape[0] == 3 else jnp.mean(self.error(batch))  # noqa: E731
     loader = Loader(30, instead={3: {"x": np.ones((3, 1), np.float32)}})
     refuses(LookupError, lambda: fit(module(step), loader, prefetch=prefetch), "mine")
@@ -192,7 +192,7 @@ def test_grains_threads_end_with_a_run_that_stops_early(prefetch):
         ({"x": np.ones((0, 1), np.float32)}, "0 rows"),
     ],
 )
-def test_what_a_loader_raises_comes_behind_the_batches_before_it_and_with_its_place(given, words, prefetch):
+def test_a_loaders_error_comes_after_its_batches(given, words, prefetch):
     heard, made = [], Mean()
     watch = hooks(on_exception=lambda trainer, module, exception: heard.append(exception))
     loader = Stream(Loader(4), bad := Loader(9, instead={3: given}))
@@ -204,7 +204,7 @@ def test_what_a_loader_raises_comes_behind_the_batches_before_it_and_with_its_pl
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_the_first_batch_and_evaluations_loaders_raise_is_noted_with_its_place(prefetch):
+def test_errors_of_loaders_name_the_loader_and_batch(prefetch):
     def notes(call):
         return refuses(OSError, call, "disk").__notes__
 
@@ -277,7 +277,7 @@ class NotedPlacing(SingleDevice):
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_batch_is_placed_once_and_after_the_step_before_it_was_dispatched(prefetch):
+def test_a_batch_is_placed_after_the_step_before_it(prefetch):
     EVENTS.clear()
     draw(counted(*[1] * 6), strategy="noted_placing", prefetch=prefetch)
     assert [*itertools.chain(*([("place", k), ("step", k)] for k in range(6)))] == EVENTS
@@ -295,7 +295,7 @@ def test_a_bad_value_is_refused_with_its_argument(argument):
             assert repr(value) in str(caught)
 
 
-def test_data_wait_is_what_the_training_loader_took_while_the_devices_were_idle(monkeypatch):
+def test_data_wait_counts_only_idle_devices(monkeypatch):
     clock, waits = Clock(), []
     monkeypatch.setattr(time, "perf_counter", clock)
     watch = hooks(on_train_epoch_end=lambda trainer, module: waits.append(trainer.data_wait))

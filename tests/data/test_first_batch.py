@@ -32,7 +32,7 @@ def test_an_empty_training_loader_is_refused_before_any_compile(name):
     assert compiled == []
 
 
-def test_empty_validation_loaders_are_told_of_once_and_training_goes_on(caplog):
+def test_empty_validation_loaders_warn_once(caplog):
     module, empty = Mean(), [make() for name, make in EMPTY.items() if name != "tuple"]  # which in a list is a batch
     trainer = fit(module, numbered(2), [*empty, numbered(3)], max_epochs=3)
     told = warnings_of(caplog)
@@ -43,7 +43,7 @@ def test_empty_validation_loaders_are_told_of_once_and_training_goes_on(caplog):
 
 
 @pytest.mark.parametrize("argument", ["train", "val"])
-def test_a_lazy_module_is_not_built_before_its_loaders_were_looked_at(argument):
+def test_a_lazy_module_is_built_after_its_loaders_are_checked(argument):
     built, bad = [], [{"x": np.zeros((0, 4), np.float32)}]
 
     class Watched(Mean):

@@ -44,7 +44,7 @@ def epochs_of(loader, count=3):
 
 
 @pytest.mark.parametrize("kind", thinned(SHUFFLES, *[*SHUFFLES][::3]))
-def test_three_epochs_give_each_row_once_in_three_orders_that_a_second_run_repeats(kind):
+def test_each_epoch_has_its_own_repeatable_order(kind):
     loader = SHUFFLES[kind]()
     before = kind != "ArrayLoader" and [everything(batch) for batch in loader]
     epochs = epochs_of(loader)
@@ -61,7 +61,7 @@ def test_three_epochs_give_each_row_once_in_three_orders_that_a_second_run_repea
 @pytest.mark.parametrize(
     "kind", thinned(["MapDataset", "IterDataset with filter", "DataLoader", "ArrayLoader"], "MapDataset", "DataLoader")
 )
-def test_a_trainer_opens_each_epoch_by_its_number_and_validation_keeps_one_order(kind):
+def test_validation_keeps_one_order(kind):
     seen, orders = Batches(), [rows_of(epoch) for epoch in epochs_of(SHUFFLES[kind]())]
     fit(Mean(), SHUFFLES[kind](), SHUFFLES[kind](), seen, max_epochs=3, num_sanity_val_steps=0)
     assert [rows_of(epoch) for epoch in seen.train] == orders
@@ -78,7 +78,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_epochs_of_an_iter_dataset_are_those_of_the_repeated_rows(kind):
+def test_epochs_of_an_iter_dataset_equal_repeated_rows(kind):
     rows, stages = STREAMS[kind]
     expected = [everything(batch) for batch in stages(rows().repeat(3).to_iter_dataset())]
     assert [*itertools.chain(*epochs_of(stages(rows().to_iter_dataset())))] == expected
@@ -112,6 +112,6 @@ def test_joined_iter_datasets_reshuffle_each_part(join):
     assert len({tuple(rows_of(epoch)) for epoch in epochs_of(join(*parts).batch(BATCH))}) == 3
 
 
-def test_a_dataset_behind_worker_processes_is_known_to_have_no_end():
+def test_an_endless_dataset_with_workers_is_known():
     rows = shuffled().repeat().to_iter_dataset().batch(BATCH)
     assert source_of(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader").is_endless

@@ -106,7 +106,7 @@ NOTHING |= {"scalars": ({"x": 1.0, "scale": np.float32(2)}, ("These are rows: ba
 
 
 @pytest.mark.parametrize("name", [*BAD, *NOTHING])
-def test_a_bad_first_batch_is_refused_before_any_compile_and_any_hook(name):
+def test_a_bad_first_batch_is_refused_before_compile_and_hooks(name):
     batch, words = (BAD | NOTHING)[name]
     for k, (argument, call) in enumerate(VERBS.values()):
         if k and name not in ("ragged", "int64"):  # the same eyes look at each loader
@@ -118,7 +118,7 @@ def test_a_bad_first_batch_is_refused_before_any_compile_and_any_hook(name):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_batch_in_a_later_epoch_is_refused_after_those_before_it(name):
+def test_a_bad_later_batch_is_refused_after_those_before_it(name):
     (batch, words), made, record, first = BAD[name], follow(), Record(), [good(k) for k in range(3)]
     trainer, loader = trainer_of(record, max_epochs=3), Stream(first, [*first[:2], batch])
     refused(("Trainer.fit(train_dataloaders=...)", *words), "epoch 1, batch 2", lambda: trainer.fit(made, loader))
@@ -127,7 +127,7 @@ def test_a_bad_batch_in_a_later_epoch_is_refused_after_those_before_it(name):
 
 
 @pytest.mark.parametrize("verb", [*VERBS][1:])
-def test_a_bad_later_batch_of_an_evaluation_and_a_recompile_too_many_are_refused(verb):
+def test_a_bad_later_batch_of_an_evaluation_is_refused(verb):
     argument, call = VERBS[verb]
     batch, words = BAD["int64"]
     refused((argument, *words), "batch 2", lambda: call(trainer_of(), follow(), [good(0), good(1), batch]))
@@ -135,7 +135,7 @@ def test_a_bad_later_batch_of_an_evaluation_and_a_recompile_too_many_are_refused
     refused(words, "batch 1", lambda: call(trainer_of(max_recompiles=0), follow(), of_length(5, 6)))
 
 
-def test_64_bit_numbers_that_fit_and_narrow_ones_reach_a_step_unwrapped_and_hooks_as_they_were():
+def test_64_bit_numbers_that_fit_reach_steps_unchanged():
     for strategy, dtype in (("single", np.int64), ("shard_map", np.float64)):
         batches, made, record = [{"x": np.arange(n).astype(dtype) + n} for n in (8, 16, 3)], follow(), Record()
         trainer_of(record, strategy=strategy).fit(made, batches)
@@ -156,7 +156,7 @@ def nan_at(*where, dtype=np.float32):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_nan_is_refused_under_debug_also_in_a_later_batch_whose_shape_was_seen(verb):
+def test_debug_refuses_nan_in_later_batches(verb):
     (argument, call), record, fine = VERBS[verb], Record(), {"x": np.zeros((4, 3), np.float32)}
     made = follow()  # Outside the block: what makes its weights is compiled too, once a process.
     run = lambda loader, *callbacks: call(trainer_of(*callbacks, debug=True), made, loader)  # noqa: E731
@@ -166,7 +166,7 @@ def test_nan_is_refused_under_debug_also_in_a_later_batch_whose_shape_was_seen(v
     refused((argument, "batch['x'][3, 0] is NaN"), "batch 1", lambda: run([fine, nan_at(3, 0)]))
 
 
-def test_nan_of_any_floating_dtype_is_seen_under_debug_and_taken_without():
+def test_debug_refuses_nan_of_any_floating_dtype():
     for dtype in (np.float16, np.float64, jnp.bfloat16):
         batches = [nan_at(3, 0, dtype=dtype)]
         call = lambda: trainer_of(debug=True).predict(follow(), batches)  # noqa: B023, E731
@@ -222,7 +222,7 @@ def assert_labels(found, given):
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
-def test_host_keys_reach_every_hook_and_the_predictions_in_order_and_unchanged(strategy):
+def test_host_keys_reach_hooks_and_predictions_unchanged(strategy):
     batches, record, made = labelled(8, 5), Record(), follow()
     trainer = trainer_of(record, strategy=strategy, host_keys=HOST_KEYS)
     trainer.fit(made, batches, batches)
@@ -238,7 +238,7 @@ def test_host_keys_reach_every_hook_and_the_predictions_in_order_and_unchanged(s
     assert_followed(made, [b["x"] for b in batches])
 
 
-def test_predictions_that_are_no_dicts_are_left_alone_and_a_key_of_their_own_wins():
+def test_host_keys_join_only_dict_predictions():
     plain = follow(predict=lambda self, batch: (batch["x"] * 2, batch["x"] + 1))
     batches = labelled(8, 5)
     for found, batch in zip(trainer_of(host_keys=HOST_KEYS).predict(plain, batches), batches, strict=True):
@@ -249,7 +249,7 @@ def test_predictions_that_are_no_dicts_are_left_alone_and_a_key_of_their_own_win
     assert found["name"].tolist() == [*range(8)]
 
 
-def test_a_step_does_not_see_the_host_keys_which_may_hold_any_object_and_compile_nothing():
+def test_a_step_does_not_see_host_keys():
     keys, record = [], Record()
     made = follow(target=lambda self, batch: keys.append({*batch}) or batch["x"])
     values = [{2: "two", "a": 1}, {"b", "a"}, iter("ab"), lambda: None, np.array(["n"]), np.array(["nn"] * 2)]
@@ -261,7 +261,7 @@ def test_a_step_does_not_see_the_host_keys_which_may_hold_any_object_and_compile
 
 @pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
-def test_a_place_in_a_tuple_stays_on_the_host_and_is_none_in_the_step(kind, strategy):
+def test_an_index_in_host_keys_is_none_in_the_step(kind, strategy):
     def step(self, batch):
         x, names, y = batch
         seen.append((type(batch), names))
@@ -291,7 +291,7 @@ def fit_on(batch):
     trainer_of().fit(follow(), Stream([batch]))
 
 
-def test_host_keys_that_a_batch_does_not_have_or_cannot_have_are_refused():
+def test_host_keys_that_a_batch_lacks_are_refused():
     for verb, k in (("fit", 0), ("fit", 2), ("validate", 2), ("predict", 0)):
         argument, call = VERBS[verb]
         batches = [good(0) | {"names": np.array(list("abcd"))} for _ in range(3)]
@@ -322,7 +322,7 @@ def of_dtype(*dtypes):
         (of_dtype(np.float32, np.float16, np.int32), ["float32[4]", "float16[4]", "int32[4]"], 1),
     ],
 )
-def test_one_recompile_more_than_allowed_is_refused_with_what_changed(batches, words, allowed):
+def test_a_recompile_too_many_is_refused_with_what_changed(batches, words, allowed):
     made, record = follow(), Record()
     seen = batches[: allowed + 1] * 3  # each of these again costs nothing
     trainer = trainer_of(record, max_recompiles=allowed)
@@ -334,7 +334,7 @@ def test_one_recompile_more_than_allowed_is_refused_with_what_changed(batches, w
     assert_followed(made, [b["x"] for b in seen])
 
 
-def test_dtypes_that_a_step_takes_as_one_and_the_order_of_keys_are_no_recompile():
+def test_equal_step_dtypes_and_key_order_do_not_recompile():
     for wide, narrow in ((np.int64, np.int32), (np.float64, np.float32)):
         batches, made = of_dtype(wide, narrow, wide, narrow), follow()
         with compiles() as compiled:
@@ -346,7 +346,7 @@ def test_dtypes_that_a_step_takes_as_one_and_the_order_of_keys_are_no_recompile(
     assert trainer.global_step == 2
 
 
-def test_a_tail_counts_once_in_all_epochs_and_training_and_validation_are_counted_apart():
+def test_recompiles_count_a_tail_once_for_each_loader():
     trainer = trainer_of(max_recompiles=1, max_epochs=4)
     trainer.fit(follow(), jl.ArrayLoader({"x": np.arange(10, dtype=np.float32)}, 4))
     assert trainer.global_step == 12
@@ -375,7 +375,7 @@ XY = {"x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
         (XY["x"], ["batch['x']", "batch['y']"]),
     ],
 )
-def test_another_structure_is_refused_by_its_keys_after_the_batches_before_it(changed, words):
+def test_another_structure_is_refused_by_its_keys(changed, words):
     made, record = follow(), Record()
     loader, trainer = Stream([XY] * 3, [XY, XY, changed]), trainer_of(record, max_epochs=3)
     refused(("train_dataloaders", "structure", *words), "epoch 1, batch 2", lambda: trainer.fit(made, loader))
@@ -383,7 +383,7 @@ def test_another_structure_is_refused_by_its_keys_after_the_batches_before_it(ch
     assert_followed(made, [XY["x"]] * 5)
 
 
-def test_what_a_hook_breaks_a_list_in_place_of_a_tuple_and_a_late_number_beyond_int32_are_refused():
+def test_late_structure_and_range_errors_are_refused():
     breaks = follow(on_before_batch_transfer=lambda self, batch, idx: replaced(id=np.ones(3)))
     refused((X, "4", ID, "3"), "batch 0", lambda: trainer_of().fit(breaks, [good(0)]))
     loader = Stream([(XY["x"], XY["x"]), [XY["x"], XY["x"]]])
@@ -397,7 +397,7 @@ SCALARS |= {"bool": lambda v: np.bool_(v % 2), "0-d array": lambda v: np.array(v
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
-def test_every_row_meets_the_batchs_own_scalars_and_nothing_compiles_again(strategy):
+def test_scalars_of_a_batch_apply_to_every_row(strategy):
     sizes = (8, 8, 3, 8, 3)  # a size that divides, and one that does not
     batches = [
         {

@@ -51,7 +51,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_is_opened_once_an_epoch_and_its_last_batch_known(kind):
+def test_a_loader_is_opened_once_an_epoch(kind):
     loader, seen = LOADERS[kind](), Batches()
     trainer = fit(Mean(), loader, None, seen, max_epochs=2, accumulate_grad_batches=2)
     assert [rows_of(epoch) for epoch in seen.train] == [[*range(12)]] * 2
@@ -70,7 +70,7 @@ def test_a_generator_is_one_epoch_and_refused_in_the_next():
     assert make_trainer().validate(Mean(), iter(counted(4, 4))) == [{"val": 3.5}], "opened once, it is validated whole"
 
 
-def test_fit_sets_the_epoch_of_an_array_loader_and_validation_sees_all_of_its_own_also_behind_the_sanity_check():
+def test_validation_sees_every_batch_after_the_sanity_check():
     own = Stream(counted(3, 1))
     seen = seen_in(array_loader(shuffle=True, seed=5), [array_loader(), own], num_sanity_val_steps=1)
     orders = [np.random.default_rng((5, epoch)).permutation(10).tolist() for epoch in range(2)]
@@ -88,7 +88,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_a_loader_without_end_is_refused_without_a_limit_before_any_compile(kind):
+def test_an_endless_loader_needs_a_limit(kind):
     make, given = ENDLESS[kind], Mean()
     with compiles() as compiled:
         words = ("train_dataloaders.*without end", "max_steps", "limit_train_batches")
@@ -100,7 +100,7 @@ def test_a_loader_without_end_is_refused_without_a_limit_before_any_compile(kind
     assert compiled == []
 
 
-def test_a_loader_without_end_ends_with_max_steps_and_a_repeat_that_ends_is_none():
+def test_an_endless_loader_ends_with_max_steps():
     endless = ENDLESS["MapDataset"]()
     assert rows_of(seen_in(endless, max_epochs=-1, max_steps=5).train[0]) == [*range(12), *range(8)]
     assert len(seen_in(itertools.repeat(counted(4)[0], 3), max_epochs=1).train[0]) == 3
@@ -158,7 +158,7 @@ def test_a_limit_of_0_trains_or_validates_nothing(limit):
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
-def test_a_fraction_of_less_than_one_batch_or_of_a_loader_without_length_is_refused(which):
+def test_a_fraction_without_a_batch_is_refused(which):
     few, endless = (
         rf"limit_{which}_batches=0\.01\) of 3 batches.*0\.333",
         rf"limit_{which}_batches=0\.5.*no length.*int",
@@ -168,7 +168,7 @@ def test_a_fraction_of_less_than_one_batch_or_of_a_loader_without_length_is_refu
     fit_refuses(ArgumentError, rf"{which}_dataloaders", endless, **loaders, **{f"limit_{which}_batches": 0.5})
 
 
-def test_a_count_limits_a_loader_without_length_and_nothing_is_drawn_behind_it():
+def test_a_limit_draws_no_batch_too_many():
     def loader():
         yield from counted(2, 2)
         raise AssertionError("drew a third batch")
@@ -176,7 +176,7 @@ def test_a_count_limits_a_loader_without_length_and_nothing_is_drawn_behind_it()
     assert rows_of(seen_in(loader(), limit_train_batches=2, max_epochs=1).train[0]) == [0, 1, 2, 3]
 
 
-def test_a_limit_beyond_the_loader_is_told_of_once_with_both_numbers(caplog):
+def test_a_limit_beyond_the_loader_warns_once(caplog):
     limits = {f"limit_{which}_batches": 100 for which in ("train", "val", "test", "predict")}
     trainer = make_trainer(max_epochs=3, **limits)
     trainer.fit(Mean(), counted(2, 2, 2), counted(2, 2, 2))

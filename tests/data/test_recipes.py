@@ -81,7 +81,7 @@ def write_shards(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("package", needing(*PACKAGES))
-def test_a_recipe_gives_each_row_once_an_epoch_in_an_order_of_the_epoch(package: str, tmp_path: Path) -> None:
+def test_a_recipe_gives_each_row_once_an_epoch(package: str, tmp_path: Path) -> None:
     parts = [block_with(PAGE, "class Line"), block_with(PAGE, "class Epochs"), f"shards = {write_shards(tmp_path)}"]
     given = [f"TAKEN = {TAKEN.get(package, [])}", f"REFUSED = {REFUSED.get(package, [])}"]
     run_script(tmp_path / "train.py", "\n".join([*parts, recipe(PAGE, package), *given, CHECK]))

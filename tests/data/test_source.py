@@ -94,7 +94,7 @@ ENDLESS = {
 
 
 def make_source(kind):
-    return source_of((LOADERS | ENDLESS)[kind](), "loader", may_go_on=True)  # as the Trainer does
+    return source_of((LOADERS | ENDLESS)[kind](), "loader", may_continue=True)  # as the Trainer does
 
 
 def take(source, epoch, count=None, *, limit=None, prefetch=0):
@@ -126,7 +126,7 @@ def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
             assert rows_of(again) == rows_of(batch for batch, _ in drawn[k : k + 2])
 
 
-def test_a_generator_is_not_drawn_again_and_a_thousand_batches_are_not_to_come_to_one() -> None:
+def test_only_cheap_loaders_are_drawn_again() -> None:
     assert source_of(iter(batches()), "train").again(0, None, 1) == []
     assert source_of(Again(), "train").again(0, 1000, 1) == []
     stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
@@ -135,7 +135,7 @@ def test_a_generator_is_not_drawn_again_and_a_thousand_batches_are_not_to_come_t
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_an_equal_loader_goes_on_behind_the_last_batch_that_was_used(kind):
+def test_an_equal_loader_continues_after_the_last_used_batch(kind):
     whole = make_source(kind)
     expected = [take(whole, epoch)[0] for epoch in range(3)]
     for count, epoch, prefetch in ((0, 0, 0), (1, 0, 3), (1, 1, 0), (len(expected[1]), 1, 3)):
@@ -165,7 +165,7 @@ def test_an_endless_loader_goes_on_across_its_epochs(kind, used, prefetch):
     assert take(fresh, 2, limit=4, prefetch=prefetch)[0] == stream[8:12]
 
 
-def test_the_position_is_moved_by_training_alone_and_an_epoch_that_a_hook_cut_short_is_over():
+def test_only_training_moves_the_position():
     skip = hooks(on_train_batch_start=lambda t, m, batch, idx: -1 if idx == 2 else None)
     position = position_of(fit(batches(), None, skip, max_epochs=1, prefetch=3)[0])
     assert (position.epoch, position.data) == (1, None)
@@ -205,7 +205,7 @@ def test_the_state_of_other_data_is_refused_by_what_differs(make, change, words)
     refuses(DataError, lambda: (other.load_state_dict(state), take(other, 0)), words)
 
 
-def test_the_state_of_another_kind_of_loader_or_of_a_longer_list_is_refused():
+def test_the_state_of_another_loader_is_refused():
     _, state = take(make_source("MapDataset"), 0, 2)
     for kind in ("ArrayLoader", "list", "state_dict"):
         with pytest.raises(DataError, match="(?s)MapDataset.*" + type(LOADERS[kind]()).__name__):
@@ -214,7 +214,7 @@ def test_the_state_of_another_kind_of_loader_or_of_a_longer_list_is_refused():
     refuses(DataError, lambda: source_of(batches()[:4], "loader").load_state_dict(state), "5.*4")
 
 
-def test_another_array_loader_is_told_of_where_no_batch_of_the_epoch_was_used(caplog):
+def test_another_array_loader_warns_between_epochs(caplog):
     _, state = take(source_of(arrays(), "loader"), 0, 0)
     other = source_of(arrays(seed=7), "loader")
     other.load_state_dict(state)
@@ -288,7 +288,7 @@ def test_each_batch_is_given_once_whatever_the_loaders_habits(prefetch):
 
 
 @pytest.mark.parametrize("sanity", [0, 2])
-def test_one_iterator_may_train_and_validate_and_the_sanity_check_takes_nothing_from_a_generator(sanity):
+def test_one_iterator_may_train_and_validate(sanity):
     loader = OwnIterator()
     _, seen = fit(loader, loader, max_epochs=2, num_sanity_val_steps=sanity)
     assert [sorted(x) for x in numbers([*seen.train, seen.val[-1]])] == [[0, 1, 2, 3, 4]] * 3
@@ -300,7 +300,7 @@ def test_where_a_generator_stands_is_counted_across_epochs():
     make = lambda: (batch for batch in itertools.cycle(batches()))  # noqa: E731
     trainer, seen = fit(make(), limit_train_batches=3, max_steps=4, max_epochs=-1)
     assert numbers(seen.train) == [[0, 1, 2], [3]]
-    source = source_of(make(), "loader", may_go_on=True)
+    source = source_of(make(), "loader", may_continue=True)
     source.load_state_dict(source.state_dict(1, position_of(trainer).data))
     assert numbers([[next(source.epoch(1))[0]]]) == [[4]]
 
@@ -323,7 +323,7 @@ def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_dataset_behind_worker_processes_reshuffles_and_goes_on():
+def test_a_dataset_with_workers_reshuffles_and_continues():
     def make():
         rows = shuffled().to_iter_dataset().batch(BATCH)
         return source_of(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader")

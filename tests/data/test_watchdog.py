@@ -79,7 +79,7 @@ class Hangs:
     ],
     ids=["the first batch", "in a thread", "in validation", "in validate"],
 )
-def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(run, argument, batch, clock, capfd):
+def test_a_hanging_loader_ends_the_process_with_76(run, argument, batch, clock, capfd):
     run(make_trainer(data_timeout=1, prefetch=2), lambda at: Hangs(at, clock))
     assert {*clock.codes} == {76}
     told = capfd.readouterr().err
@@ -87,7 +87,7 @@ def test_a_loader_that_hangs_ends_the_process_with_76_and_its_stack(run, argumen
     assert "in waits_for_a_disk" in told[first:]
 
 
-def test_batches_that_each_come_in_time_and_slow_hooks_are_let_be(clock):
+def test_batches_in_time_and_slow_hooks_are_left_alone(clock):
     class Slow:
         def __iter__(self):
             for batch in numbered(4, rows=2):
@@ -103,7 +103,7 @@ def test_batches_that_each_come_in_time_and_slow_hooks_are_let_be(clock):
     assert trainer.global_step == 4 and clock.codes == []
 
 
-def test_a_hook_that_hangs_ends_the_process_with_76_its_stack_and_a_checkpoint_of_its_place(clock, capfd):
+def test_a_hanging_hook_ends_the_process_with_a_checkpoint(clock, capfd):
     def waits_for_a_lock(trainer, *_):
         if trainer.global_step == 2 and not clock.bitten.is_set():
             clock.hangs = True
@@ -168,7 +168,7 @@ print(float(model.w[...][0]))
     ("where", "left"),
     thinned([("hook", ["step_00000002"]), ("save", []), ("loader", ["step_00000002"])], full=[("save", [])]),
 )
-def test_a_hook_a_save_and_a_loader_that_sleep_for_ever_end_a_script_which_then_goes_on(where, left):
+def test_a_script_continues_after_each_kind_of_hang(where, left):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     arguments = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
@@ -243,7 +243,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.full
-def test_a_plain_script_is_fed_by_grains_processes_told_of_a_killed_one_and_ended_where_it_hangs():
+def test_grains_worker_processes_feed_a_plain_script():
     Path("script.py").write_text(SCRIPT)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}

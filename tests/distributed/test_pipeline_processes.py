@@ -72,7 +72,7 @@ def work_on_language() -> None:
 
 
 @pytest.mark.full
-def test_two_processes_train_as_microbatches_one_by_one_and_go_on_where_they_stopped(tmp_path: Path) -> None:
+def test_two_processes_pipeline_and_continue(tmp_path: Path) -> None:
     expected = Layered(rngs=nnx.Rngs(0))
     batches = [*BATCHES[:3], joined(BATCHES[3])]
     losses = by_microbatches(expected, batches, 4)

@@ -321,7 +321,7 @@ def interleaved(size):
     return [np.concatenate([x[i : i + size] for x in own]) for i in range(0, len(own[0]), size)]
 
 
-def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp_path):
+def test_two_processes_train_on_their_own_rows(tmp_path):
     for index, process in enumerate(launch(meet, tmp_path / "run")):
         said, errors = process.said, process.errors
         assert process.code == 1 and "fit(train_dataloaders=...): every process reads the same rows" in errors, errors
@@ -342,7 +342,7 @@ def test_two_processes_meet_train_on_their_own_rows_and_are_refused_together(tmp
 
 
 @pytest.mark.full
-def test_a_sigterm_to_one_process_ends_all_at_one_step_with_a_checkpoint_of_it(tmp_path):
+def test_a_sigterm_to_one_process_ends_all_at_one_step(tmp_path):
     first, second = launch(be_taken, tmp_path, devices=1, grace=60.0)
     assert [first.code, second.code] == [143, 143], first.errors + second.errors
     (step, interrupted), other = first.said["ended"], second.said["ended"]
@@ -369,7 +369,7 @@ def two(alone):
 
 
 @pytest.mark.full
-def test_two_processes_train_as_one_does_by_every_strategy_and_kind_of_loader(two):
+def test_two_processes_train_as_one_does(two):
     own = ROWS // 2  # the last record does not divide, and is left out
     shared = [np.arange(i, min(i + 16, own)) for i in range(0, own, 16)]
     check_streams(STREAMS, two)
@@ -413,7 +413,7 @@ def check_host_keys(said, process):
 
 
 @pytest.mark.full
-def test_two_processes_go_on_where_two_or_one_stopped_and_one_where_two_did(alone, two):
+def test_processes_continue_where_others_stopped(alone, two):
     folder, weights = alone
     for process in two:
         said, errors = process.said, process.errors

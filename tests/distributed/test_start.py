@@ -35,7 +35,7 @@ def test_initialize_refuses_arguments_that_do_not_fit(given, words):
     refuses(ArgumentError, lambda: jl.distributed.initialize(**given), *words)
 
 
-def test_alone_initialize_does_nothing_and_after_the_first_use_of_jax_joining_is_refused(monkeypatch):
+def test_initialize_after_the_first_use_of_jax_is_refused(monkeypatch):
     assert jax.devices()
     for _ in range(2):
         jl.distributed.initialize()

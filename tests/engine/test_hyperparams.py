@@ -15,9 +15,9 @@ from kit.refusals import refuses
 from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks.backbone_freeze import held_parts
 from jaxlit.core.parts import by_part
 from jaxlit.engine.hyperparams import find_hyperparams
+from jaxlit.trainer.engines import frozen_parts
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
 
@@ -176,7 +176,7 @@ def test_names_of_hyperparameters_with_frozen_parts(
 ) -> None:
     model = module(base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
     optimizer = (made if isinstance(made, jl.Optimizer) else jl.Optimizer(made)).of(model)
-    held = held_parts([jl.callbacks.BackboneFreeze(part, tx=tx) for part, tx in parts.items()], model, nnx.Param)
+    held = frozen_parts([jl.callbacks.BackboneFreeze(part, tx=tx) for part, tx in parts.items()], model, nnx.Param)
     state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
     found: Any = find_hyperparams(state)  # with the numbers in the place of their places
     assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)

@@ -25,15 +25,14 @@ _CONSTANT: dict[str, Json] = {"Viewer": {"viewer": _VIEWER}, "ArtifactType": {"p
 class ReceivedRun(SimpleNamespace):
     """A run as the server knows it.
 
-    In shared mode the SDK says by a header which process sends something, and every process counts its lines from 0;
-    otherwise a resumed process continues where the run ended. So lines are kept by client and offset, "" for no client.
+    A resumed process continues its lines where the run ended.
 
     Attributes:
         sessions: How many times a process has opened the run.
         resumed: Whether a process asked for the state of the run and got it.
         exit_code: None until a process has finished the run.
         settings: The config as the SDK sends it, with the SDK's own entry.
-        lines: Lines of the streamed files, by file, then by (client, offset), in the order of their first arrival.
+        lines: Lines of the streamed files, by file, then by offset, in the order of their first arrival.
         files: Contents of the uploaded files, by name.
     """
 
@@ -49,18 +48,6 @@ class ReceivedRun(SimpleNamespace):
     @property
     def history(self) -> list[Json]:
         return [json.loads(line) for line in self.lines[HISTORY].values()]
-
-    @property
-    def notes_by_client(self) -> list[tuple[str, str]]:
-        """What was logged as "note", sorted, and by which client."""
-        rows = [(json.loads(line), client) for (client, _), line in self.lines[HISTORY].items()]
-        return sorted((row["note"], client) for row, client in rows if "note" in row)
-
-    @property
-    def labels(self) -> set[str]:
-        """The labels of the processes whose system metrics came."""
-        rows = [json.loads(line) for line in self.lines[EVENTS].values()]
-        return {name.partition("/l:")[2] for row in rows for name in row if name.startswith("system.")}
 
 
 class Backend:
@@ -96,42 +83,41 @@ class Backend:
     def models_of(self, run_id: str) -> list[Any]:
         return [a for a in self.artifacts if a.run_id == run_id and a.type == "model"]
 
-    def receive(self, method: str, path: str, client: str, body: bytes) -> Json:
+    def receive(self, method: str, path: str, body: bytes) -> Json:
         """Keep a request, one at a time, and return its answer."""
         with self._lock:
             parts = path.strip("/").split("/")
             if parts == ["graphql"]:
-                return self._operate(json.loads(body), client)
+                return self._operate(json.loads(body))
             if parts[-1] == "file_stream":
-                self._stream(self.runs[parts[-2]], client, json.loads(body))
+                self._stream(self.runs[parts[-2]], json.loads(body))
             elif method == "PUT" and parts[0] != "manifest":
                 kind, owner, name = parts[0], parts[1], unquote("/".join(parts[2:]))
                 (self.runs[owner] if kind == "run" else self.artifacts[int(owner)]).files[name] = body
             return {}  # all that the SDK's telemetry needs
 
-    def _stream(self, run: ReceivedRun, client: str, sent: Json) -> None:
+    def _stream(self, run: ReceivedRun, sent: Json) -> None:
         for file, part in (sent.get("files") or {}).items():
             if file == SUMMARY:
-                received = json.loads(part["content"][-1])
-                run.summary = run.summary | received if client else received  # a shared run has one of all processes
+                run.summary = json.loads(part["content"][-1])
                 continue
             for offset, line in enumerate(part["content"], part["offset"]):
-                run.lines[file][client, offset] = line
+                run.lines[file][offset] = line
         if sent.get("complete"):
             run.exit_code = sent["exitcode"]
 
-    def _operate(self, request: Json, client: str) -> Json:
+    def _operate(self, request: Json) -> Json:
         found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
         assert found, request["query"]
         name, asked = found.group(1), request.get("variables") or {}
         if name == "CommitArtifact" and self.artifacts[int(asked["artifactID"])].run_id == self.refused:
             return {"data": None, "errors": [{"message": f"{name} fails on request"}]}
         if name == "UpsertBucket":
-            return {"data": self._open_run(asked, shared=bool(client))}
+            return {"data": self._open_run(asked)}
         operation = getattr(self, f"_{name}", None)
         return {"data": operation(asked) if operation else _CONSTANT.get(name, {})}  # the SDK can do without the others
 
-    def _open_run(self, asked: Json, *, shared: bool) -> Json:
+    def _open_run(self, asked: Json) -> Json:
         """Open a run, or change its config later in the session (only the first request tells the host)."""
         new = asked["name"] not in self.runs
         run = self.runs.setdefault(asked["name"], ReceivedRun(asked["name"], asked["project"]))
@@ -141,7 +127,7 @@ class Backend:
                 setattr(run, ours, asked[theirs])
         run.sessions += asked.get("host") is not None
         if asked.get("config"):
-            run.settings = (run.settings if shared else {}) | json.loads(asked["config"])
+            run.settings = json.loads(asked["config"])
         bucket = self._bucket(run) | {"description": "", "sweepName": None, "project": self._project(run)}
         return {"upsertBucket": {"bucket": bucket, "inserted": new}}
 
@@ -152,7 +138,7 @@ class Backend:
         run.resumed = True
         bucket = self._bucket(run) | {"tags": run.tags, "notes": run.notes, "summaryMetrics": json.dumps(run.summary)}
         for name, file in (("history", HISTORY), ("events", EVENTS), ("log", "output.log")):
-            bucket[f"{name}LineCount"] = 1 + max((offset for _, offset in run.lines[file]), default=-1)
+            bucket[f"{name}LineCount"] = 1 + max(run.lines[file], default=-1)
             bucket[f"{name}Tail"] = json.dumps(list(run.lines[file].values())[-1:])
         bucket["wandbConfig"] = json.dumps({"t": 1})  # without it the SDK thinks that the run has never started
         return {"model": self._project(run) | {"bucket": bucket}}
@@ -238,9 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer({})
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        client = self.headers.get("X-Wandb-Async-Client-Id") or self.headers.get("X-Wandb-Client-Id") or ""
         if not backend.dead:
-            self.answer(backend.receive(self.command, self.path, client, body))
+            self.answer(backend.receive(self.command, self.path, body))
         self.close_connection = backend.dead
 
     do_GET = do_PUT = do_POST

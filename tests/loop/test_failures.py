@@ -194,7 +194,7 @@ def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_t
     assert calls[5:] == ["batch", "end", "teardown"]
     trainer.validate(Mean(), numbered(1))
     assert calls[8:] == ["on_log", "teardown"]
-    assert sum("stands aside" in text for text in warnings_of(caplog)) == 2
+    assert sum("is disabled" in text for text in warnings_of(caplog)) == 2
 
 
 def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(caplog: Any) -> None:

@@ -60,7 +60,7 @@ def shapes_into(found: Cut, stage: int) -> list[tuple[int, ...]]:
     return sorted(x.aval.shape for x in found.pieces[stage].ins)
 
 
-def test_a_chain_sends_one_activation_from_stage_to_stage_and_labels_to_the_last_only() -> None:
+def test_a_chain_sends_one_activation_to_the_next_stage() -> None:
     def loss(a: Any, b: Any, c: Any, d: Any, x: Any, y: Any) -> Any:
         return jnp.mean((chain(a, b, c, d, x=x) - y) ** 2)
 
@@ -70,7 +70,7 @@ def test_a_chain_sends_one_activation_from_stage_to_stage_and_labels_to_the_last
     assert found.home_of[:4] == [0, 1, 2, 3] and found.made_at == [3]
 
 
-def test_tied_weights_live_where_they_are_used_first_and_are_used_as_they_are() -> None:
+def test_tied_weights_belong_to_their_first_stage() -> None:
     found = cut_of(lambda a, b, x: jl.pipeline_yield(jnp.tanh(x @ a) @ b) @ a.T, "wwb", 2)
     assert found.home_of[:2] == [0, 0] and found.pieces[1].inputs == [0]
     assert shapes_into(found, 1) == [(ROWS, WIDTH)]  # neither the weights nor their transpose are sent
@@ -85,7 +85,7 @@ def test_a_skip_goes_straight_to_the_stage_that_uses_it() -> None:
     assert len(shapes_into(found, 1)) == 1 and len(shapes_into(found, 2)) == 2
 
 
-def test_what_depends_on_the_batch_alone_is_computed_wherever_it_is_used() -> None:
+def test_values_of_the_batch_alone_are_recomputed() -> None:
     def loss(a: Any, b: Any, x: Any) -> Any:
         mask = jnp.where(x > 0, 1.0, 0.0)
         return jl.pipeline_yield((x @ a) * mask) @ b * mask
@@ -94,7 +94,7 @@ def test_what_depends_on_the_batch_alone_is_computed_wherever_it_is_used() -> No
     assert found.pieces[1].inputs == [1, 2] and shapes_into(found, 1) == [(ROWS, WIDTH)]
 
 
-def test_losses_of_single_layers_and_norms_of_weights_stay_where_they_are_made() -> None:
+def test_layer_losses_and_norms_stay_on_their_stage() -> None:
     def loss(a: Any, b: Any, c: Any, x: Any) -> Any:
         h = jl.pipeline_yield(x @ a)
         extra = jnp.mean(h**2)
@@ -118,7 +118,7 @@ def test_every_stage_that_draws_counts_for_itself() -> None:
     assert found.home_of[2] == 0 and shapes_into(found, 1) == [(ROWS, WIDTH)]
 
 
-def test_state_lives_where_it_is_updated_and_may_not_be_read_elsewhere() -> None:
+def test_state_may_not_be_read_on_another_stage() -> None:
     def step(a: Any, b: Any, mean: Any, x: Any) -> Any:
         h = jl.pipeline_yield(x @ a) @ b
         return jnp.mean(h - mean), 0.9 * mean + 0.1 * jnp.mean(h)
@@ -171,7 +171,7 @@ def test_more_marks_than_stages_are_put_together(layers: int, stages: int, balan
     assert cut_of(fn, "w" * layers + "b", stages, balance=balance).home_of[:layers] == homes
 
 
-def test_a_mark_behind_the_last_layer_leaves_what_follows_on_its_stage() -> None:
+def test_a_mark_after_the_last_layer_adds_no_stage() -> None:
     def marked(a: Any, b: Any, head: Any, x: Any) -> Any:
         return jl.pipeline_yield(jl.pipeline_yield(x @ a) @ b) @ head
 

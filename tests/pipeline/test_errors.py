@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], type[Exception], 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_fit_that_cannot_be_cut_is_refused_before_its_first_step(case: str) -> None:
+def test_a_model_that_cannot_be_cut_is_refused(case: str) -> None:
     strategy, model, kind, patterns = REFUSED[case]
     made = strategy()
     fit_refuses(kind, *patterns, model=model(), train=BATCH, strategy=made, devices=4)
@@ -187,7 +187,7 @@ ARGUMENTS = {
     "an inner object of replicas": (
         bad(inner=jl.strategies.ShardMapDDP()),
         ArgumentTypeError,
-        ("inner", "sees the whole batch", "ShardMapDDP"),
+        ("inner", "sees the entire batch", "ShardMapDDP"),
     ),
     "a pipeline in a pipeline": (bad(inner=jl.strategies.Pipeline()), ArgumentTypeError, ("inner", "Pipeline")),
     "an unknown balance": (bad(balance="bytes"), ArgumentError, ("balance", "'bytes'", "flops")),

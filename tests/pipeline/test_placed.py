@@ -36,7 +36,7 @@ def arrays(places: Places, seed: int) -> list[jax.Array]:
     return jax.device_put(made, [on(places, rank) for rank in range(3)])
 
 
-def test_an_optimizer_that_clips_by_the_norm_of_all_runs_where_its_arrays_are(places: Places) -> None:
+def test_a_clip_by_global_norm_runs_where_its_arrays_are(places: Places) -> None:
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     params, grads = arrays(places, 0), arrays(places, 1)
     state = jax.tree.map(lambda x: jax.device_put(x, on(places, SIZES.index(x.size) if x.ndim else 2)), tx.init(params))
@@ -57,7 +57,7 @@ def test_an_optimizer_that_clips_by_the_norm_of_all_runs_where_its_arrays_are(pl
     assert jax.tree.leaves(placed(*found, grads))  # and again
 
 
-def test_large_arrays_of_two_ranks_are_not_brought_together_unseen(places: Places) -> None:
+def test_large_arrays_of_two_ranks_are_refused(places: Places) -> None:
     first, second = (jax.device_put(np.ones(SIZES[2], np.float32), on(places, rank)) for rank in (0, 1))
     with pytest.raises(StateError, match=r"update: the operation add combines .*f(loat)?32\[2000\] of rank 0.*rank 1"):
         Placed(lambda a, b: a + b, places, 0, jit, "update")(first, second)
@@ -65,7 +65,7 @@ def test_large_arrays_of_two_ranks_are_not_brought_together_unseen(places: Place
     np.testing.assert_array_equal(followed, 2.0)
 
 
-def test_a_choice_between_states_of_several_ranks_is_made_on_each(places: Places) -> None:
+def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
     old, new = arrays(places, 0), arrays(places, 1)
 
     def choose(ok: Any, old: Any, new: Any) -> Any:

@@ -32,15 +32,13 @@ def processes(mesh: Any) -> list[Any]:
         ({"stage": 2, "data": 2, "fsdp": 2}, [[[0, 0], [1, 1]]] * 2),
     ],
 )
-def test_each_rank_has_devices_of_every_process_whatever_their_network(
-    shape: Any, expected: Any, monkeypatch: Any
-) -> None:
+def test_each_rank_has_devices_of_every_process(shape: Any, expected: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(places, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
     made: Any = mesh_within_processes(of_processes(0, 0, 0, 0, 1, 1, 1, 1), shape)
     assert made.axis_names == tuple(shape) and processes(made) == expected
 
 
-def test_more_stages_than_a_process_has_devices_are_refused_and_one_process_is_nobodys_affair() -> None:
+def test_more_stages_than_devices_of_a_process_are_refused() -> None:
     refuses(
         ArgumentError,
         lambda: mesh_within_processes(of_processes(0, 0, 1, 1), {"stage": 4}),
@@ -50,7 +48,7 @@ def test_more_stages_than_a_process_has_devices_are_refused_and_one_process_is_n
     assert mesh_within_processes(of_processes(0, 0, 0, 0), {"stage": 4}) is None
 
 
-def test_ranks_whose_devices_are_of_other_processes_in_turn_are_refused() -> None:
+def test_ranks_must_have_devices_of_the_same_processes() -> None:
     ranks: Any = [SimpleNamespace(devices=np.array(of_processes(*row))) for row in ((0, 0, 1, 1), (1, 1, 0, 0))]
     refuses(ArgumentError, lambda: check_processes(ranks), r"\[\[0, 0, 1, 1\], \[1, 1, 0, 0\]\]", "or leave mesh out")
     check_processes(ranks[:1] * 2)

@@ -49,7 +49,7 @@ def test_layers_are_told_by_their_list_and_places(names: list[str], told: str) -
     assert layers_of(names) == told
 
 
-def test_a_table_has_a_row_for_each_stage_with_what_the_schedule_holds_there() -> None:
+def test_a_table_has_a_row_for_each_stage() -> None:
     schedule = jl.strategies.Std1F1B(2)
     facts = [StageFacts(0, ["a"], 1234, 2 * 10**9), StageFacts(1, ["b"], 5, 10**6)]
     first, second, bubble = (line.split() for line in stage_table(facts, schedule, 4).splitlines()[1:])
@@ -83,10 +83,10 @@ def test_remat_keeps_only_what_goes_into_a_stage() -> None:
     assert [row[5:7] for row in rows] == [["0", "B"], [str(sent), "B"]]
 
 
-def test_the_summary_of_the_model_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     fitted(jl.strategies.Pipeline(2, layers=["blocks.1"], microbatches=3))
     out = capsys.readouterr().out
-    found = {line.split()[1]: line for line in out.splitlines() if line.startswith("│ blocks[")}
+    found = {line.split()[0]: line for line in out.splitlines() if line.startswith("blocks[")}
     assert len(found) == 8
     for name, line in found.items():
         stage = int(name[len("blocks[")]) // 2

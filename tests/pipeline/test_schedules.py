@@ -5,7 +5,7 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
+from jaxlit.pipeline.schedules import SCHEDULES
 
 S = jl.strategies
 
@@ -22,7 +22,7 @@ def fused(stage: int) -> list[str]:
     return [f"FusedTask(fwd_{stage}__{mb}, bwd_{stage}__{mb})" for mb in range(4)]
 
 
-def test_ranks_run_what_jaxpp_prints_for_four_stages_and_for_eight_on_four_ranks() -> None:
+def test_ranks_run_the_tasks_that_jaxpp_prints() -> None:
     four, eight = S.Interleaved1F1B(4, 4), S.Interleaved1F1B(num_stages=8, mpmd_dim=4)
     third = "fwd_2__0 fwd_2__1 fwd_2__2 bwd_2__0 fwd_2__3 bwd_2__1 bwd_2__2 bwd_2__3"
     assert names(four, 4, 2) == third.split() and names(four, 4, 3) == fused(3)
@@ -30,7 +30,7 @@ def test_ranks_run_what_jaxpp_prints_for_four_stages_and_for_eight_on_four_ranks
     assert names(eight, 4, 3) == [*passes("fwd", 3), *fused(7), *passes("bwd", 3)]
 
 
-def test_gpipe_runs_all_forwards_first_and_1f1b_as_few_as_there_are_stages_behind() -> None:
+def test_gpipe_and_1f1b_warm_up_by_their_definitions() -> None:
     assert names(S.GPipe(2), 2, 1) == ["fwd_1__0", "fwd_1__1", "bwd_1__0", "bwd_1__1"]
     second = ["fwd_1__0", "fwd_1__1", "bwd_1__0", "fwd_1__2", "bwd_1__1", "fwd_1__3", "bwd_1__2", "bwd_1__3"]
     assert names(S.Std1F1B(3), 4, 1) == second
@@ -52,7 +52,7 @@ def test_along_a_v_the_first_rank_holds_the_last_stage() -> None:
 
 
 def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
-    found = {name: repr(named_schedule(name, 4, owner="Pipeline")) for name in SCHEDULES}
+    found = {name: repr(SCHEDULES[name](4)) for name in SCHEDULES}
     assert found == {
         "gpipe": "GPipe(4)",
         "1f1b": "Std1F1B(4)",
@@ -72,7 +72,7 @@ def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
         (lambda: S.Std1F1B(4).tasks(0), r"Std1F1B\(4\)\.tasks\(num_microbatches=\.\.\.\) takes an int of at least 1"),
         (lambda: S.ZBV(4, 4), "has 1 stages a rank, and needs two. Give 8 stages"),
         (
-            lambda: named_schedule("1f1", 4, owner="Pipeline"),
+            lambda: jl.strategies.Pipeline(4, "1f1"),
             r"Pipeline\(schedule=\.\.\.\) takes one of 'gpipe', .*1f1b",
         ),
     ],

@@ -7,8 +7,8 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
+from jaxlit.pipeline.schedules import SCHEDULES
 from jaxlit.pipeline.tasks import flat
-from jaxlit.pipeline.words import SCHEDULES, named_schedule
 
 S = jl.strategies
 Task, Kind, simulate = jl.pipeline.Task, jl.pipeline.Kind, jl.pipeline.simulate
@@ -64,8 +64,8 @@ def by_clock(schedule: S.Schedule, count: int) -> tuple[float, dict[Any, float]]
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 1), (3, 6), (4, 8), (5, 5)])
-def test_tasks_begin_when_a_clock_says_so_and_the_order_keeps_what_waits_behind(name, ranks, count) -> None:
-    schedule = named_schedule(name, ranks, owner="")
+def test_tasks_begin_by_a_clock_and_in_order(name, ranks, count) -> None:
+    schedule = SCHEDULES[name](ranks)
     found, (makespan, begun) = simulate(schedule, count), by_clock(schedule, count)
     share = ranks / schedule.num_stages
     assert found.makespan == makespan * share
@@ -108,13 +108,13 @@ class Given(S.Schedule):
         (("0F0 0B0", "1B0"), r"fwd_1__0 is missing"),
         (("0F0 0B0", "1F0"), r"needs bwd_1__0, or both bwdA_1__0 and bwdW_1__0, and has none"),
         (("0F0 0B0", "1F0 1I0"), r"needs bwd_1__0, or both .* and has \['bwdA_1__0'\]"),
-        (("0F0 0B0", "1F0 1F0 1B0"), "fwd_1__0 is there twice"),
-        (("0F0 0B0 1B0", "1F0"), "bwd_1__0 stands on rank 0, and stage 1 is on rank 1"),
+        (("0F0 0B0", "1F0 1F0 1B0"), "fwd_1__0 occurs twice"),
+        (("0F0 0B0 1B0", "1F0"), "bwd_1__0 is on rank 0, and stage 1 is on rank 1"),
         (("0F0 0B0", "1F0 1B0 1F1"), "fwd_1__1 is of no stage below 2 and microbatch below 1"),
         (("0B0 0F0", "1F0 1B0"), "rank 0 with bwd_0__0 for fwd_0__0, rank 1 with fwd_1__0 for fwd_0__0"),
     ],
 )
-def test_a_schedule_that_is_not_whole_or_waits_for_ever_is_refused(rows, words) -> None:
+def test_an_incomplete_or_deadlocked_schedule_is_refused(rows, words) -> None:
     refuses(ArgumentError, lambda: simulate(Given(*rows), 1), words)
 
 

@@ -76,7 +76,7 @@ def test_weights_are_not_among_what_a_microbatch_keeps(stages: list[Stage]) -> N
     assert kept.inputs[0] is b and kept.nbytes == sum(r.nbytes for r in (sent, *after))  # b is the state's own
 
 
-def test_gradients_go_along_what_depends_on_parameters_and_reaches_the_loss() -> None:
+def test_gradients_flow_from_parameters_to_the_loss() -> None:
     def fn(w: Any, unused: Any, x: Any) -> Any:
         hidden = x @ w
         return jnp.mean(hidden) + jnp.mean(x), hidden * unused, jnp.argmax(hidden)

@@ -1,4 +1,4 @@
-"""Runs that open late, offline or not at all: nobody waits or is asked, and one line says which it is."""
+"""Runs that are offline or not opened at all: nothing waits for them, and one line says which it is."""
 
 import json
 import os
@@ -21,7 +21,6 @@ from wandb.errors import UsageError
 from jaxlit.callbacks import WandbLogger
 from jaxlit.errors import JaxlitError
 from jaxlit.reporting import wandb_run, wandb_start
-from jaxlit.reporting.wandb_run import WandbRun
 from jaxlit.reporting.wandb_start import open_run
 
 SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
@@ -29,18 +28,20 @@ SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
 
 def opened(**given):
     arguments = {"id": "wanted", "dir": str(Path.cwd())}
-    return open_run(arguments, SETTINGS, **({"alone": {}, "earlier": None, "offline": False, "raises": False} | given))
+    return open_run(arguments, SETTINGS, **({"offline": False, "raises": False} | given))
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What `wandb.init` was given, and a list of what it calls; there is a keyboard, which it may not ask."""
-    found, answers = [], []
+    """The arguments of each `wandb.init`, and functions that answer it; stdin is a terminal, which may not be asked."""
+    calls, answers = [], []
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
     monkeypatch.setattr(wandb, "setup", lambda settings: None)
-    monkeypatch.setattr(wandb, "init", lambda **given: found.append((given, sys.stdin.isatty())) or answers.pop(0)())
-    return found, answers
+    monkeypatch.setattr(wandb, "teardown", lambda: closed.append(threading.current_thread()))
+    monkeypatch.setattr(wandb, "init", lambda **given: calls.append((given, sys.stdin.isatty())) or answers.pop(0)())
+    closed = []
+    return calls, answers, closed
 
 
 def fail():
@@ -50,85 +51,55 @@ def fail():
 # With an SDK that a test makes up
 
 
-def test_an_init_that_hangs_is_left_behind_and_ended_when_it_comes(asked, monkeypatch, capsys):
-    given, answers = asked
-    monkeypatch.setitem(SETTINGS, "init_timeout", 0.01)
-    ended = threading.Event()
-    late, run = FakeRun(finish=ended.set), FakeRun()
+def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, capsys):
+    calls, answers, closed = asked
+    monkeypatch.setitem(SETTINGS, "init_timeout", 0.5)
+    run = FakeRun()
     run.offline = True
     with held() as release:
-        answers += [lambda: release.wait(30) and late, lambda: run]
-        found = opened()  # on a busy machine a future, as that limit holds for both
-        assert (found if found is run else found.result(30)) is run and late.codes == []
-    assert ended.wait(30) and late.codes == [1]
-    (first, tty), (second, _) = given
-    assert (first["mode"], second["mode"], tty) == (None, "offline", False)
-    assert first["id"] == "wanted" != second["id"] and sys.stdin.isatty()
+        answers += [lambda: release.wait(30), lambda: run]
+        assert opened() is run
+    assert [given["mode"] for given, _ in calls] == [None, "offline"]
+    assert [given["id"] for given, _ in calls] == ["wanted"] * 2
+    assert not calls[0][1]
+    assert sys.stdin.isatty()
+    assert len(closed) == 1  # so that the end of the process does not wait for it
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("W&B offline (no answer after") and line.endswith("wandb sync --id wanted /there")
-    assert "; WandbLogger(init_timeout=...) waits longer) " in line
-
-
-def test_a_run_on_the_disk_is_waited_for_and_its_timeouts_are_those_of_a_busy_machine(asked, monkeypatch, capsys):
-    """Nobody else has to answer: the limit that was asked for is one for the training, not for the run."""
-    given, answers = asked
-    monkeypatch.setitem(SETTINGS, "init_timeout", 0.01)
-    run = FakeRun()
-    run.id, run.offline = "wanted", True
-    with held() as release:
-        answers.append(lambda: release.wait(30) and run)
-        opening = opened(offline=True, rows="run/metrics.csv")
-        assert not opening.is_done
-        line = capsys.readouterr().out
-        assert "not open after 0 s" in line and "rows: run/metrics.csv, and wandb as soon as it is" in line
-        found = WandbRun(opening, 30.0, raises=False)
-        found.log({"loss": 1.0})
-        assert found.run is None
-        said = []
-        monkeypatch.setattr(wandb_run, "say", lambda line: (said.append(line), release.set()))
-        found.finish(failed=False)  # which says that it waits
-    assert run.rows == [{"loss": 1.0}] and run.codes == [0] and found.run is run
-    assert said == ["W&B: training has ended, and waits for the offline run to open; Ctrl-C leaves it"]
-    assert given[0][0]["settings"].init_timeout >= 600
-    assert capsys.readouterr().out == "W&B offline \N{MIDDLE DOT} upload: wandb sync /there\n"
-
-
-def test_a_run_on_the_disk_that_fails_after_its_time_is_said_to_be_off(asked, monkeypatch, capsys):
-    monkeypatch.setitem(SETTINGS, "init_timeout", 0.01)
-    with held() as release:
-        asked[1].append(lambda: release.wait(30) and fail())
-        found = WandbRun(opened(offline=True), 30.0, raises=False)
-        found.log({"loss": 1.0})
-        capsys.readouterr()
-    found.finish(failed=False)
-    told = capsys.readouterr().out.splitlines()
-    assert [line for line in told if "waits" not in line] == ["W&B: off for the rest of this run (the service is gone)"]
+    assert line.startswith("W&B offline (no answer after")
+    assert line.endswith("; WandbLogger(init_timeout=...) waits longer) \N{MIDDLE DOT} upload: wandb sync /there")
 
 
 def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
-    given, answers = asked
-    ended = threading.Event()
-    late = FakeRun(finish=ended.set)
+    calls, answers, closed = asked
     with held() as release, interrupts() as interrupt:
-        answers.append(lambda: interrupt() or (release.wait(30) and late))
+        answers.append(lambda: interrupt() or release.wait(30))
         with pytest.raises(KeyboardInterrupt):
             opened()
-        assert len(given) == 1 and late.codes == [] and capsys.readouterr().out == ""
-    assert ended.wait(30) and late.codes == [1]
+    assert len(calls) == 1
+    assert len(closed) == 1
+    assert capsys.readouterr().out == ""
 
 
-def test_where_no_run_can_be_opened_there_is_none_or_the_failure_is_raised(asked, capsys):
-    asked[1].extend([FakeRun, *[fail] * 4])
-    assert opened().url == FakeRun.url and capsys.readouterr().out == f"W&B {FakeRun.url}\n"
+def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
+    asked[1].extend([FakeRun, *[fail] * 2])
+    assert opened().url == FakeRun.url
+    assert capsys.readouterr().out == f"W&B {FakeRun.url}\n"
     assert opened() is None
     assert capsys.readouterr().out == "W&B: off for this run (the service is gone)\n"
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_failure_to_open_a_run_is_raised_if_asked(asked, offline):
+    asked[1].append(fail)
+    with pytest.raises(RuntimeError, match="the service is gone"):
+        opened(raises=True, offline=offline)
+
+
+def test_the_service_of_a_users_own_run_is_not_closed(asked, monkeypatch):
+    monkeypatch.setattr(wandb, "run", FakeRun())
     asked[1].extend([fail] * 2)
-    assert opened(rows="run/metrics.csv") is None
-    off = "W&B: off for this run (the service is gone) \N{MIDDLE DOT} rows: run/metrics.csv\n"
-    assert capsys.readouterr().out == off
-    for offline in (False, True):
-        with pytest.raises(RuntimeError, match="the service is gone"):
-            opened(raises=True, offline=offline)
+    assert opened() is None
+    assert asked[2] == []
 
 
 # With the real one
@@ -141,7 +112,7 @@ def test_without_a_key_a_run_is_offline_which_one_line_says(capfd):
     out, err = capfd.readouterr()
     (line,) = out.splitlines()
     assert line.startswith("W&B offline (") and "api key" in line.lower().replace("_", " ")
-    assert "--id" not in line and err == ""
+    assert err == ""
     assert Path(line.partition("wandb sync ")[2]).resolve() == run_files(".")[0].parent.resolve()
     with pytest.raises(UsageError, match="(?i)api.key"):
         opened(raises=True)
@@ -174,7 +145,7 @@ def fit_and_test():
     kind = {"strategy": "ddp" if several else "single", "enable_checkpointing": not several, "max_epochs": 2}
     plain = trainer_of(default_root_dir="../plain", **kind)
     plain.fit(Wide(), data(), data())
-    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0, processes="shared"), []
+    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0, processes="group"), []
 
     def note(trainer, module):
         runs.append((logger.experiment.id, logger.experiment.group, logger.experiment.offline))
@@ -188,58 +159,78 @@ def fit_and_test():
 
 
 def fit_test_and_hang():
-    """Then stop the SDK's own process, which answers nothing any more: the SDK waits for it at the end, for ever."""
+    """Then stop the SDK's own process, which answers nothing any more: at its end the SDK would wait for it."""
     fit_and_test()
-    wandb_run.MARGIN, wandb_start._EXIT = 0.0, 0.1
+    wandb_run.MARGIN = 0.0
     stop = lambda *all: os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)  # noqa: E731
     logger, given = WandbLogger(offline=True, finish_timeout=0.5), {"max_epochs": 0, "default_root_dir": "../hangs"}
     trainer_of(logger, hooks(on_fit_end=stop), **given).fit(Wide(), data())
     say("ended", True)
 
 
-def lines_in(file):
-    return [line.rstrip(",") for line in file.read_text().splitlines()[1:]]
-
-
 def lines_of_wandb(ended):
     return [line for line in ended.output.splitlines() if "W&B" in line]
 
 
-@pytest.mark.full
-def test_a_server_out_of_reach_and_a_service_that_hangs_change_nothing_and_learn_no_secret(tmp_path):
+@pytest.fixture(scope="module")
+def unreachable(tmp_path_factory):
+    """A training whose server is out of reach, and whose service hangs at the end."""
+    folder = tmp_path_factory.mktemp("unreachable")
     secrets = {"MY_SECRET": "planted", "WANDB_API_KEY": "planted1" * 5, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    (ended,) = start(fit_test_and_hang, tmp_path / "here", log_to=None, **secrets)
+    (ended,) = start(fit_test_and_hang, folder / "here", log_to=None, **secrets)
     assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
-    assert ended.said["same"] and ended.said["ended"]
-    with_it, without = (lines_in(tmp_path / name / "metrics.csv") for name in ("run", "plain"))
-    assert with_it[:-1] == without  # the last is the test's
-    # One run on the disk, with an id of its own, in two parts: of the fit and of the test.
-    (fitted, tested), name = ended.said["runs"], ended.said["id"]
-    assert fitted == tested == [fitted[0], "", True] and fitted[0] != name
-    assert [path.name for path in run_files(tmp_path / "run")] == [f"run-{fitted[0]}.wandb"] * 2
-    # Each line says how its part gets to the run of the training, which a checkpoint knows; none of an id in use.
-    first, second, third, hung = lines_of_wandb(ended)
-    assert third.startswith("W&B offline") and hung.startswith("W&B: the upload did not finish (no end after")
-    assert first.startswith("W&B offline (") and second.startswith("W&B offline \N{MIDDLE DOT} ")
-    told = [line.partition("wandb sync ")[2].split() for line in (first, second)]
-    assert [words[:2] for words in told] == [["--id", name]] * 2
-    found = [(tmp_path / "here" / words[2]).resolve() for words in told]
-    assert found == [path.parent.resolve() for path in run_files(tmp_path / "run")]
-    (state,) = tmp_path.glob("run/checkpoints/step_*/state.json")
+    return folder, ended
+
+
+@pytest.mark.full
+def test_a_server_out_of_reach_changes_no_number(unreachable):
+    folder, ended = unreachable
+    assert ended.said["same"]
+    rows = lambda name: [x.rstrip(",") for x in (folder / name / "metrics.csv").read_text().splitlines()[1:]]  # noqa: E731
+    assert rows("run")[:-1] == rows("plain")  # the last is the test's
+
+
+@pytest.mark.full
+def test_the_run_on_disk_has_the_trainings_id_in_two_parts(unreachable):
+    folder, ended = unreachable
+    name = ended.said["id"]
+    assert ended.said["runs"] == [[name, "", True]] * 2
+    assert [path.name for path in run_files(folder / "run")] == [f"run-{name}.wandb"] * 2
+    (state,) = folder.glob("run/checkpoints/step_*/state.json")
     assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
-    assert summary(tmp_path / "run")["config"]["api_key"] == "<redacted>"
-    files = [path for path in (tmp_path / "run/wandb").rglob("*") if path.is_file()]
+    assert summary(folder / "run")["config"]["api_key"] == "<redacted>"
+    files = [path for path in (folder / "run/wandb").rglob("*") if path.is_file()]
     assert [path for path in files if b"planted" in path.read_bytes()] == []
 
 
 @pytest.mark.full
-def test_processes_that_cannot_share_a_run_have_one_each_in_a_group(tmp_path):
+def test_one_line_tells_how_each_part_is_sent_later(unreachable):
+    folder, ended = unreachable
+    first, second, third, hung = lines_of_wandb(ended)
+    assert first.startswith("W&B offline (")
+    assert second.startswith("W&B offline \N{MIDDLE DOT} ")
+    assert third.startswith("W&B offline")
+    assert hung.startswith("W&B: the upload did not finish (no end after")
+    folders = [(folder / "here" / line.partition("wandb sync ")[2]).resolve() for line in (first, second)]
+    assert folders == [path.parent.resolve() for path in run_files(folder / "run")]
+
+
+@pytest.mark.full
+def test_a_service_that_hangs_does_not_keep_the_process(unreachable):
+    assert unreachable[1].said["ended"]
+    assert unreachable[1].code == 0
+
+
+@pytest.mark.full
+def test_processes_without_a_key_have_an_offline_run_each(tmp_path):
     first, second = start(fit_and_test, tmp_path / "here", 2, log_to=None)
     assert [first.code, second.code] == [0, 0], first.errors + second.errors
     name = first.said["id"]
     assert second.said["id"] == name
     for ended, run in zip((first, second), (name, f"{name}-1"), strict=True):
-        assert ended.said["runs"] == [[run, name, True]] * 2 and ended.said["same"]
-        told = lines_of_wandb(ended)
-        assert len(told) == 2 and all("--id" not in line for line in told) and "No API key" in told[0]
+        assert ended.said["runs"] == [[run, name, True]] * 2
+        assert ended.said["same"]
+        lines = lines_of_wandb(ended)
+        assert len(lines) == 2
+        assert "No API key" in lines[0]
     assert {path.name for path in run_files(tmp_path / "run")} == {f"run-{name}.wandb", f"run-{name}-1.wandb"}

@@ -111,7 +111,7 @@ def test_each_loss_and_output_is_that_of_its_batch(run: Any) -> None:
         np.testing.assert_allclose(found, batch["x"].sum(1), rtol=1e-5)
 
 
-def test_metrics_of_an_epoch_and_of_a_validation_are_those_of_all_rows(run: Any) -> None:
+def test_metrics_are_those_of_all_rows(run: Any) -> None:
     assert run.metrics == reduced(whole())
     assert run.validated == [reduced(whole())]
 
@@ -187,7 +187,7 @@ def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.nd
     "strategy",
     thinned([*STRATEGIES, "zero2", "hsdp"], "shard_map", "simulate:8", full=["single", "zero2", "hsdp", "pmap"]),
 )
-def test_windows_are_clipped_steps_on_all_their_rows_and_validation_leaves_them_alone(strategy: str) -> None:
+def test_windows_are_clipped_steps_on_all_their_rows(strategy: str) -> None:
     data, rows = sized(*WINDOWED, features=8), Rows()
     windows = [data[:3], data[3:6], data[6:]]
     expected, clipped = line_by_hand([*windows, *windows], 2.5)
@@ -256,7 +256,7 @@ PRECISE = [*((name, "bf16-mixed") for name in STRATEGIES), ("single", "16-mixed"
 @pytest.mark.parametrize(
     ("strategy", "precision"), thinned(PRECISE, ("fsdp", "bf16-mixed"), ("pmap", "16-mixed"), full=[*PRECISE][::3])
 )
-def test_a_mixed_step_computes_low_and_everything_that_is_kept_is_float32(strategy: str, precision: str) -> None:
+def test_a_mixed_step_keeps_float32_state(strategy: str, precision: str) -> None:
     rows, outputs, module = Rows(), [], Noting()
     Noting.seen = []
     watch = hooks(on_train_batch_end=lambda t, m, out, *_: outputs.append((out["loss"].dtype, out["out"].dtype)))

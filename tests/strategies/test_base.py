@@ -49,7 +49,7 @@ class Apart(jl.strategies.DDP):
     ("accumulate", "kinds"),
     thinned([(1, ["train", "eval"]), (2, ["train", "micro", "eval"])], (2, ["train", "micro", "eval"])),
 )
-def test_the_halves_of_a_step_run_apart_with_clipping_accumulation_and_metrics(accumulate: int, kinds: Any) -> None:
+def test_the_halves_of_a_step_may_run_separately(accumulate: int, kinds: Any) -> None:
     strategy, batches, model = Apart(), random(4), Linear()
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
     trainer = fit(model, batches, batches[:1], strategy=strategy, num_sanity_val_steps=0, **arguments)
@@ -92,13 +92,17 @@ def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
     assert (trainer.strategy.num_replicas, dict(trainer.strategy.mesh.shape)) == (2, {"data": 2, "columns": 4})
     placed = trainer.strategy.shard_batch(batches[0])
     assert placed["wide"].sharding.spec == P("data", "columns") and placed["x"].sharding.spec == P("data")
-    assert trainer.strategy.place_inputs(batches[0])["wide"].sharding.spec == P("data", "columns")
+    inputs = []
+    trainer.strategy.on_state(lambda _, x: jax.debug.inspect_array_sharding(x, callback=inputs.append))(
+        [], batches[0]["wide"]
+    )
+    assert [sharding.shard_shape((8, 16)) for sharding in inputs] == [(4, 4)]
     assert {sharding.shard_shape((8, 16)) for sharding in seen} == {(4, 4)}
     by_hand = HandLoop(Net(rngs=nnx.Rngs(0)), loss=lambda net, batch: net.loss(batch))(*rows).module
     assert_same(model.inner, by_hand.inner)
 
 
-def test_a_mesh_that_is_not_made_of_all_devices_is_refused_by_its_sizes() -> None:
+def test_a_mesh_of_other_sizes_is_refused() -> None:
     class Wrong(Columns):
         def mesh_shape(self, device_count: int) -> dict[str, int]:
             return {"data": 2, "columns": 3}
@@ -121,7 +125,7 @@ class Table(jl.TrainModule):
 
 
 @pytest.mark.parametrize(("rows", "data"), ((5, 4), (13, 2), (3, 8)))
-def test_a_tail_trains_the_same_where_the_mesh_has_axes_that_do_not_split_the_batch(rows: int, data: int) -> None:
+def test_a_tail_trains_the_same_on_a_mesh_of_two_axes(rows: int, data: int) -> None:
     words = np.random.default_rng(0).integers(0, 8, (rows, 3)).astype(np.int32)
     mesh, model = jax.make_mesh((data, 8 // data), ("data", "other")), Table()
     fit(model, [words], strategy=jl.strategies.DDP(mesh=mesh))
@@ -180,7 +184,7 @@ def test_a_model_may_map_over_the_mesh_itself(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("lazy", thinned([True, False], True))
-def test_variables_that_are_annotated_with_mesh_axes_are_built_and_trained(lazy: bool) -> None:
+def test_variables_annotated_with_mesh_axes_train(lazy: bool) -> None:
     class Annotated(Net):
         def __init__(self, *, rngs: nnx.Rngs) -> None:
             super().__init__(rngs=rngs)

@@ -45,7 +45,7 @@ def collectives(trainer: jl.Trainer, program: str, batch: Any) -> Counter[str]:
     return Counter(re.findall(r"stablehlo\.(all_gather|all_reduce|reduce_scatter)", text))
 
 
-def test_gradients_are_reduced_once_a_window_and_only_what_is_used_is_gathered() -> None:
+def test_explicit_reduces_once_a_window() -> None:
     batches = sized(16, 16, features=16)
     strategy = FSDP(min_size=100, body="explicit")
     trainer = fit(Wide(), batches, strategy=strategy, accumulate_grad_batches=2)
@@ -57,7 +57,7 @@ def test_gradients_are_reduced_once_a_window_and_only_what_is_used_is_gathered()
 
 
 @pytest.mark.parametrize("stage", thinned([1, 2, 3], 3))
-def test_what_a_step_writes_to_a_split_array_is_this_devices_part(stage: int) -> None:
+def test_a_write_to_a_split_array_writes_its_shards(stage: int) -> None:
     module = Wide()
     module.scale[...] = jnp.arange(256.0).reshape(16, 16)
     fit(module, sized(16, 16, features=16), strategy=FSDP(stage=stage, min_size=100, body="explicit"))
@@ -69,7 +69,7 @@ class Target(nnx.Variable):
 
 
 @pytest.mark.parametrize("rule", [None, P(None, "data")])
-def test_a_copy_of_a_split_parameter_is_whole_or_split_as_its_own_rule_says(rule: P | None) -> None:
+def test_a_copy_of_a_split_parameter_follows_its_own_rule(rule: P | None) -> None:
     class Copies(jl.TrainModule):
         def __init__(self) -> None:
             self.weight = nnx.Param(jnp.arange(64.0).reshape(16, 4) / 64)

@@ -83,7 +83,7 @@ def test_what_each_of_8_devices_holds_of_a_transformer(
 
 
 @pytest.mark.parametrize(("stage", "replicas"), ((1, 2), (2, 4), (3, 2)))
-def test_copies_of_the_shards_hold_what_a_group_of_devices_splits(stage: int, replicas: int) -> None:
+def test_copies_of_the_shards_hold_a_groups_parts(stage: int, replicas: int) -> None:
     strategy = jl.strategies.FSDP(stage=stage, replicas=replicas)
     state, shardings = laid_out(strategy, transformer(), accumulate=True)
     assert strategy.mesh.axis_names == ("data", "fsdp") and strategy.num_replicas == 8
@@ -107,13 +107,13 @@ def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumula
     )
 
 
-def test_hsdp_by_its_name_takes_what_devices_there_are_and_a_mesh_of_two_axes() -> None:
+def test_hsdp_by_name_takes_all_devices_or_a_mesh() -> None:
     found = [make_trainer(strategy="hsdp", devices=n).strategy.describe() for n in (1, 3)]
     assert found == ["FSDP on mesh data=1 x fsdp=1", "FSDP on mesh data=1 x fsdp=3"]
     assert make_trainer(strategy="hsdp", mesh={"data": 4, "fsdp": 2}).strategy.mesh.shape["fsdp"] == 2
 
 
-def test_hsdp_has_two_copies_in_one_process_and_copies_must_divide_the_devices() -> None:
+def test_hsdp_copies_must_divide_the_devices() -> None:
     strategy = make_trainer(strategy="hsdp").strategy
     assert strategy.describe() == "FSDP on mesh data=2 x fsdp=4"
     assert make_trainer(strategy="zero2").strategy.stage == 2
@@ -173,7 +173,7 @@ AWKWARD = ((1257, 96), (1025, 64), (10,), (7, 13), (30, 68), (31, 60))
 
 
 @pytest.mark.full
-def test_shapes_that_divide_in_one_dim_in_two_together_or_in_none_train() -> None:
+def test_shapes_that_do_not_divide_train() -> None:
     trainer = fit(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
     weights = trainer.state.params["weights"]
     shards = [weights[i].sharding.shard_shape(shape) for i, shape in enumerate(AWKWARD)]

@@ -5,7 +5,7 @@ from kit.notebook import PRINTED, losses
 
 
 @pytest.mark.sweep
-def test_the_first_steps_give_the_losses_that_the_notebook_printed() -> None:
+def test_the_losses_equal_those_of_the_notebook() -> None:
     found = losses("ddp", 11)
     assert [*found] == [0, 10]
     assert found == pytest.approx({step: PRINTED[step] for step in found}, abs=2e-4)

@@ -24,7 +24,7 @@ from jaxlit.errors import ModuleError
     ("strategy", "verb"),
     thinned([("shard_map", "fit"), ("pmap", "validate"), ("simulate:8", "fit")], ("shard_map", "fit")),
 )
-def test_an_output_is_averaged_although_a_later_batch_has_as_many_rows_a_replica(strategy: str, verb: str) -> None:
+def test_an_output_stays_averaged_for_later_batches(strategy: str, verb: str) -> None:
     # 10 values; the second batch has 80 rows and so 10 a replica, the third has 10 in all.
     scale = lambda module, batch: {"ten": jnp.arange(10.0) * batch["x"].mean(), "row": batch["x"].sum(1)}  # noqa: E731
     batches = make_batches(208, 80, 10)
@@ -56,7 +56,7 @@ def confusion(module: Any, batch: Any) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("strategy", thinned(["fsdp", "zero2", "hsdp", *REPLICAS], "fsdp", "shard_map"))
-def test_confusion_matrices_of_batches_and_tails_add_up_to_that_of_all_rows(strategy: str) -> None:
+def test_confusion_matrices_add_up_to_that_of_all_rows(strategy: str) -> None:
     # The tails do not divide among 8 devices, and one has as many rows as the matrix.
     batches = make_batches(16, 24, 13, CLASSES)
     found = outputs_of("validate", returning(confusion), batches, strategy)
@@ -76,7 +76,7 @@ def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
     ("strategy", "rows", "verb"),
     [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
 )
-def test_an_int_that_is_another_on_each_replica_is_refused_by_its_name(strategy: str, rows: int, verb: str) -> None:
+def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, verb: str) -> None:
     with pytest.raises(ModuleError, match=r"largest, int32\[\].*another on each replica"):
         outputs_of(verb, returning(most_positive), make_batches(rows), strategy)
 
@@ -84,7 +84,7 @@ def test_an_int_that_is_another_on_each_replica_is_refused_by_its_name(strategy:
 @pytest.mark.parametrize(
     ("strategy", "verb"), [("ddp", "fit"), *((name, "validate") for name in REPLICAS), ("pmap", "fit")]
 )
-def test_ints_that_are_rows_or_the_same_everywhere_leave_every_strategy(strategy: str, verb: str) -> None:
+def test_ints_that_are_rows_or_equal_are_returned(strategy: str, verb: str) -> None:
     step = lambda module, batch: {"above": (batch["x"][:, 0] > 0).astype(jnp.int32), "same": jnp.int32(7)}  # noqa: E731
     batches = make_batches(16, 23, 16)
     for found, batch in zip(outputs_of(verb, returning(step), batches, strategy), batches, strict=True):
@@ -93,7 +93,7 @@ def test_ints_that_are_rows_or_the_same_everywhere_leave_every_strategy(strategy
 
 
 @pytest.mark.parametrize("strategy", REPLICAS)
-def test_predictions_are_rows_in_order_also_if_the_first_batch_does_not_divide(strategy: str) -> None:
+def test_predictions_are_rows_in_order(strategy: str) -> None:
     step = lambda module, batch: {"sum": batch["x"] @ module.w, "id": jnp.rint(batch["y"]).astype(jnp.int32)}  # noqa: E731
     batches = make_batches(7, 16, 5)
     for found, batch in zip(outputs_of("predict", returning(step), batches, strategy), batches, strict=True):
@@ -114,7 +114,7 @@ def test_predictions_that_are_no_rows_are_refused_by_their_name(strategy: str, n
 
 
 @pytest.mark.parametrize("strategy", ["ddp"])
-def test_transposed_predictions_leave_a_strategy_whose_step_sees_the_whole_batch(strategy: str) -> None:
+def test_transposed_predictions_are_returned_as_they_are(strategy: str) -> None:
     batches = make_batches(32)
     (found,) = outputs_of("predict", returning(PREDICTIONS["transposed"]), batches, strategy)
     np.testing.assert_array_equal(found["transposed"], batches[0]["x"].T)
@@ -126,13 +126,13 @@ def two_loaders() -> list[list[dict[str, np.ndarray]]]:
 
 
 @pytest.mark.parametrize("strategy", ["single", "shard_map"])
-def test_loaders_with_other_outputs_are_refused_by_name_and_told_the_remedy(strategy: str) -> None:
+def test_loaders_with_other_outputs_are_refused_by_name(strategy: str) -> None:
     with pytest.raises(ModuleError, match="validation_step returned .*'z'.* take dataloader_idx as an argument"):
         make_trainer(strategy=strategy).validate(returning(lambda module, batch: dict(batch)), two_loaders())
 
 
 @pytest.mark.parametrize("strategy", ["single", "pmap"])
-def test_a_step_that_takes_dataloader_idx_may_return_other_outputs_for_each_loader(strategy: str) -> None:
+def test_outputs_may_differ_by_dataloader_idx(strategy: str) -> None:
     class Both(Line):
         def validation_step(self, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> Any:
             self.log("which", 10.0 + dataloader_idx + 0 * self.loss(batch))
@@ -149,7 +149,7 @@ def test_a_step_that_takes_dataloader_idx_may_return_other_outputs_for_each_load
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "pmap"])
-def test_an_output_as_long_as_a_replica_has_rows_by_chance_stays_whole(strategy: str) -> None:
+def test_an_output_of_a_replicas_length_by_chance_is_no_row(strategy: str) -> None:
     module = returning(lambda m, batch: m.w * 2.0)
     (found,) = make_trainer(strategy=strategy).predict(module, make_batches(16))
     np.testing.assert_array_equal(found, START * 2)
@@ -159,6 +159,6 @@ def test_an_output_as_long_as_a_replica_has_rows_by_chance_stays_whole(strategy:
     ("strategy", "step"),
     [("shard_map", lambda m, batch: batch["x"].T), ("pmap", lambda m, batch: jnp.ones(2) * batch["x"].std())],
 )
-def test_a_prediction_that_is_as_long_as_a_replica_has_rows_by_chance_is_refused(strategy: str, step: Step) -> None:
+def test_a_prediction_of_a_replicas_length_is_refused(strategy: str, step: Step) -> None:
     with pytest.raises(ModuleError, match=r"predict_step returned .*no row for each row"):
         make_trainer(strategy=strategy).predict(returning(step), make_batches(16))

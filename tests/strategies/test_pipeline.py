@@ -18,7 +18,7 @@ from kit.stages import WIDTH, Language, Layered, by_microbatches, numbers, sente
 from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.pipeline import simulate
+from jaxlit.pipeline import executor, simulate
 from jaxlit.strategies import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv")
@@ -97,7 +97,7 @@ def test_a_language_model_that_is_hard_to_cut(schedule: str, stages: int, device
 
 
 @pytest.mark.full
-def test_a_window_of_batches_and_microbatches_is_one_step_on_all_of_them() -> None:
+def test_a_window_of_microbatches_is_one_step() -> None:
     """Its tail too: the last window has two batches, and the second of them too few rows for as many microbatches."""
     batches = sized(8, 8, 8, 8, 3)
     expected, module = layered(), layered()
@@ -133,6 +133,20 @@ def test_what_is_held_is_what_the_simulator_says(schedule: str) -> None:
         assert peaks == [4, 3, 2, 1]
     # Each activation once forward and each gradient once back, but for two stages of one rank in the middle of a V.
     assert transfers == 2 * (layers - 1 - (schedule == "zbv")) * 8
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_nothing_of_a_batch_is_kept_after_its_last_task(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, run = [], executor._Batch.run
+
+    def counted(batch: Any, order: Any) -> Any:
+        made = run(batch, order)
+        left.append([len(x) for x in (batch.kept, batch.halves, batch.inbox, batch.cotangents)])
+        return made
+
+    monkeypatch.setattr(executor._Batch, "run", counted)
+    fit(layered(), sized(8), strategy=Pipeline(4, schedule, 8, layers="layers"), devices=4)
+    assert left == [[0, 0, 0, 0]]
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -259,7 +273,7 @@ def test_a_loss_that_is_a_sum_is_that_of_all_rows() -> None:
 
 
 @pytest.mark.full
-def test_stages_have_names_on_the_screen_and_the_module_is_whole_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_printed_and_the_module_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
     module = layered()
     trainer = fit(module, BATCHES, strategy=Pipeline(2, layers="layers"), devices=2)
     assert {x.sharding for x in jax.tree.leaves(nnx.state(module))} == {SingleDeviceSharding(jax.devices()[0])}
@@ -284,7 +298,7 @@ class Mixed(Layered):
 
 
 @pytest.mark.full
-def test_functions_among_layers_and_layers_that_are_called_twice_are_left_as_they_are() -> None:
+def test_functions_and_repeated_calls_among_layers_work() -> None:
     relu, expected, module = type(jax.nn.relu), Mixed(rngs=nnx.Rngs(0)), Mixed(rngs=nnx.Rngs(0))
     by_microbatches(expected, BATCHES, 4)
     fit(module, BATCHES, strategy=Pipeline(4, layers="layers"), devices=4)

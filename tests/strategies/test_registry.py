@@ -65,7 +65,7 @@ def test_auto_is_single_on_one_device_and_ddp_on_more(devices: Any, expected: st
 
 
 @pytest.mark.parametrize("kind", thinned(["DDP", "FSDP", "ShardMapDDP", "PMap"], full=["FSDP", "PMap"]))
-def test_a_strategy_object_of_two_trainers_runs_on_the_devices_of_each(kind: str) -> None:
+def test_a_strategy_object_may_serve_two_trainers(kind: str) -> None:
     strategy, batches = getattr(jl.strategies, kind)(), random()
     trainers = {count: make_trainer(strategy=strategy, devices=count) for count in (8, 2)}
     weights = []

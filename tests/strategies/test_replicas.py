@@ -60,7 +60,7 @@ def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
     np.testing.assert_allclose(got["linear.bias"], expected["linear"]["bias"], rtol=1e-5)
 
 
-def test_a_gradient_without_its_mean_is_that_of_the_first_replicas_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_mean_a_gradient_is_one_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = arrays(32)
     expected = full_batch_gradient({k: x[:4] for k, x in batch.items()})["linear"]["kernel"]
     monkeypatch.setattr(Replica, "pmean", lambda self, tree: tree)
@@ -211,8 +211,8 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
     assert training.loss[0] == pytest.approx((outputs.mean(1) ** 2).mean(), rel=1e-5)
 
 
-def test_a_batch_spec_of_a_strategy_with_replicas_is_refused_where_it_is_written() -> None:
-    with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees whole rows"):
+def test_a_batch_spec_of_a_replica_strategy_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees entire rows"):
         type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})
 
 
@@ -256,7 +256,7 @@ def keys_of(module: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("strategy", thinned(["shard_map", "pmap"], "shard_map"))
-def test_stacked_dropouts_draw_their_own_masks_on_each_replica_and_keep_their_keys(strategy: str) -> None:
+def test_stacked_dropouts_draw_a_mask_for_each_replica(strategy: str) -> None:
     module, batches = Stacked(rngs=nnx.Rngs(0)), make_batches(16, 16)
     keys = keys_of(module)
     assert [x.shape[0] for x in keys] == [3]
@@ -296,7 +296,7 @@ def plainly(fn: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", thinned(["shard_map", "pmap"], "shard_map"))
-def test_a_dropout_under_remat_or_jit_drops_what_it_drops_without(strategy: str) -> None:
+def test_dropout_under_remat_or_jit_drops_the_same(strategy: str) -> None:
     weights, batches = {}, make_batches(16, 16)
     for transform in (plainly, nnx.remat, nnx.jit):
         module = Dropped(transform, rngs=nnx.Rngs(0))

@@ -113,7 +113,7 @@ def test_a_path_goes_before_names_and_names_before_the_size(rules: Any, names: A
     ("kind", "rules", "words"),
     [
         (ArgumentTypeError, ["tp"], r"takes a dict"),
-        (ArgumentTypeError, {3: "tp"}, r"no text: 3"),
+        (ArgumentTypeError, {3: "tp"}, r"no str: 3"),
         (ArgumentTypeError, {"kernel": 1}, r"'kernel': 1.*PartitionSpec.*mesh axis"),
         (ArgumentError, {"(": P("tp")}, r"'\(' is no regular expression"),
         (ArgumentError, {"kernel": P("model")}, r"the rule of 'kernel' names 'model'.*'tp': 2"),
@@ -210,7 +210,7 @@ def test_a_transformer_trains_like_on_a_single_device(kind: str, how: str) -> No
 
 
 @pytest.mark.full
-def test_a_module_with_names_is_built_in_its_shards_and_trains_under_any_strategy() -> None:
+def test_a_module_with_named_dims_trains_anywhere() -> None:
     model = jl.lazy(Transformer, ("embed", "mlp"), ("mlp", "embed"))
     batches = tokens()[:2]
     wanted = fit(model, batches, enable_checkpointing=False).state.params
@@ -237,7 +237,7 @@ class Awkward(jl.TrainModule):
 
 
 @pytest.mark.full
-def test_a_checkpoint_goes_from_strategy_to_strategy_and_keeps_every_bit(tmp_path: Any) -> None:
+def test_a_checkpoint_moves_between_strategies_bit_by_bit(tmp_path: Any) -> None:
     def leaves(trainer: jl.Trainer) -> list[Any]:
         return [np.asarray(x) for x in jax.tree.leaves((trainer.state.params, trainer.state.opt_state))]
 
@@ -272,7 +272,6 @@ def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
         (lambda: SequenceParallel(seq="all"), r"SequenceParallel\(seq=\.\.\.\)"),
         (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
         (lambda: FSDP(stage=True), r"FSDP\(stage=\.\.\.\)"),
-        (lambda: Rules({"x": P("tp", "tp")}), r"the rule of 'x' names an axis twice"),
         (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
         (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "has a multiple of 3 devices|has 3 devices"),
     ):
@@ -353,7 +352,5 @@ def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, descr
         (ArgumentTypeError, "ddp", 8, r"DDP\(mesh=\.\.\.\) takes a jax\.sharding\.Mesh or the sizes"),
     ],
 )
-def test_a_mesh_that_cannot_be_taken_is_refused_before_anything_runs(
-    kind: Any, strategy: Any, mesh: Any, words: str
-) -> None:
+def test_an_unusable_mesh_is_refused_before_anything_runs(kind: Any, strategy: Any, mesh: Any, words: str) -> None:
     refuses(kind, lambda: make_trainer(strategy=strategy, mesh=mesh), words)

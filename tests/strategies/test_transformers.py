@@ -64,7 +64,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, 33)).astype(np.int32)
 
 
 @pytest.mark.full
-def test_scanned_layers_are_gathered_one_at_a_time_once_forward_and_once_backward() -> None:
+def test_scanned_layers_are_gathered_one_at_a_time() -> None:
     plain, sent, trainer = cost_of("fsdp", Scanned(rngs=nnx.Rngs(0)), TOKENS)
     assert set(sent) == {"all-gather", "all-reduce"}  # no activation is moved
     assert sent["all-gather"].bytes <= 2 * 1.1 * parameter_bytes(trainer)
@@ -82,7 +82,7 @@ def test_each_array_of_a_transformer_is_gathered_once() -> None:
 
 
 @pytest.mark.parametrize(("name", "part"), [("fsdp", 1 / 8), ("hsdp", 1 / 4), ("zero1", 5 / 12), ("zero2", 5 / 12)])
-def test_a_device_holds_its_part_of_the_state_of_a_deep_transformer(name: str, part: float) -> None:
+def test_a_device_holds_its_part_of_a_deep_transformer(name: str, part: float) -> None:
     strategy = make_trainer(strategy=name).strategy
     state, shardings = laid_out(strategy, nnx.eval_shape(lambda: Scanned(rngs=nnx.Rngs(0))))
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True))
@@ -124,7 +124,7 @@ class Stateful(jl.TrainModule):
 
 
 @pytest.mark.full
-def test_layers_of_many_split_arrays_with_state_train_on_simulated_devices() -> None:
+def test_layers_of_many_split_arrays_train() -> None:
     """More collectives of one layer than there are threads: run at once they would wait for each other."""
     batches = list(np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32))
     strategies = [FSDP(min_size=0)]

@@ -36,7 +36,5 @@ def test_a_strategy_trains_like_a_single_device(
 
 
 @pytest.mark.parametrize(("accumulate", "clip", "precision"), thinned(BY_HAND, full=[(3, 0.1, "32-true")]))
-def test_a_single_device_trains_like_a_loop_that_is_written_by_hand(
-    accumulate: int, clip: float | None, precision: str
-) -> None:
+def test_a_single_device_trains_like_the_loop_by_hand(accumulate: int, clip: float | None, precision: str) -> None:
     assert len(check("single", 1, accumulate, clip, precision, reference=train_net)) == 1

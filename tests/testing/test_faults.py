@@ -35,7 +35,7 @@ def do_everything(folder):
     return ["mkdir", "open", "open", "open", "rename", "rename", "remove", "mkdir", "rmdir", "open", "fsync"]
 
 
-def test_every_change_counts_once_in_order_in_any_thread_and_reading_and_other_folders_do_not(tmp_path):
+def test_every_change_counts_once_in_order(tmp_path):
     with faults(tmp_path / "folder") as seen:
         expected = do_everything(tmp_path / "folder")
         do_everything(tmp_path / "folder2")
@@ -50,7 +50,7 @@ def test_every_change_counts_once_in_order_in_any_thread_and_reading_and_other_f
     assert [operation.split(".")[-1] for operation, _ in seen.operations] == expected
 
 
-def test_relative_paths_below_count_and_two_folders_are_watched_at_once(tmp_path):
+def test_relative_paths_and_two_folders_count(tmp_path):
     with faults("folder") as inner, faults(tmp_path) as both:
         os.makedirs("folder/a/b")
         Path("folder/a/../a/b/c").write_text("1")
@@ -83,7 +83,7 @@ def test_what_comes_into_the_folder_from_outside_counts(how, tmp_path):
 
 
 @pytest.mark.parametrize("at", range(1, 12))
-def test_a_crash_stops_at_its_operation_and_leaves_the_folder_alone_ever_after(at, tmp_path):
+def test_a_crash_leaves_the_folder_as_it_is(at, tmp_path):
     folder, kept = tmp_path / "folder", lambda: {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
     with faults(folder, at=at, kind="crash") as seen:
         with pytest.raises(Crash):
@@ -99,7 +99,7 @@ def test_a_crash_stops_at_its_operation_and_leaves_the_folder_alone_ever_after(a
 
 
 @pytest.mark.parametrize(("kind", "error", "code"), [("full", OSError, 28), ("denied", PermissionError, 13)])
-def test_a_full_or_denied_folder_gives_the_systems_own_error_from_there_on(kind, error, code, tmp_path):
+def test_a_full_or_denied_folder_gives_the_systems_error(kind, error, code, tmp_path):
     with faults(tmp_path, at=2, kind=kind):
         (tmp_path / "a").write_text("1")
         for _ in range(2):

@@ -143,7 +143,7 @@ def train_rows(module, batches):
     return [step(module, optimizer, batch) for batch in batches]
 
 
-def test_a_loop_of_the_users_own_is_compared_with_on_batches_with_a_tail():
+def test_a_reference_loop_is_compared_on_a_tail_too():
     sizes = []
 
     def reference(module, batches):
@@ -161,7 +161,7 @@ def test_a_loop_of_the_users_own_is_compared_with_on_batches_with_a_tail():
 
 
 @pytest.mark.full
-def test_random_models_are_compared_with_another_strategy_never_with_themselves():
+def test_random_models_are_compared_with_a_kin_strategy():
     wrong = forgetful(jl.strategies.ShardMapDDP)  # the right one before it is passed over
     with pytest.raises(AssertionError, match=f"{FIRST}Simulated on 2 and wrong on 2"):
         compare("shard_map", wrong, module=Random, steps=1, compare=("grads",))
@@ -193,7 +193,7 @@ def test_each_value_of_a_factor_is_trained_under_and_told_of():
 
 
 @pytest.mark.full
-def test_a_strategy_that_is_wrong_with_one_value_of_a_factor_is_found():
+def test_a_strategy_wrong_for_one_factor_value_is_noticed():
     compare(Accumulating(), steps=1)
     with pytest.raises(AssertionError, match="single on auto, accumulate_grad_batches=2 and wrong on 2, accumulate"):
         compare(Accumulating(), steps=1, factors={"accumulate_grad_batches": (1, 2)})
@@ -211,7 +211,7 @@ def test_factors_and_a_tolerance_that_say_nothing_are_refused():
         compare("ddp", precision="bf16-true", steps=1)
 
 
-def test_a_comparison_with_nothing_and_an_unknown_part_are_refused():
+def test_an_empty_comparison_is_refused():
     with pytest.raises(ArgumentError, match="has nothing to compare 'single' with"):
         compare("single")
     with pytest.raises(ArgumentError, match="compare"):

@@ -67,8 +67,8 @@ def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("max_epoch", 3, r"Trainer has no attribute 'max_epoch'.*set to 3\. Did you mean 'max_epochs'\? Keep what"),
-        ("global_step", 3, r"Trainer\.global_step tells of the runs, and would be set to 3\. Set an argument"),
+        ("max_epoch", 3, r"Trainer has no attribute 'max_epoch'.*set to 3\. Did you mean 'max_epochs'\? Store your"),
+        ("global_step", 3, r"Trainer\.global_step is a result of the runs, and would be set to 3\. Set an argument"),
         ("max_steps", -2, r"Trainer\(max_steps=\.\.\.\) takes an int of at least -1"),
         ("callbacks", [jl.Callback()] * 2, "the same Callback object twice"),
         ("callbacks", jl.Callback, "takes callbacks, got <class"),

@@ -137,7 +137,7 @@ def test_it_may_be_asked_while_the_run_goes_on_and_not_before(clock) -> None:
     told: list[Any] = []
     trainer = make_trainer(hooks("Asks", on_train_batch_end=ask), **BARE)
     assert trainer.compile_seconds == {}
-    refuses(ArgumentError, trainer.explain, r"Trainer\.explain has nothing to tell.*after fit")
+    refuses(ArgumentError, trainer.explain, r"Trainer\.explain has nothing to show.*after fit")
     trainer.fit(Mean(), numbered(4))
     assert [calls or (0, 0, 0) for calls, _ in told] == [(0, 0, 0), *((n, n, 1) for n in (1, 2, 3))]
     assert [seconds for _, seconds in told] == [0, 1, 2, 3]

@@ -124,8 +124,8 @@ SEVERAL: list[tuple[Any, ...]] = [
     (Type, {"callbacks": [EarlyStopping]}, "callbacks", "class EarlyStopping", r"Pass EarlyStopping\("),
     (Arg, {"callbacks": [ProgressBar(), ProgressBar()]}, "ProgressBar", "two|several", "one|Leave"),
     (Arg, {"callbacks": [ProgressBar()], "enable_progress_bar": False}, "bar=False.*ProgressBar.*Leave one"),
-    (Arg, {"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, "to one folder.*dirpath"),
-    (Arg, {"callbacks": [ModelCheckpoint("a"), ModelCheckpoint("b/../a")]}, "that write to one folder"),
+    (Arg, {"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, "of one folder.*dirpath"),
+    (Arg, {"callbacks": [ModelCheckpoint("a"), ModelCheckpoint("b/../a")]}, "of one folder"),
     (Arg, {"callbacks": [ModelCheckpoint()], "enable_checkpointing": False}, r"=False\) with a ModelCheckpoint.*Leave"),
 ]
 
@@ -354,7 +354,7 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
     ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Pass optax.adamw\(1e-3\)\.$"),
-    ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. optax has it"),  # type: ignore[call-arg]
+    ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
     ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),

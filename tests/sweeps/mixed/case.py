@@ -1,11 +1,10 @@
-"""A training to compare: what is drawn, which draws make sense, and what a draw exercises."""
+"""A training to compare: what is drawn, and which draws make sense."""
 
 import math
 from dataclasses import dataclass, fields
 
 GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "simulate")
 STRATEGIES = GLOBAL + PER_REPLICA
-DEVICES = (1, 2, 3, 8)
 
 RECURRENT = ("simple_rnn", "lstm", "gru")
 LAYERS = ("linear", "mlp", "conv", "norm", "masked_norm", "attention", *RECURRENT, "scan", "remat", "scan_remat")
@@ -16,7 +15,6 @@ METRICS = ("average", "accuracy", "welford")
 COUNTERS = ("count_steps", "count_rows", "ema_mean", "tokens", *METRICS)
 TARGETS = ("hard_target", "soft_target", "own_target", "own_hard_target")
 WRITERS = ("copied", "centred", "weight_norm", "spectral_norm", "hard_target", "soft_target")
-PARTS = (*LAYERS, *EVALUATING, *RANDOM, *COUNTERS, *TARGETS, "copied", "centred")
 
 OPTIMIZERS = ("sgd", "momentum", "adamw", "multi_transform", "masked_decay", "inject", "multi_steps", "ema")
 OPTIMIZERS += ("adafactor", "schedule_free")
@@ -24,9 +22,6 @@ SCHEDULED = ("sgd", "momentum", "adamw", "inject")
 
 # What a replica's step does to these follows from its own rows, so that no mean of the replicas is true.
 IRREDUCIBLE = {"count_rows", "tokens", "masked_norm", *METRICS}
-
-# Parts that are alike, so that what fails with one of them is the failure of another.
-KINDS = {part: kind for kind in (RECURRENT, RANDOM, METRICS, EVALUATING) for part in kind}
 
 
 @dataclass(frozen=True)
@@ -147,18 +142,3 @@ def is_sound(case: Case) -> bool:
         not (case.draws_apart and (case.again or case.resume_on)),
     )
     return all(bool(rule) for rule in rules)
-
-
-def features(case: Case) -> list[str]:
-    """Return what a case exercises, to be paired with each other."""
-    found = [f"part {part}" for part in case.parts]
-    for field in fields(case):
-        value = getattr(case, field.name)
-        if field.name in ("parts", "sizes", "val", "val_every", "limit", "epochs", "cut"):
-            continue
-        found.append(f"{field.name} {value}")
-    divides = all(size % case.devices == 0 for size in case.sizes[: case.num_batches])
-    found.append(f"tail {len({*case.sizes}) > 1} divides {divides}")
-    found.append(f"val {len(case.val)} inside {case.val_every % case.num_batches > 0} limit {case.limit > 0}")
-    found.append(f"cut {'' if not case.cut else 'edge' if case.cut % case.steps_per_epoch == 0 else 'inside'}")
-    return found

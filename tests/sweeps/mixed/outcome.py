@@ -1,6 +1,5 @@
 """A case trained both ways, and what came out."""
 
-import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,12 +29,6 @@ class Outcome:
     error: float = 0.0
     message: str = ""
     details: str = ""
-
-    @property
-    def head(self) -> str:
-        """The message without names and numbers, to tell one failure from another."""
-        first = self.message.split("\n")[0]
-        return re.sub(r"\d+(\.\d+)?(e[-+]\d+)?", "#", re.sub(r"\[[^]]*\]", "", first))[:90]
 
 
 def try_case(case: Case) -> Outcome:

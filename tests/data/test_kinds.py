@@ -88,7 +88,7 @@ def test_a_number_of_its_own_beside_an_array_is_told_of(label: Any, caplog: pyte
     made = module(lambda self, batch: jnp.mean(self.error(batch) ** 2))
     fit(made, batches_of(label))
     (told,) = [x for x in warnings_of(caplog) if "rows" in x]
-    assert told.startswith("Trainer.fit(train_dataloaders=...) gives a number beside an array")
+    assert told.startswith("Trainer.fit(train_dataloaders=...) gives a number next to an array")
     caplog.clear()
     fit(made, ArrayLoader({"x": np.ones((4, 1), np.float32)}, 4))
     assert [x for x in warnings_of(caplog) if "rows" in x] == []
@@ -103,4 +103,4 @@ def test_rows_of_an_iterable_without_a_length_are_told_of(
             yield from batches_of(label)[:2]
 
     fit(module(lambda self, batch: jnp.mean(self.error(batch) ** 2)), Stream())
-    assert sum("gives a number beside an array" in x for x in warnings_of(caplog)) == told
+    assert sum("gives a number next to an array" in x for x in warnings_of(caplog)) == told

@@ -1,0 +1,216 @@
+"""Steps that were not finite: they are looked for, and a run goes back to before them."""
+
+import contextlib
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.checkpoints.files import Checkpoint, read
+from jaxlit.checkpoints.writing import Saving
+from jaxlit.data.intake import named_leaves
+from jaxlit.errors import CheckpointError, NonFiniteError
+from jaxlit.loop.restore import load_engine
+from jaxlit.loop.run import Run, Start
+from jaxlit.loop.snapshot import load_position
+
+_logger = logging.getLogger("jaxlit")
+
+_MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
+_MOST_ROLLBACKS = 3  # to one checkpoint: more is not a bad batch, but a training that diverges
+_MOST_ROWS = 5  # that a message names
+
+
+def note_start(run: Run) -> None:
+    """Note where the next optimizer step begins: a later check may find that it was not finite."""
+    if len(run.starts) >= _MOST_STARTS:  # nothing is logged, and so nothing was checked
+        check_finite(run)
+    at, logged = run.position, run.hooks.log.so_far()
+    run.starts.append(Start(at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged))
+    if run.engine.window_start is not None:
+        run.engine.window_start.keep()
+
+
+def check_finite(run: Run) -> None:
+    """Read the guard's mark, which waits for the device, and do what `nan_policy` says.
+
+    Raises:
+        NonFiniteError: Under "raise", if a step was not finite, at each check until training has ended. The parameters
+            are those before it. Under "rollback" only if there is nothing to go back to.
+    """
+    policy = run.settings.nan_policy
+    if policy == "ignore":
+        return
+    if (bad := run.engine.bad_step()) < 0:
+        run.found_finite(run.position.global_step)
+    if bad == run.seen_bad_step:
+        return
+    what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
+    if policy == "skip":
+        run.seen_bad_step = bad  # warned of once
+        _logger.warning("%s The update was skipped.", what)
+    elif policy == "rollback":
+        rewind(run, _checkpoint_before(run, what), what)
+    else:
+        raise NonFiniteError(
+            f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
+            "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
+        )
+
+
+def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
+    """Undo the newest optimizer steps: their arrays, counts, and what was logged since.
+
+    Args:
+        run: The run.
+        to: A checkpoint of this training, while the data continue after the batches that were used; or the start of a
+            step of this epoch, from where the data are used again.
+        why: What happened, for the log.
+    """
+    engine, position = run.engine, run.position
+    if isinstance(to, Checkpoint):
+        load_engine(engine, to)
+        was = load_position(to.state)
+        _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
+        same_epoch = position.go_back(was)
+        # The arrays count as their checkpoint does, but the batches since then stay used.
+        engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
+        engine.clear_window()
+        if not same_epoch:
+            engine.clear_sums()
+        run.hooks.log.take_window()
+        run.results.history.clear(was.global_step)
+    else:
+        if to.filled and run.resume is not None:  # only the checkpoint has the gradients of that window
+            resume = run.resume
+            saved = read(resume.checkpoint.path)  # it may be deleted or damaged by now
+            load_engine(engine, saved, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+        else:
+            engine.go_back(to.step, position.epoch, to.batch_idx)
+        position.move_before(to.step, to.batch_idx, to.filled, to.data)
+        run.results.latest = run.results.latest if to.latest is None else to.latest
+        run.hooks.log.go_back(to.logged)
+        run.evaluation = None
+    run.pending, run.seen_bad_step = None, -1
+    run.starts.clear()
+    run.tracing.forget(position.global_step)
+    if run.hooks.live is not None:
+        run.hooks.live.stale = True
+    if isinstance(to, Checkpoint):  # last: a hook may read all of the above
+        run.hooks("on_load_checkpoint", dict(to.state))
+
+
+def _checkpoint_before(run: Run, what: str) -> Checkpoint:
+    """Return the newest checkpoint of this training that verifies; others of a folder may be of another training.
+
+    Raises:
+        NonFiniteError: There is none yet, or training diverges from it again and again.
+    """
+    newest = None
+    for written in reversed(run.written):
+        with contextlib.suppress(CheckpointError):  # it failed, was damaged, or was deleted for a better one
+            if isinstance(written, Saving):
+                written.wait()
+            newest = read(written.path if isinstance(written, Saving) else written)
+            break
+    if newest is None:
+        raise NonFiniteError(
+            f"{what} There is no checkpoint yet to go back to. Lower the learning rate, or write one earlier with "
+            "ModelCheckpoint(every_n_train_steps=...)."
+        )
+    count = run.rollbacks[newest.path.name] = run.rollbacks.get(newest.path.name, 0) + 1
+    if count > _MOST_ROLLBACKS:
+        raise NonFiniteError(
+            f"{what} Training went back to {newest.path} {_MOST_ROLLBACKS} times, and diverges from there on any data. "
+            "Lower the learning rate, or clip gradients."
+        )
+    return newest
+
+
+def end_before_bad_step(run: Run, error: BaseException) -> None:
+    """Put a run that an error has ended before its first step that was not finite, if there is one.
+
+    Args:
+        run: The run.
+        error: The error. A NonFiniteError also names what a second run of the step's batches shows.
+    """
+    engine, position = run.engine, run.position
+    if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
+        return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
+    if engine.nan_policy != "raise" or not engine.state.is_complete:
+        return
+    if not (isinstance(error, Exception) or engine.state.is_ready):
+        return  # a user who ends training at once does not wait for the device
+    bad = engine.bad_step()
+    after = [start for start in run.starts if start.step >= bad >= 0]
+    if not after or after[0].step != bad:
+        return
+    start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
+    reloaded = start.filled > 0 and run.resume is not None
+    rewind(run, start, "")
+    run.not_finite = {"step": bad, "epoch": position.epoch, "batches": [start.batch_idx, end], "optimizer": []}
+    if isinstance(error, NonFiniteError):
+        text, took = _diagnose(run, start.batch_idx, end)
+        before = run.resume.checkpoint.state.get("not_finite") if run.resume is not None else None
+        again = before is not None and before["step"] == bad
+        second = "\nIt is the second time: training was resumed right before this step." * again
+        error.args = (f"{error}{text}{second}",)
+    else:
+        took = engine.look.took(None)
+    if not (reloaded and run.resume is not None and not run.resume.reset_optimizer):
+        run.not_finite["optimizer"] = took
+
+
+def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
+    """Run the batches of a step again on the last good parameters.
+
+    Returns:
+        What is not finite, and the names of the optimizer's arrays that contain it.
+    """
+    engine, look = run.engine, run.engine.look
+    if jax.process_count() > 1 or run.control.interrupted:  # a user who interrupts waits for the end
+        return "", look.took(None)
+    which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
+    try:
+        assert run.train is not None
+        source = run.train[0]
+        run.feeder.close()  # its thread must not draw meanwhile
+        intake = run.loaders.intake_of(source)
+        pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
+        if not pairs:
+            return f"\n{which} could not be run again: the loader cannot be set back to it.", look.took(None)
+        results = look([engine.strategy.shard_batch(batch) for _, batch in pairs])
+    except Exception as error:
+        return f"\n{which} could not be run again: {error!r:.300}", look.took(None)
+    bad = [i for i, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
+    if not bad:
+        losses = ", ".join(f"{loss:.4g}" for loss, _ in results)
+        window = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
+        return (
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): {window}the loader gave "
+            "other data, the step draws other numbers each time, or gradients overflow when they are added up.",
+            look.took(None),
+        )
+    (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])
+    took = [] if any(not np.isfinite(x) for x, _ in results) else look.took({x for _, names in results for x in names})
+    gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
+    return (
+        f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that are "
+        f"not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}.",
+        took,
+    )
+
+
+def _not_finite(batch: Any) -> list[str]:
+    """Return the leaves of a batch that are not finite, with their rows."""
+    texts = []
+    for name, leaf in named_leaves(batch):
+        x = np.asarray(leaf)
+        if not jnp.issubdtype(x.dtype, jnp.inexact) or np.isfinite(x).all():
+            continue
+        rows = np.nonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0].tolist() if x.ndim else []
+        shown = ", ".join(map(str, rows[:_MOST_ROWS])) + ", ..." * (len(rows) > _MOST_ROWS)
+        texts.append(f"{name}, row{'s' * (len(rows) > 1)} {shown} of {len(x)}" if rows else name)
+    return texts

@@ -1,0 +1,70 @@
+"""What a Trainer does about the errors of a run: some are explained, and a run that hangs is saved."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlit.checkpoints import files
+from jaxlit.engine.memory import is_exhausted, out_of_memory
+from jaxlit.errors import StateError
+from jaxlit.loop.rewind import end_before_bad_step
+from jaxlit.loop.run import Run
+
+
+def explained(error: BaseException, run: Run) -> BaseException:
+    """Return the error that a run ends with: the one that was raised, or one that says more than jax's."""
+    if is_exhausted(error):
+        return _exhausted(error, run)
+    if isinstance(error, RuntimeError) and "has been deleted" in str(error) and not isinstance(error, StateError):
+        deleted = StateError(
+            "An array of an earlier step was read, and a later step has overwritten it. Keep a copy instead: "
+            "jax.tree.map(jnp.copy, ...), or read through the module, which is up to date in every hook."
+        )
+        deleted.__cause__ = error
+        return deleted
+    return error
+
+
+def _exhausted(error: BaseException, run: Run) -> BaseException:
+    if (engine := run.engine) is None:
+        return out_of_memory(error, "before the first step")
+    failed, compiling = engine.failed, "compil" in str(error).lower()
+    place, programs = run.place, engine.programs
+    if failed is not None:  # to compile it again would only fail again, and may take minutes
+        place = f"in {failed.name}, {'as it was compiled' if compiling else 'in its first call'}"
+        programs = [] if compiling else [failed]
+    example, replicas, batch = run.feeder and run.feeder.example, engine.strategy.num_replicas, None
+    if example is not None:  # rows are split over the devices where they divide
+        leaves = jax.tree.leaves(example)
+        batch = sum(x.nbytes // (replicas if x.ndim and x.shape[0] % replicas == 0 else 1) for x in leaves)
+    with run.compiles.paused():
+        return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
+
+
+def rescue(trainer: Any, run: Run) -> str:
+    """Write a checkpoint of a run that hangs, as after an error, from another thread.
+
+    Args:
+        trainer: Its Trainer.
+        run: The run.
+
+    Returns:
+        What was saved, as a text.
+    """
+    error = TimeoutError("nothing moves")
+    with contextlib.suppress(Exception):  # else the checkpoint would be of after a step that was not finite
+        end_before_bad_step(run, error)
+    before, texts = run.progress, []
+    savers: list[Any] = [c for c in run.hooks.callbacks if c.role == "checkpoint"]
+    for callback in savers:
+        last = callback.last_model_path
+        callback.on_exception(trainer, run.module, error)
+        if run.progress != before and callback.last_model_path != last:
+            # The run moved meanwhile: the arrays may be of another step than the rest.
+            files.remove(Path(callback.last_model_path))
+            texts.append("It moved while it was saved: that checkpoint was deleted.")
+        elif callback.last_model_path:
+            texts.append(f"The newest checkpoint is {callback.last_model_path}.")
+    return " ".join(texts) or "Nothing was there to be saved."

@@ -1,0 +1,248 @@
+"""What a Trainer shows of its runs."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.traits import steps_of
+from jaxlit.core.log import active_collector
+from jaxlit.core.module import TrainModule
+from jaxlit.core.state import TrainState
+from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.loop.history import History
+from jaxlit.loop.results import MetricView
+from jaxlit.programs.flops import Flops
+from jaxlit.reporting.terminal import short_path
+from jaxlit.trainer.arguments import TrainerArguments, notes_reads
+from jaxlit.trainer.defaults import no_logger
+from jaxlit.trainer.explanation import step_flops
+from jaxlit.trainer.saver import Saver
+
+if TYPE_CHECKING:
+    from jaxlit.callbacks.early_stopping import EarlyStopping
+    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
+
+
+@notes_reads
+class TrainerProperties(TrainerArguments):
+    """What a Trainer shows of its runs."""
+
+    def __repr__(self) -> str:
+        try:
+            session = vars(self)["_session"]
+            settings, mesh, folder = session.settings, session.strategy.mesh, session.folder.known
+            parts = [
+                session.strategy.describe().split("\n")[0],
+                f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+                f"{session.epoch}{'' if settings.max_epochs is None else f' of {settings.max_epochs}'} epochs",
+                f"{session.position.global_step}{f' of {settings.max_steps}' if settings.max_steps >= 0 else ''} steps",
+                f"run {short_path(folder)}" if folder is not None else "",
+            ]
+            return f"<{type(self).__name__}: {', '.join(filter(None, parts))}>"
+        except Exception:  # a debugger shows a Trainer that is not complete yet, and a user's strategy may raise
+            return object.__repr__(self)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._session.control.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._session.set("should_stop", value)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why, as the first `stop` said."""
+        return self._session.control.stop_reason
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C, SIGTERM or another signal has ended the run."""
+        return self._session.control.interrupted
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation that runs is the one before training."""
+        return self._session.control.sanity_checking
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches of an epoch; inf if the loader has no length."""
+        return self._session.control.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader."""
+        return self._session.control.num_val_batches
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader that is predicted."""
+        return self._session.control.num_predict_batches
+
+    @property
+    def predict_outputs(self) -> Any:
+        """What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on."""
+        return self._session.control.predict_outputs
+
+    @property
+    def module(self) -> TrainModule | None:
+        """The module of the newest run."""
+        return self._session.module
+
+    @property
+    def model(self) -> Any:
+        """The module of the newest run, as `module`."""
+        return self._session.module
+
+    @property
+    def datamodule(self) -> Any:
+        """The DataModule of the newest run, None without one."""
+        return None if self._session.current is None else self._session.current.loaders.datamodule
+
+    @property
+    def saver(self) -> Saver:
+        """Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`."""
+        return self._session.saver
+
+    @property
+    def callback_metrics(self) -> MetricView:
+        """Every logged metric; reading a key waits for the device."""
+        return self._session.results.callback_metrics
+
+    @property
+    def logged_metrics(self) -> MetricView:
+        """The metrics that go to loggers."""
+        return self._session.results.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> MetricView:
+        """The metrics logged with `prog_bar=True`."""
+        return self._session.results.progress_bar_metrics
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of the bar; None if the step logs one for it."""
+        return self._session.results.loss
+
+    @property
+    def history(self) -> History:
+        """Every logged metric's steps and values, also to plot; of the newest fit."""
+        return self._session.results.history
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the loops of `fit`, `validate`, `test` or `predict` run; not yet in `prepare_data` and `setup`."""
+        return self._session.active is not None
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes files."""
+        return jax.process_index() == 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, made by the first write."""
+        return self._session.folder.path
+
+    @property
+    def log_dir(self) -> Path:
+        """The same as `run_dir`."""
+        return self._session.folder.path
+
+    @property
+    def current_epoch(self) -> Any:
+        """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
+        collector = active_collector()  # a step is traced once: a plain number would be a constant of it
+        return self._session.epoch if collector is None else collector.epoch
+
+    @property
+    def global_step(self) -> Any:
+        """Optimizer steps taken; traced inside a step."""
+        collector = active_collector()
+        return self._session.position.global_step if collector is None else collector.step
+
+    @property
+    def state(self) -> TrainState:
+        """The training state as global arrays; the next step overwrites them, so copy what you keep."""
+        if (engine := self._session.engine) is None:
+            raise AttributeError("trainer.state is there from fit on. Call trainer.fit(module, ...) first.")
+        return engine.state.unflatten()
+
+    @property
+    def hyperparams(self) -> Hyperparams:
+        """The optimizer's hyperparameters of `optax.inject_hyperparams`; setting one holds from the next step on.
+
+        For example `trainer.hyperparams["learning_rate"] *= 0.5` in a hook; reading waits for the device.
+        """
+        if (engine := self._session.engine) is None:
+            raise AttributeError("trainer.hyperparams is there from fit on. Call trainer.fit(module, ...) first.")
+        return Hyperparams(engine.state)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
+        settings, batches = self._session.settings, self._session.control.num_training_batches
+        limit = math.inf if settings.max_steps < 0 else settings.max_steps
+        if batches == math.inf or settings.max_epochs is None:
+            return limit
+        epochs, accumulate = max(settings.max_epochs, 1), settings.accumulate_grad_batches
+        return min(steps_of(self._session.callbacks, accumulate, int(batches), epochs), limit)
+
+    @property
+    def data_wait(self) -> float:
+        """Seconds of this epoch in which the devices only waited for a batch."""
+        run = self._session.current
+        ready = run is not None and run.train is not None and run.feeder is not None
+        return run.feeder.waited(run.train[0]) if ready else 0.0  # type: ignore[union-attr, index]
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
+        return {} if self._session.current is None else dict(self._session.current.compiles.seconds)
+
+    @property
+    def step_flops(self) -> dict[str, Flops]:
+        """Floating-point operations of each step that the newest run has taken, by its name, as in `explain`."""
+        return step_flops(self._session.current)
+
+    @property
+    def loggers(self) -> list[Callback]:
+        """The callbacks that log rows somewhere."""
+        return [c for c in self._session.callbacks if c.is_logger or c in self._session.given.loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which keeps pictures and the like only."""
+        return next(iter(self.loggers), None) or no_logger(self._session.media)
+
+    # Any stands for None: a program knows whether it has one, and a check for None is allowed but not asked for.
+    @property
+    def checkpoint_callback(self) -> "ModelCheckpoint | Any":
+        """The first ModelCheckpoint with a monitor, or else the first."""
+        return min(self.checkpoint_callbacks, key=lambda c: c.monitor is None, default=None)
+
+    @property
+    def checkpoint_callbacks(self) -> "list[ModelCheckpoint]":
+        """Every ModelCheckpoint."""
+        return [c for c in self._session.callbacks if c.role == "checkpoint"]  # type: ignore[misc]
+
+    @property
+    def early_stopping_callback(self) -> "EarlyStopping | Any":
+        """The first EarlyStopping."""
+        return next((c for c in self._session.callbacks if c.role == "early_stopping"), None)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader that the newest fit trains on, None before it."""
+        run = self._session.fitted
+        return None if run is None or run.train is None else run.train[0].loader
+
+    @property
+    def val_dataloaders(self) -> list[Any]:
+        """The loaders that the newest fit validates on."""
+        return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.val]
