@@ -45,6 +45,7 @@ class Replica:
         """Whether this body sees its own share of the rows."""
         return self.axis is not None and not self.whole
 
+    # Sums over batches differ between replicas until they are reduced, once, in the update step.
     @property
     def stack_size(self) -> int | None:
         """Size of the leading dim of arrays of which each replica has its own; None if there is one copy of them."""
@@ -97,6 +98,7 @@ class Replica:
         """
         return sharding.constrain(self.reduce(grads, how), shardings)
 
+    # Tracing must see as many rows as a pass does: a program is of one shape.
     def part_of(self, batch: Any) -> Any:
         """Return a batch, or the shapes of the part of it that one pass of a training step sees."""
         return batch if self.passes == 1 else with_rows(batch, -(-num_rows(batch) // int(self.passes)))
