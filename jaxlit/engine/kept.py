@@ -58,8 +58,9 @@ class EvalCache:
         key = program_key(module, strategy, precision)
 
         def serves(engine: Engine | None) -> bool:
-            known = engine is not None and engine.module is module and engine.debug == debug
-            return known and same_key(engine.key, key) and _fits(module, engine)
+            if engine is None or engine.module is not module or engine.debug != debug:
+                return False
+            return same_key(engine.key, key) and _fits(module, engine)
 
         if not serves(self._engine):
             self.forget()  # first, so that its arrays are not held as well as the new ones
