@@ -85,13 +85,12 @@ class Engines:
         built, settings = self._built, run.settings
         if own:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
-        if fitting:
-            engine = self._of_fit(run, own)
-        else:
-            engine = self.evaluator(run.module, settings, fitted, own=own, restores=resume is not None)
+        engine = self._of_fit(run, own) if fitting else self.evaluator(run.module, settings, fitted, own=own)
         if resume is not None:
             if fitting:
                 check_window(resume.checkpoint, run)
+            else:
+                self._kept.forget_sources()
             load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if own and built is not None and (fitting or resume is None):
             self._built, built.seed = built, None if fitting else built.seed
@@ -104,11 +103,10 @@ class Engines:
         fitted: Engine | None,
         *,
         own: bool = False,
-        restores: bool = False,
     ) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
         given = module, self._strategy, Precision(settings.precision)
-        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=own, restores=restores, fitted=fitted)
+        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=own, fitted=fitted)
 
     def _of_fit(self, run: Run, own: bool) -> Engine:
         settings = run.settings
