@@ -83,7 +83,7 @@ def trained(tmp_path_factory):
     return made, folder / "run", before
 
 
-def test_every_variable_comes_back_with_the_arguments_of_the_constructor(trained):
+def test_every_variable_and_argument_is_restored(trained):
     made, run, before = trained
     for inside in ("", "checkpoints", "checkpoints/step_00000004"):
         loaded = Rich.load_from_checkpoint(run / inside)
@@ -97,7 +97,7 @@ def test_every_variable_comes_back_with_the_arguments_of_the_constructor(trained
 
 
 @pytest.mark.full
-def test_what_was_loaded_draws_the_same_keys_and_takes_the_same_steps(trained):
+def test_a_loaded_module_trains_on_bit_identically(trained):
     loaded, whole = Rich.load_from_checkpoint(trained[1]), Rich(6, [0.1, 0.2], rngs=nnx.Rngs(3))
     train(loaded, "on", 1)
     train(whole, "whole", 2)
@@ -105,7 +105,7 @@ def test_what_was_loaded_draws_the_same_keys_and_takes_the_same_steps(trained):
     assert_same(loaded, whole)
 
 
-def test_hyperparameters_that_were_added_come_back_and_are_no_arguments(tmp_path):
+def test_added_hyperparameters_are_restored(tmp_path):
     class Added(Linear):
         def __init__(self, width=1):
             super().__init__()
@@ -160,11 +160,11 @@ def test_what_cannot_be_built_is_refused(cls, path, given, words, trained):
         cls.load_from_checkpoint(path or trained[1], **given)
 
 
-def test_an_argument_of_an_old_checkpoint_is_taken_from_the_caller(trained):
+def test_an_unrecorded_argument_is_taken_from_the_caller(trained):
     assert_same(Wrapped.load_from_checkpoint(trained[1], activation=nnx.relu), trained[0])
 
 
-def test_arguments_that_an_old_checkpoint_does_not_record_are_named(caplog):
+def test_unrecorded_defaults_are_named(caplog):
     fit(Built(nnx.tanh), random(1), default_root_dir="run")
     folder = Path("run/checkpoints/step_00000001")
     edit(folder, lambda state: state["module"]["hparams"].pop("activation"))
@@ -316,7 +316,7 @@ class Keyed(Mean):
         super().__init__()
 
 
-def test_a_secret_is_not_kept_and_asked_for_and_a_tokenizer_is_none():
+def test_a_secret_is_not_saved_and_asked_for():
     fit(Keyed("hunter2-very-secret"), random(1), default_root_dir="run")
     for path in Path("run").rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
@@ -418,7 +418,7 @@ def test_a_secret_in_a_dataclass_is_not_kept_and_asked_for():
         Keyed.load_from_checkpoint("run")
 
 
-def test_constructors_with_numbers_as_keys_and_with_any_number_of_arguments_are_called_with_what_they_had():
+def test_dicts_with_int_keys_and_star_args_are_restored():
     class Named(Mean):
         def __init__(self, classes, size=1):
             super().__init__()
@@ -524,7 +524,7 @@ HOSTILE_NAMES += ["jaxlit.checkpoints.files:remove", "jaxlit.checkpoints.files:s
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 @pytest.mark.parametrize("kind", ["name", "dataclass", "no such kind"])
-def test_a_name_is_not_imported_and_leads_to_arrays_code_or_the_users(kind, name, scaled, tmp_path, monkeypatch):
+def test_a_forged_name_is_not_imported_or_called(kind, name, scaled, tmp_path, monkeypatch):
     (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
     folder = Path(shutil.copytree(scaled, "step_00000001"))
@@ -553,7 +553,7 @@ def test_a_checkpoint_that_lies_about_the_module_is_refused(scaled):
     refused(fits("nothing"), lambda state: state["arrays"].pop(1))
 
 
-def test_what_fits_is_paired_by_name_shape_and_dtype_and_the_rest_is_told():
+def test_arrays_are_matched_by_name_shape_and_dtype():
     saved = [("a", (2,), "float32"), ("b", (3,), "float32"), ("c", (), "int32"), ("d", (1,), "float32"), ("x", (), "x")]
     wanted = [
         ("d", (1,), "bfloat16"),

@@ -68,7 +68,7 @@ def test_all_processes_find_the_time_over_at_one_step(
     assert found[0][0] == latest
 
 
-def test_it_asks_seldom_and_a_pace_that_slows_down_costs_a_few_of_the_steps_between(
+def test_exchanges_are_rare_and_follow_the_pace_of_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # 20 000 steps of 10 ms, 200 s: an exchange each 10 s and at each halving of the last 20.
@@ -115,7 +115,7 @@ def train_in_a_process() -> None:
 
 
 @pytest.mark.full
-def test_two_processes_of_other_clocks_validate_and_stop_at_one_step(tmp_path: Path) -> None:
+def test_processes_with_other_clocks_stop_at_one_step(tmp_path: Path) -> None:
     ended = launch(train_in_a_process, tmp_path)
     assert [one.code for one in ended] == [0, 0], ended[0].errors + ended[1].errors
     # 3 s a batch, by the slower: 10 s are over in the fourth and the eighth; 20 s in the seventh, which validates.

@@ -54,7 +54,7 @@ def test_it_reads_no_value_more(monkeypatch):
     assert not any(isinstance(x, jax.Array) for steps, values in trainer.history.values() for x in (steps, values))
 
 
-def test_of_too_many_rows_it_keeps_every_second_and_then_every_fourth():
+def test_history_thins_out_when_it_has_too_many_rows():
     history = History()
     for step in range(4 * MOST):
         history.add({"x": -step}, step)
@@ -200,7 +200,7 @@ def test_rows_of_a_loader_without_a_length_are_ten_steps_apart():
     assert trainer.history["loss"][0].tolist() == [9, 19, 29]
 
 
-def test_a_loader_of_another_length_has_traced_values_in_each_row():
+def test_a_reloaded_loader_keeps_traced_values_in_each_row():
     class Growing(jl.DataModule):
         def train_dataloader(self):
             return numbered((16, 40)[self.trainer.current_epoch])
