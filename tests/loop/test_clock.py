@@ -78,13 +78,6 @@ def test_exchanges_are_rare_and_follow_the_pace_of_steps(
     assert 200.0 <= seconds + 1e-6 < 210.0
 
 
-def test_one_process_looks_at_its_clock_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(False)
-    began = clock.look(None)
-    monkeypatch.setattr(clock_file, "agree", lambda *_, **__: pytest.fail("there is nobody to ask"))
-    assert [clock.look(1.0) >= began for _ in range(3)] == [True] * 3
-
-
 def train_in_a_process() -> None:
     """Train with a clock of this process's own: a batch takes 3 s in the first process and 1 s in the other."""
     now, seconds = [1000.0 * jax.process_index()], 3.0 - 2.0 * jax.process_index()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from kit.batches import numbered, sized
@@ -11,9 +10,7 @@ from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, logging, module
 from kit.trainers import fit
 
-import jaxlit as jl
 from jaxlit.core.log import Metric
-from jaxlit.errors import LoggerError
 from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -130,13 +127,6 @@ def test_many_values_of_hooks_add_up_as_one() -> None:
     assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_average_of_nothing_is_nan() -> None:
-    logs = hooks(on_train_epoch_end=lambda t, m: m.log("a", nnx.metrics.Average()))
-    rows = Rows()
-    fit(Mean(), numbered(1), None, logs, rows)
-    assert np.isnan(rows.rows[-1][1]["a"])
-
-
 def test_on_step_in_validation_makes_no_row() -> None:
     shown: list[dict[str, float]] = []
     look = hooks(on_validation_batch_end=lambda trainer, *_: shown.append(dict(trainer.logged_metrics)))
@@ -145,9 +135,3 @@ def test_on_step_in_validation_makes_no_row() -> None:
     fit(model, batches, batches, look, rows, num_sanity_val_steps=0)
     assert shown == [{"v": pytest.approx(float(batch["x"].sum()), rel=1e-5)} for batch in batches]
     assert not any("v" in row for _, row in rows.rows)
-
-
-def test_on_step_values_of_validation_cannot_be_monitored() -> None:
-    model = logging(validation=lambda m, batch, i: m.log("v", 1.0, on_step=True, on_epoch=False))
-    with pytest.raises(LoggerError, match=r"EarlyStopping.*'v'"):
-        fit(model, numbered(1), numbered(1), jl.callbacks.EarlyStopping("v"))

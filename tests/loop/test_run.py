@@ -13,11 +13,9 @@ from kit.batches import ROWS, Stream, numbered
 from kit.by_hand import mean
 from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
-from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
 
 
 def weight(model: Any) -> float:
@@ -49,19 +47,6 @@ def test_a_limit_is_a_count_or_a_floored_fraction(limit: float, of_5: int, of_3:
     assert tested == [{f"test/dataloader_idx_{i}": pytest.approx(x, rel=1e-6)} for i, x in enumerate(means)]
     found = [[float(x[0, 0] + w) for x in outputs] for outputs in predicted]
     assert found == [pytest.approx(range(11, 11 + of_5)), pytest.approx(range(21, 21 + of_3))]
-
-
-def test_each_stage_has_a_limit_and_0_means_no_batches() -> None:
-    for limits in ((4, 3, 2, 1), (2, 1, 0, 0)):
-        journal, model = Journal(), Mean()
-        names = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
-        trainer = make_trainer(journal, num_sanity_val_steps=0, **dict(zip(names, limits, strict=True)))
-        trainer.fit(model, numbered(5), numbered(5))
-        for verb in ("validate", "test", "predict"):
-            getattr(trainer, verb)(model, numbered(5))
-        counts = {stage: len(found) for stage, found in journal.batches.items()}
-        expected = (limits[0], 2 * limits[1], *limits[2:], 0)
-        assert counts == dict(zip(("train", "validation", "test", "predict", "sanity"), expected, strict=True))
 
 
 @pytest.mark.parametrize(("overfit", "count"), [(2, 2), (0.5, 3)])
@@ -116,11 +101,6 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
         assert trainer.loggers == [] and trainer.early_stopping_callback is None and journal.names
         assert not folder.exists()
     assert rows == []
-
-
-def test_fast_dev_run_false_or_0_is_no_limit() -> None:
-    for off in (False, 0):
-        fit_refuses(ArgumentError, "no limit", fast_dev_run=off)
 
 
 # When validation comes -------------------------------------------------------------------------------------
@@ -378,12 +358,6 @@ def test_estimated_stepping_batches_may_be_infinite(loader: Any, arguments: dict
     look = lambda self, stage: told.append(self.trainer.estimated_stepping_batches)  # noqa: E731
     fit(module(on_fit_start=lambda self: look(self, "fit")), loader, **arguments)
     assert told == [expected]
-
-
-def test_a_skipped_last_batch_is_not_told_as_short(caplog: pytest.LogCaptureFixture) -> None:
-    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 2 else None)
-    fit(Mean(), numbered(3), None, skip)
-    assert warnings_of(caplog) == []
 
 
 # Debugging -------------------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ import dataclasses
 import datetime
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import at_batch, hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
 
@@ -134,28 +133,6 @@ def test_another_number_of_the_trainer_wins_over_a_hooks() -> None:
     model = Mean()
     fit(model, numbered(6), accumulate_grad_batches=4, default_root_dir="run", resume="auto")
     assert float(model.w[0]) == pytest.approx(mean([[1.0], [2.0], [3.0, 4.0, 5.0, 6.0]]), rel=1e-5)
-
-
-def test_a_step_that_reads_an_argument_sees_the_one_that_holds() -> None:
-    asks = module(validation=lambda self, batch: self.log("limit", jnp.float32(self.trainer.max_epochs)))
-    trainer = make_trainer()
-    assert trainer.validate(asks, numbered(1)) == [{"limit": 1.0}]
-    trainer.max_epochs = 7
-    assert trainer.validate(asks, numbered(1)) == [{"limit": 7.0}]
-
-
-def test_an_incomparable_attribute_only_costs_a_compile() -> None:
-    class Odd:
-        def __eq__(self, other: object) -> Any:
-            return np.ones(2) == np.ones(2)
-
-        __hash__ = object.__hash__
-
-    model = module(init=lambda self: (Mean.__init__(self), setattr(self, "odd", Odd()))[0])
-    trainer = fit(model, numbered(1))
-    for _ in range(2):
-        model.odd = Odd()
-        assert len(trainer.predict(model, numbered(4))) == 4
 
 
 def test_a_name_of_ones_own_may_be_set() -> None:

@@ -16,7 +16,7 @@ from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
-from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.errors import ArgumentError
 
 
 @pytest.fixture
@@ -172,14 +172,6 @@ def test_callbacks_hear_once_of_each_complete_checkpoint() -> None:
     expected = [(kinds[0], "a", 4), (kinds[0], "a", 8), (kinds[1], "b", 3), (kinds[1], "b", 6), (kinds[1], "b", 8)]
     assert sorted(told, key=lambda x: x[2:]) == [(c, trainer.module, *where) for c, *where in expected]
     assert times(trainer)["Told", "on_checkpoint_saved"][0] == 5
-
-
-def test_other_arguments_are_refused_before_the_first_step() -> None:
-    steps: list[Any] = []
-    wrong = hooks("Wrong", on_checkpoint_saved=lambda t, path: None, on_train_batch_end=lambda *_: steps.append(1))
-    words = r"Wrong\.on_checkpoint_saved.*\(trainer, module, callback, path\)\. Give it"
-    refuses(ModuleError, lambda: fit(wrong, ModelCheckpoint(), enable_checkpointing=True), words)
-    assert steps == []
 
 
 def test_compile_seconds_are_those_jax_reports_for_the_run() -> None:
