@@ -80,7 +80,7 @@ def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):
     (folder / "notes.txt").write_text("the good one")
     manifest.verify(folder)
     (told,) = warnings_of(caplog)
-    assert told == f"{folder}: notes.txt is not in its manifest, and is read by nobody."
+    assert told == f"{folder}: notes.txt is not in its manifest, and is ignored."
     seal(folder)
     body = json.loads((folder / "MANIFEST.json").read_bytes())
     body["files"].pop("state.json")
