@@ -22,16 +22,16 @@ class BackboneFreeze(Callback):
     on it is trained as if its optimizer had been made then: moments, counts and schedules of it begin there, and a clip
     that is a part of the optimizer goes by its gradients alone. Rows have its rate as `lr/<part>`, 0 until then. The
     step is compiled once: it looks the epoch up, and computes the gradients of the part from the start. What is never
-    trained is said by `jl.Optimizer(wrt=...)`, and costs nothing.
+    trained is left out of `jl.Optimizer(wrt=...)`, and costs nothing.
 
     Batch statistics of the part move, as its layers run in training mode: `module.backbone.eval()` before `fit` keeps
     them. A checkpoint is of a training with the same parts. Several such callbacks unfreeze one part after the other.
 
     Args:
-        part: What a group of `jl.Optimizer(by=...)` is: an attribute, "backbone" or "net.layers[0]" say, a pattern of
+        part: What a group of `jl.Optimizer(by=...)` is: an attribute like "backbone" or "net.layers[0]", a pattern of
             paths, "*/kernel", or an nnx filter of parameters.
         unfreeze_at_epoch: The first epoch that trains it.
-        tx: The optimizer of the part, with a lower rate say; None for one like that of the module.
+        tx: The optimizer of the part, for example with a lower rate; None for one like that of the module.
 
     Raises:
         ArgumentError: An argument is out of its set, or before the first step: the part names no trained parameter, all
@@ -54,7 +54,7 @@ class BackboneFreeze(Callback):
         tx: optax.GradientTransformation | optax.MultiSteps | None = None,
     ) -> None:
         self.unfreeze_at_epoch = check.integer("unfreeze_at_epoch", unfreeze_at_epoch, low=1, owner="BackboneFreeze")
-        rule = 'takes an attribute, "backbone" say, a pattern of paths, or an nnx filter'
+        rule = 'takes an attribute like "backbone", a pattern of paths, or an nnx filter'
         check.require(part not in ("", None, True, False), "part", part, rule, owner="BackboneFreeze")
         if not isinstance(part, str):
             try:
@@ -80,6 +80,6 @@ class BackboneFreeze(Callback):
         Raises:
             ArgumentError: There is none.
         """
-        if found := names_in(module, wrt, self.part):
-            return frozenset(found)
+        if names := names_in(module, wrt, self.part):
+            return frozenset(names)
         raise ArgumentError(f"BackboneFreeze(part={shown(self.part)}) {fits_none(module, wrt, self.part)}.")

@@ -244,10 +244,10 @@ class Callback(Traits):
         """
 
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Run before a checkpoint is written; what is put into `checkpoint`, JSON values, is found at loading."""
+        """Run before a checkpoint is written; JSON values in `checkpoint` are saved with it."""
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: "Callback", path: Path) -> None:
-        """Run when a checkpoint is whole on the disk, which it may be some steps later.
+        """Run when a checkpoint is complete on the disk, which may be some steps later.
 
         Args:
             trainer: The trainer.
@@ -311,13 +311,13 @@ class Callback(Traits):
         For averages of the weights, statistics of the gradients and the like, whose arrays are as large as the
         parameters and change with every step. They are saved in checkpoints and restored bit by bit, also under
         another strategy, and they are split over the devices as the parameters are: an array of the shape of a
-        parameter and at the same path as that parameter, everything else whole on every device.
+        parameter and at the same path as that parameter, everything else replicated.
         `trainer.callback_arrays(callback)` reads them.
 
         When training continues from a checkpoint without them, they are made again from its parameters.
 
-        Both methods are compiled: an attribute of the callback that they read has, for the whole fit, the value that it
-        had when they were traced. What changes belongs into the arrays, or follows from `global_step`.
+        Both methods are compiled: they read attributes of the callback once in a fit, when they are traced. Values that
+        change belong into the arrays, or follow from `global_step`.
 
         Args:
             params: The trained parameters of step 0, a pytree of arrays as they are held.
@@ -361,7 +361,7 @@ class Callback(Traits):
         """Return which of the arrays validations and `trainer.apply` see in place of the parameters, in a fit.
 
         Args:
-            arrays: What stands for each array of `init_arrays`, for one callback of a training.
+            arrays: Placeholders for the arrays of `init_arrays`.
 
         Returns:
             A pytree like the parameters, of leaves of `arrays` as they are; None for the parameters themselves.

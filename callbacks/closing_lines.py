@@ -1,4 +1,4 @@
-"""What is said when training has ended: what came of it, where it is, and how to continue."""
+"""The last lines of a training: how it ended, where its files are, and how to continue."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("jaxlit")
 
-_FILE_WIDTH = 100  # where a line of several places is broken in a file
+_FILE_WIDTH = 100  # of lines with several places in a file
 
 
 def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
@@ -59,7 +59,7 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
         for path, mark in ((best, "best"), (callback.last_model_path, "last")):
             if path and mark not in marks.setdefault(path, []):
                 marks[path].append(mark)
-    return [f"{short_path(Path(path))} ({', '.join(said)})" for path, said in marks.items()]
+    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items()]
 
 
 def _reports(trainer: "Trainer") -> list[str]:
@@ -94,10 +94,9 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
         limit = next((name for name, (most, reached) in limits.items() if most == reached), "")
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
-    home = absolute(trainer.run_dir) / FOLDER
     callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.last_model_path]
-    found = any(callback.folder(trainer.run_dir) == home for callback in callbacks)
-    place = trainer.run_dir if found else Path(callbacks[0].last_model_path)
+    in_run = any(c.folder(trainer.run_dir) == absolute(trainer.run_dir) / FOLDER for c in callbacks)
+    place = trainer.run_dir if in_run else Path(callbacks[0].last_model_path)
     return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
 
 

@@ -39,7 +39,7 @@ class GradientAccumulationScheduler(Callback):
     changes_step = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, {0: 8, 4: 1} say"
+        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
         if not isinstance(scheduling, Mapping) or not all(is_int(x, low=-(2**63)) for x in _flat(scheduling)):
             raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
         if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:

@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import named_leaves
 
 
 class GradientNorm(Callback):
     """Log the norm of the gradients, before they are clipped, as `grad_norm`.
 
-    It is computed in the compiled step, on the steps that are logged; the others pay nothing.
+    It is computed in the compiled step, on the steps that are logged; other steps cost nothing.
 
     Args:
         norm_type: The p of the norm, above 0; `float("inf")` for the largest absolute value.
@@ -28,16 +28,12 @@ class GradientNorm(Callback):
     def __init__(
         self, norm_type: float = 2.0, *, every_n_steps: int | None = None, per_parameter: bool = False
     ) -> None:
-        if isinstance(norm_type, bool) or not isinstance(norm_type, (int, float)) or not norm_type > 0:
-            raise ArgumentError(f"GradientNorm(norm_type=...) takes a number above 0, got {norm_type!r}.")
-        if every_n_steps is not None and (
-            isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1
-        ):
-            raise ArgumentError(f"GradientNorm(every_n_steps=...) takes an int of at least 1, got {every_n_steps!r}.")
-        if not isinstance(per_parameter, bool):
-            raise ArgumentError(f"GradientNorm(per_parameter=...) takes True or False, got {per_parameter!r}.")
-        self.norm_type, self.per_parameter = float(norm_type), per_parameter
-        self.trace_every_n_steps = every_n_steps
+        is_norm = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and norm_type > 0
+        check.require(is_norm, "norm_type", norm_type, "takes a number above 0", owner="GradientNorm")
+        if every_n_steps is not None:
+            check.integer("every_n_steps", every_n_steps, low=1, owner="GradientNorm")
+        self.norm_type, self.trace_every_n_steps = float(norm_type), every_n_steps
+        self.per_parameter = check.boolean("per_parameter", per_parameter, owner="GradientNorm")
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         """Compute the norms."""

@@ -19,12 +19,12 @@ class LambdaCallback(Callback):
 
     Raises:
         ArgumentError: There is no such hook.
-        ArgumentTypeError: What is given is no function.
+        ArgumentTypeError: A value is no function.
 
     Example:
         >>> import jaxlit as jl
-        >>> told = jl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))
-        >>> trainer = jl.Trainer(max_epochs=1, callbacks=told, logger=False)
+        >>> echo = jl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=echo, logger=False)
     """
 
     def __init__(self, **functions: Callable[..., Any]) -> None:

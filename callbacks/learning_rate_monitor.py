@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate in rows of its own, or once an epoch; without it, it stands in the rows that there are.
+    """Log the learning rate also in rows without other values, or once an epoch; by default it is in existing rows.
 
     A rate is `lr`, with `jl.Optimizer(by=...)` `lr/<group>` for each group, and of a part of `BackboneFreeze`
     `lr/<part>`. It is computed in the compiled step, and comes to the host with the row. Where it cannot be read off
@@ -54,5 +54,5 @@ class LearningRateMonitor(Callback):
         if stage == "fit" and self.logging_interval == "step" and not trainer.log_every_n_steps:
             raise ArgumentError(
                 'LearningRateMonitor("step") adds to the rows of steps, and Trainer(log_every_n_steps=0) makes none. '
-                'Pass log_every_n_steps=50, say, or LearningRateMonitor("epoch").'
+                'Pass log_every_n_steps=50 or LearningRateMonitor("epoch").'
             )

@@ -1,4 +1,4 @@
-"""The base of callbacks that measure a training, and add what they find to its rows."""
+"""The base of callbacks that measure a training and add their values to its rows."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Measured(Mapping[str, float]):
-    """What callbacks add to a row, by names that nobody else logs; only `put` writes to it.
+    """Values that callbacks add to a row, by names that are not logged otherwise; only `put` writes to it.
 
     Args:
         row: The row.
@@ -47,14 +47,14 @@ class Measured(Mapping[str, float]):
         return len(self._added)
 
     def __setitem__(self, key: str, value: float) -> None:
-        """Refuse what could take the place of another's value."""
+        """Refuse to overwrite a value."""
         raise LogError(f"row[{key!r}] = ... could overwrite a value of the row. Write row.put(self, {{{key!r}: ...}}).")
 
 
 class Measure(Callback):
     """Adds values to the rows of steps, those of every `log_every_n_steps`.
 
-    No device is asked for them: a row comes a step late, when its values have arrived, and its step is done by then.
+    They cost no wait for a device: a row comes a step late, when its values have arrived and its step is done.
 
     Example:
         >>> import jaxlit as jl
@@ -74,7 +74,7 @@ class Measure(Callback):
         if stage == "fit" and not trainer.log_every_n_steps:
             raise ArgumentError(
                 f"{type(self).__name__} adds to the rows of steps, and Trainer(log_every_n_steps=0) makes none. Pass "
-                "log_every_n_steps=50, say, or leave it out of the callbacks."
+                "log_every_n_steps=50, or leave it out of the callbacks."
             )
 
     def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:

@@ -48,7 +48,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: Epochs between checkpoints. None, without `every_n_train_steps` and `train_time_interval`: one
             after each epoch; where only the newest is kept, so seldom that writing takes a tenth of the time at most.
         train_time_interval: Time between checkpoints: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
-        save_on_exception: Write one when training raises, if the state is whole.
+        save_on_exception: Write one when training raises, if the state is complete.
         on_save_error: What a checkpoint that cannot be written does: "raise", a step later at most, or "warn".
 
     Attributes:
@@ -136,7 +136,7 @@ class ModelCheckpoint(Callback):
     # When -------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin again; a resume brings back what was known."""
+        """Begin a fit; a resume restores the state afterwards."""
         if stage != "fit":
             return
         self._reset()
@@ -148,7 +148,7 @@ class ModelCheckpoint(Callback):
             )
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Note that training continues from a checkpoint: what a crash has left at a later step may be replaced."""
+        """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
         self._resumed, self._step = True, trainer.global_step
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -175,7 +175,7 @@ class ModelCheckpoint(Callback):
         self._validated |= not trainer.sanity_checking
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """Write a checkpoint if it is time, and tell of one that could not be written."""
+        """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
         if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
         if not trainer.saver.may_begin:
@@ -198,8 +198,8 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        # A checkpoint is written by all processes together. The others may be elsewhere, but for an error that all of
-        # them read off the device.
+        # All processes write a checkpoint together. The others may be elsewhere, except after an error that all of them
+        # read from the device.
         meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
         if not (self.save_on_exception and self._fitting and kept and meets):
             return
@@ -214,7 +214,7 @@ class ModelCheckpoint(Callback):
             _logger.warning("No checkpoint of the error's place was written: %s", error)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Wait for the last checkpoint, so that whoever speaks of the end of training finds it."""
+        """Wait for the last checkpoint, before other callbacks print its path."""
         self.finish(trainer)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -291,7 +291,7 @@ class ModelCheckpoint(Callback):
         trainer.saver.announce(self, saving.path)
 
     def _delete_replaced(self, trainer: "Trainer") -> None:
-        """Delete what newer checkpoints stand for; a failure loses nothing, and so is only told of."""
+        """Delete checkpoints that newer ones replace; a failure loses nothing, and is a warning."""
         names, self._replaced = self._replaced, []
         for name in names if trainer.is_global_zero else ():
             try:
@@ -300,7 +300,7 @@ class ModelCheckpoint(Callback):
                 _logger.warning("The old checkpoint %s could not be deleted: %s", self._folder / name, error)
 
     def _failed(self, error: CheckpointError) -> None:
-        """Take back what was noted of a checkpoint that was not written."""
+        """Restore the state from before a checkpoint that was not written."""
         self.load_state_dict(self._before)
         self._saved_at = None
         if self.on_save_error == "raise":
@@ -308,7 +308,7 @@ class ModelCheckpoint(Callback):
         _logger.warning("%s", error)
 
     def _names(self, state: dict[str, Any]) -> set[str]:
-        """Return the checkpoints that may have to go once a state no longer keeps them."""
+        """Return the checkpoints that are deleted once a state no longer has them."""
         if self.save_top_k == -1:
             return set()
         return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
@@ -336,7 +336,7 @@ class ModelCheckpoint(Callback):
             return None
         number = metrics.version(name)
         if number is not None and number == self._seen:
-            return None  # that of a validation which an earlier checkpoint was judged by
+            return None  # of a validation that has scored an earlier checkpoint
         self._seen, value = number, float(metrics[name])
         return value if math.isfinite(value) else None
 
@@ -344,7 +344,7 @@ class ModelCheckpoint(Callback):
         name = disk.name_of(trainer.global_step, self._suffix(trainer, epoch_over))
         path, version = self._folder / name, 0
         mine = {*self.best_k_models, self.last_model_path, self._newest_finite}
-        # An earlier fit's are its own; what is left of a training that crashed is replaced.
+        # Those of an earlier fit are kept; those of a training that crashed are replaced.
         while not self._resumed and str(path) not in mine and path.exists():
             version += 1
             path = self._folder / f"{name}-v{version}"
@@ -395,6 +395,6 @@ class ModelCheckpoint(Callback):
         self.best_k_models = {known[k]: float(v) for k, v in state_dict["best_k_models"] if k in known}
         self.last_model_path = known.get(state_dict["last_model"], "")
         self._newest_finite = known.get(state_dict["newest_finite"], "")
-        # A crash may have come before they went.
+        # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]

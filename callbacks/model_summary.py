@@ -1,6 +1,5 @@
-"""What is trained, and where it lies."""
+"""The parameters of a module, and how they are sharded."""
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, placement
 from jaxlit.reporting.terminal import join, line_width, say
-from jaxlit.table import size
+from jaxlit.table import size, table
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -36,7 +35,7 @@ class Row:
     params: int
     trained: int  # how many of them the optimizer trains
     sharding: str  # see `Placement.partition`
-    bytes: int  # of the whole arrays
+    bytes: int  # of the unsharded arrays
     bytes_per_device: int  # on the device that holds the most
 
 
@@ -59,12 +58,10 @@ class ModelSummary(Callback):
     role = "model_summary"
 
     def __init__(self, max_depth: int | str = "auto") -> None:
-        if max_depth != "auto" and (type(max_depth) is not int or max_depth < -1):
-            raise ArgumentError(
-                f"ModelSummary(max_depth=...) takes an int of at least -1 or 'auto', got {max_depth!r}."
-            )
+        known = max_depth == "auto" or check.is_int(max_depth, low=-1)
+        check.require(known, "max_depth", max_depth, "takes an int of at least -1 or 'auto'", owner="ModelSummary")
         self.max_depth = max_depth
-        self._said = ""
+        self._printed = ""
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the summary."""
@@ -79,9 +76,9 @@ class ModelSummary(Callback):
                 rule = f"ModelSummary(max_depth=-1) shows all {len(paths)} parameter arrays."
                 lines.append(f"Depth {depth} of {max(map(len, paths))}. {rule}")
         text = "\n".join([*lines, totals(state), *trainer.strategy.describe().split("\n")[1:]])
-        if text != self._said:
+        if text != self._printed:
             say(text)
-        self._said = text
+        self._printed = text
 
 
 def summarize(
@@ -95,29 +92,28 @@ def summarize(
 
     Args:
         state: The state on its devices; its leaves may be shapes, dtypes and shardings.
-        module: The module that it belongs to, for the names of its classes.
-        max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1,
-            into one row; -1 for none, "auto" by their number.
-        notes: What is said of a parameter before how it is split, by its path.
+        module: Its module, for the names of classes.
+        max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1, into one row;
+            -1 for none, "auto" by their number.
+        notes: Texts before the shardings of parameters, by path.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
     devices = devices_of(jax.tree.leaves(_held(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
-    found = sorted(
+    parameters = sorted(
         [(keys, x, True) for keys, x in _leaves(state.params)]
         + [(keys, x, False) for keys, x in _leaves(state.frozen)],
-        # Indices and names never meet at one place of a path, but may at one place of two.
+        # Indices and names cannot be compared, and two paths may have one of each at the same place.
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
     )
-    depth = _auto_depth([keys for keys, *_ in found]) if isinstance(max_depth, str) else max_depth
-    for keys, array, trained in found:
+    depth = _auto_depth([keys for keys, *_ in parameters]) if isinstance(max_depth, str) else max_depth
+    for keys, array, trained in parameters:
         groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))
     rows = []
     for path, leaves in groups.items():
-        alone = leaves[0][0] == path
-        arrays = [array for _, array, _ in leaves]
-        lies = placement(arrays, devices)
-        told = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
+        alone, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]
+        where = placement(arrays, devices)
+        remarks = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
         rows.append(
             Row(
                 path=leaf_name(path),
@@ -125,31 +121,25 @@ def summarize(
                 shape=arrays[0].shape if alone else None,
                 params=sum(x.size for x in arrays),
                 trained=sum(x.size for _, x, trained in leaves if trained),
-                sharding=", ".join([*told, lies.partition]),
-                bytes=lies.bytes,
-                bytes_per_device=lies.bytes_per_device,
+                sharding=", ".join([*remarks, where.partition]),
+                bytes=where.bytes,
+                bytes_per_device=where.bytes_per_device,
             )
         )
     return rows
 
 
 def totals(state: "TrainState") -> str:
-    """Return the summary's last line."""
-    params, trained = (
-        sum(x.size for x in jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.params)
-    )
-    whole, optimizer = (bytes_of(jax.tree.leaves(tree)) for tree in ((state.params, state.frozen), state.opt_state))
-    held = jax.tree.leaves(_held(state))
-    parts = [f"{params:,} params ({trained:,} trained)", size(whole), f"optimizer {size(optimizer)}"]
-    return join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ") + _replicated(held)
-
-
-def _replicated(held: list[Any]) -> str:
-    """Return a line on what each device holds in full, if the rest is sharded: it does not shrink on more devices."""
-    whole = [x for x in held if x.sharding.is_fully_replicated]
-    if not whole or len(whole) == len(held):
-        return ""
-    return f"\n  {size(bytes_of(whole))} of it is replicated (not sharded)"
+    """Return the summary's last line, and one on replicated arrays if others are sharded."""
+    leaves, held = jax.tree.leaves((state.params, state.frozen)), jax.tree.leaves(_held(state))
+    params, trained = (sum(x.size for x in arrays) for arrays in (leaves, jax.tree.leaves(state.params)))
+    parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves))]
+    parts += [f"optimizer {size(bytes_of(jax.tree.leaves(state.opt_state)))}"]
+    text = join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ")
+    replicated = [x for x in held if x.sharding.is_fully_replicated]
+    if replicated and len(replicated) < len(held):  # these bytes do not shrink on more devices
+        text += f"\n  {size(bytes_of(replicated))} of it is replicated (not sharded)"
+    return text
 
 
 def _held(state: "TrainState") -> tuple[Any, ...]:
@@ -167,29 +157,20 @@ def _auto_depth(paths: list[tuple[Any, ...]]) -> int:
 
 
 def _table(rows: list[Row]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = {name: [name] for name in ("path", "type", "shape", "params", "sharding", "per device")}
+    """Return the rows as a table; in a narrow terminal without the columns that matter least."""
+    columns = {name: [name] for name in ("path", "type", "shape", "sharding", "params", "per device")}
     for row in rows:
-        mark = "" if row.trained == row.params else " (frozen)" if not row.trained else " (partly frozen)"
+        mark = "" if row.trained == row.params else "(frozen) " if not row.trained else "(partly frozen) "
         shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
-        cells = (row.path, row.type, shape, f"{row.params:,}{mark}", row.sharding, size(row.bytes_per_device))
+        cells = (row.path, row.type, shape, row.sharding, f"{mark}{row.params:,}", size(row.bytes_per_device))
         for column, cell in zip(columns.values(), cells, strict=True):
             column.append(cell)
+    if not any(columns["shape"][1:]):
+        del columns["shape"]
     width = line_width() or 200  # a file has no width
-    for name in ("type", "per device", "shape"):  # what tells the least first: a path in two lines is hard to read
-        if not any(columns[name][1:]) or sum(max(map(len, x)) + 3 for x in columns.values()) + 1 > width:
-            del columns[name]
-    table = Table()
-    for name in columns:
-        table.add_column(name, justify="right" if name in ("params", "per device") else "left", overflow="fold")
-    for cells in list(zip(*columns.values(), strict=True))[1:]:
-        # A path may hold [0], which is markup to Rich.
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    # Drawn here and printed as text, since Rich ends the process when stdout is closed, shows HTML in a notebook, and
-    # colors in a file where FORCE_COLOR is set.
-    console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
+    for name in ("", "type", "per device", "shape"):
+        columns.pop(name, None)
+        lines = table([*zip(*columns.values(), strict=True)], texts=len(columns) - 1 - ("per device" in columns))
+        if max(map(len, lines)) <= width:
+            break
+    return "\n".join(lines)

@@ -217,7 +217,7 @@ def _plain(x: Any) -> np.ndarray:
 
 
 def _names(paths: list[Any]) -> list[str]:
-    """Return a file's or column's name for each leaf, unique on a disk that does not tell "A" from "a"."""
+    """Return a file's or column's name for each leaf, unique on a disk that ignores case."""
     names: list[str] = []
     for path in paths:
         name = plain = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or _LONE

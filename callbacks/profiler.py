@@ -1,4 +1,4 @@
-"""A trace of a few steps, for a look at what devices and host do in them."""
+"""A trace of what devices and host do in a few steps."""
 
 import contextlib
 import logging
@@ -23,14 +23,14 @@ class Profiler(Callback):
     """Trace a window of optimizer steps by jax's profiler, into the run's folder; the closing lines name it.
 
     Each step is marked by `jax.profiler.StepTraceAnnotation("train", step_num=...)`: from the wait for its batch on,
-    with its hooks and its row, without validations and the ends of epochs. The devices are waited for at both ends of
-    the window only. Look at it by `xprof <folder>`, or open its `.trace.json.gz` in ui.perfetto.dev.
+    with its hooks and its row, without validations and the ends of epochs. Training waits for the devices only at both
+    ends of the window. View it by `xprof <folder>`, or open its `.trace.json.gz` in ui.perfetto.dev.
 
     A window that an error, an interrupt or the end of training cuts is written all the same. Steps are counted from the
     beginning of the training, also in one that is resumed. Of several processes each writes its own, to `process_<i>`.
 
     Args:
-        start_step: 0-based index of the first optimizer step; 0 would hold the compiling as well.
+        start_step: 0-based index of the first optimizer step; 0 would include compiling.
         num_steps: How many.
         dirpath: The folder; None for `profile` in the run's folder.
 
@@ -84,7 +84,7 @@ class Profiler(Callback):
         self._wait -= 1
         if self._wait > 0:
             return
-        if epoch_over or training_over:  # what comes first belongs to no step
+        if epoch_over or training_over:  # the work until the next batch belongs to no step
             self._mark(None)
         else:
             self._move(trainer)
@@ -94,7 +94,7 @@ class Profiler(Callback):
         self._mark(None)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """End the trace; tell if there was nothing to trace."""
+        """End the trace; warn if there was nothing to trace."""
         if self._wait != math.inf and self._folder is None:
             _logger.warning(
                 "Profiler(start_step=%d) has traced nothing: training ended after step %d.",
@@ -125,7 +125,7 @@ class Profiler(Callback):
             self._mark(step)
 
     def _mark(self, step: int | None) -> None:
-        """Mark what comes as a step, which its batches share; None for what is none."""
+        """Begin to mark a step, which its batches share; None to end the mark."""
         if step is not None and self._annotation is not None and self._step == step:
             return
         if self._annotation is not None:
@@ -138,10 +138,10 @@ class Profiler(Callback):
     def _start(self, trainer: "Trainer") -> bool:
         folder = self.dirpath or absolute(trainer.run_dir) / "profile"
         folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
-        _wait_for_devices(trainer)  # the steps before it are none of the window
+        _wait_for_devices(trainer)  # earlier steps are not part of the window
         try:
             jax.profiler.start_trace(str(folder))
-        except Exception as error:  # a trace of somebody else's runs: nothing of the training is lost
+        except Exception as error:  # another trace may be running
             _logger.warning("Profiler cannot begin a trace: %s. Training continues without it.", error)
             self._wait = math.inf
             return False
@@ -163,5 +163,5 @@ class Profiler(Callback):
 
 
 def _wait_for_devices(trainer: "Trainer") -> None:
-    with contextlib.suppress(Exception):  # a device that failed has told so elsewhere
+    with contextlib.suppress(Exception):  # an error of the device is raised elsewhere
         jax.block_until_ready(trainer.state.step)

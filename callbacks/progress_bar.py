@@ -1,4 +1,4 @@
-"""What the terminal shows of training."""
+"""A progress bar in the terminal."""
 
 import contextlib
 import math
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.callbacks.traits import Traits
-from jaxlit.errors import ArgumentError
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     LiveLine,
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Show a header, a live line for each epoch and what came of it all; without a terminal plain lines.
+    """Show a header, a live line for each epoch and closing lines; without a terminal plain lines.
 
-    It shows the metrics logged with `prog_bar=True`, and the training loss unless `training_step` logs a metric with
-    "loss" in its name so: during an epoch those of the newest row, which are read anyway, at its end the means. An
-    epoch whose monitored metric (that of the first ModelCheckpoint, EarlyStopping or the like that monitors one) is the
-    best so far is marked. What is compiled is named with its seconds, at the start and for a batch of another size. A
+    The line shows the metrics logged with `prog_bar=True`, and the training loss unless `training_step` logs a metric
+    with "loss" in its name so: during an epoch those of the newest row, at its end the means. An epoch is marked if its
+    monitored metric is the best so far; that is the metric of the first ModelCheckpoint, EarlyStopping or the like that
+    monitors one. Compiled programs are printed with their seconds, at the start and for a batch of another size. A
     notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
 
     Args:
@@ -61,10 +61,9 @@ class ProgressBar(Callback):
         return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
-        if isinstance(refresh_rate, bool) or not isinstance(refresh_rate, (int, float)) or not 0 < refresh_rate <= 10:
-            raise ArgumentError(
-                f"ProgressBar(refresh_rate=...) takes a number above 0, at most 10, got {refresh_rate!r}."
-            )
+        known = isinstance(refresh_rate, (int, float)) and not isinstance(refresh_rate, bool) and 0 < refresh_rate <= 10
+        rule = "takes a number above 0, at most 10"
+        check.require(known, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
         self._interval = 1 / refresh_rate
         self._line: LiveLine | None = None
         self._next = math.inf  # when to draw next; never where nothing can change in place
@@ -95,7 +94,7 @@ class ProgressBar(Callback):
             trainer.strategy.describe().split("\n")[0],
             f"run {short_path(trainer.run_dir)}" if writes else "",
         ]
-        if (header := join(parts)) != self._header:  # a second fit says nothing new
+        if (header := join(parts)) != self._header:  # a second fit prints nothing new
             self._print(header)
         self._header = header
 
@@ -118,12 +117,12 @@ class ProgressBar(Callback):
             self._safely(lambda: show_picture(trainer.history))
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
-        """Give the terminal back before other callbacks speak of the error."""
+        """Give the terminal back before other callbacks print."""
         self._close()
         self._error = exception
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Give the terminal back; after an error tell what is left of training."""
+        """Give the terminal back, and print the closing lines after an error."""
         self._close()
         if self._error is not None and stage == "fit" and trainer.global_step:
             self._conclude(trainer)
@@ -148,10 +147,10 @@ class ProgressBar(Callback):
             self._first = batch_idx
             if not self._compiled:
                 self._compiled = True
-                # What it was compiled in is no part of the rate.
+                # The time of compiling is not part of the rate.
                 self._first, self._epoch_start = batch_idx + 1, self._last
                 self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
-        self._tell_compiled(lines)
+        self._print_compiled(lines)
         if self._last >= self._next:
             self._next = self._last + self._interval
             self._draw(trainer)
@@ -164,18 +163,18 @@ class ProgressBar(Callback):
         self._shown |= {k: v for k, v in values.items() if k in names}
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Leave the epoch's line after."""
+        """Print the epoch's line."""
         self._shown = dict(trainer.progress_bar_metrics)
         if not (self._paused or trainer.interrupted):
-            self._last = time.monotonic()  # the device has done by now what was sent to it
-        # At the end, where they do not move the columns of the lines before and after.
+            self._last = time.monotonic()  # the device has done its steps by now
+        # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
         stale = set() if self._validated else self._from_validation  # values of an earlier epoch
         numbers = [*self._numbers(trainer, stale), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Stop the clock of the rate: the device has done by now what was sent to it."""
+        """Stop the clock of the rate: the device has done its steps by now."""
         if self._fitting and not trainer.sanity_checking:
             self._last, self._validating = time.monotonic(), True
 
@@ -245,14 +244,14 @@ class ProgressBar(Callback):
     ) -> None:
         total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
         last = batch_idx + 1 == total
-        self._tell_compiled(self._compiles.update(trainer, batch, last=lambda: last, loader=dataloader_idx))
+        self._print_compiled(self._compiles.update(trainer, batch, last=lambda: last))
         if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
             self._next = now + self._interval
             count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")
             self._draw(trainer, count)
 
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
-        """Draw the live line; a terminal that is gone ends the showing, never the training."""
+        """Draw the live line; if the terminal is gone, draw no more and continue with training."""
         text, total = doing, trainer.num_training_batches
         if self._fitting:
             numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, (), live=True), self._waiting(trainer)]))
@@ -266,7 +265,7 @@ class ProgressBar(Callback):
         self._safely(draw)
 
     def _close(self, text: str | None = None) -> None:
-        """Take the live line away, and leave a text behind."""
+        """Remove the live line, and print a text."""
         line = self._line
         if line is None:
             if text is not None:
@@ -277,7 +276,7 @@ class ProgressBar(Callback):
         self._safely(lambda: line.close(text))
 
     def _numbers(self, trainer: "Trainer", stale: Collection[str], *, live: bool = False) -> list[str]:
-        """Return count, rate and metrics, as wide as in other epochs; blank where there is none or it is stale."""
+        """Return count, rate and metrics, as wide as in other epochs; stale metrics are blank."""
         total, rate = trainer.num_training_batches, self._rate(trainer)
         thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
         speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
@@ -288,13 +287,13 @@ class ProgressBar(Callback):
         if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
             parts.append(f"{clock(left)} left")
         shown = self._shown
-        if (loss := trainer.loss) is not None:  # validation_step may log a loss of its own
+        if (loss := trainer.loss) is not None:  # validation_step may log another loss
             shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
         metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
         return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 
     def _rate(self, trainer: "Trainer") -> float:
-        """Return batches a second, without validations and compiling; 0 if there is no telling."""
+        """Return batches per second, without validations and compiling; 0 if it is not known."""
         first = self._batches if self._first is None else self._first
         return (self._batches - first) / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
 
@@ -303,14 +302,14 @@ class ProgressBar(Callback):
 
     def _waiting(self, trainer: "Trainer") -> str:
         seconds, waited = self._seconds(trainer), trainer.data_wait - self._waited_before
-        # Less than a tenth of the time, or than half a second, is no reason to look for a faster loader.
+        # Less than a tenth of the time, or than half a second, needs no faster loader.
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _tell_compiled(self, lines: list[str]) -> None:
-        # What comes before the first step of training is told with it.
+    def _print_compiled(self, lines: list[str]) -> None:
+        # Programs compiled before the first training step are printed with it.
         if self._compiled or not self._fitting:
-            lines = [*lines, self._compiles.rest()]
+            lines = [*lines, self._compiles.first()]
         if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
             self._close(text)
 
@@ -318,10 +317,10 @@ class ProgressBar(Callback):
         return done + "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
 
     def _conclude(self, trainer: "Trainer") -> None:
-        if text := self._compiles.rest():  # no step came after it
+        if text := self._compiles.first():  # no step came after it
             self._print(text)
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
-        seconds, best = time.monotonic() - self._start, self._best.describe(trainer)
+        seconds, best = time.monotonic() - self._start, self._best.describe()
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
 
     def _print(self, line: str) -> None:
@@ -334,7 +333,7 @@ class ProgressBar(Callback):
         except (OSError, ValueError):
             line, self._line = self._line, None
             self._active, self._next = False, math.inf
-            with contextlib.suppress(OSError, ValueError):  # it still gives sys.stdout back
+            with contextlib.suppress(OSError, ValueError):  # it still restores sys.stdout
                 if line is not None:
                     line.close()
 

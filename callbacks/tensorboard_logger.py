@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Write every logged row to an event file, and images, figures, texts, tables, histograms and hyperparameters.
 
-    Look at them by `tensorboard --logdir runs`. A training that is resumed takes back what it makes again. It needs
+    View them by `tensorboard --logdir runs`. A training that is resumed drops the rows that it makes again. It needs
     tensorboardX, `pip install jaxlit[tensorboard]`.
 
     Args:
@@ -32,7 +32,7 @@ class TensorBoardLogger(Logger):
         name: A folder in `save_dir`; "" for none.
         version: The run's folder in it; None for the name of the Trainer's run.
         prefix: What the names of all metrics begin with, and a slash.
-        on_error: What a file that cannot be written does: "warn" says so once, and the logger stands aside; "raise"
+        on_error: What a file that cannot be written does: "warn" prints it once, and calls the logger no more; "raise"
             ends training.
 
     Example:
@@ -52,13 +52,13 @@ class TensorBoardLogger(Logger):
         if save_dir is None and (name or version is not None):
             raise ArgumentError(
                 f"TensorBoardLogger(name={name!r}, version={version!r}) are folders in save_dir, which is not given. "
-                "Pass save_dir='logs', say, or leave them out."
+                "Pass save_dir='logs', or leave them out."
             )
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self._name, self._version, self.prefix, self.on_error = name, version, prefix, on_error
         self._writer: Any = None
         self._open = False
-        self._purge: int | None = None  # the step from which on an earlier part of the training counts no more
+        self._purge: int | None = None  # the step from which on earlier rows are dropped
 
     @property
     def log_dir(self) -> Path | None:
@@ -94,7 +94,7 @@ class TensorBoardLogger(Logger):
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Take back the rows that training will make again."""
+        """Drop the rows that training will make again."""
         self._purge = int(checkpoint["global_step"])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class TensorBoardLogger(Logger):
             self._open = False
             self._writer.close()
 
-    # What is no number ------------------------------------------------------------------------------
+    # Media ------------------------------------------------------------------------------
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
@@ -185,7 +185,7 @@ class TensorBoardLogger(Logger):
         if not self._open:
             from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
 
-            # The name has the second only, and a second file of one name would take the place of the first.
+            # The name has the second only, and a second file of that name would replace the first.
             suffix = f".{time.time_ns() % 10**9:09d}"
             self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
             self._open, self._purge = True, None

@@ -1,4 +1,4 @@
-"""How fast a training goes."""
+"""The speed of a training."""
 
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Point(NamedTuple):
-    """Where training stood at a time."""
+    """The counts of a training at a time."""
 
     steps: int  # optimizer steps
     batches: int
@@ -40,16 +40,16 @@ class ThroughputMonitor(Measure):
     - `train/samples`, `train/lengths`: those so far;
     - `train/batches_per_sec`, `train/samples_per_sec`, `train/items_per_sec`, the last with `length_fn`;
     - `train/flops_per_sec`: by the matrix products and convolutions of the compiled step, see `trainer.step_flops`;
-    - `train/mfu`: the share of the most that the devices can do, where that is known.
+    - `train/mfu`: the share of the devices' peak, where that is known.
 
-    Times are those at which values of a row have arrived, so that steps which are only dispatched do not count. What
-    validations take does not count, nor do the steps of a window in which something was compiled.
+    A row's time is that at which its values have arrived, so that steps which are only dispatched do not count. The
+    time of validations does not count, nor do the steps of a window in which a program was compiled.
 
     Args:
         batch_size_fn: Returns the samples of a batch, as the loader gave it; None for its rows.
-        length_fn: Returns the items of a batch, tokens say; None for none.
-        window_size: Over how many of the last batches rates are, at least from one row to the next.
-        available_flops: Operations a second that one device can do; None for what its maker says of the step's dtypes.
+        length_fn: Returns the items of a batch, for example tokens; None for none.
+        window_size: The number of batches that a rate is of; at least those from one row to the next.
+        available_flops: Peak operations per second of one device; None for its data sheet's, by the step's dtypes.
 
     Example:
         >>> import jaxlit as jl
@@ -84,7 +84,7 @@ class ThroughputMonitor(Measure):
         self._points = deque[_Point]()
         self._compiled: dict[str, float] = {}
         self._paused, self._validated = 0.0, 0.0  # when the validation at hand began; seconds of all
-        self._of_first: int | None = None  # the samples of the batch that `step_flops` tells of
+        self._of_first: int | None = None  # the samples of the batch that `step_flops` is for
         self._key: Any = None  # where in a batch an array has its rows
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -101,7 +101,7 @@ class ThroughputMonitor(Measure):
             self._take_first(trainer, batch)
         fn = self.batch_size_fn
         self._batches += 1
-        # By a key where there is one: this runs in every step, and to look through a tree would be calls.
+        # By a key if there is one: this runs in every step, and walking a tree would cost calls.
         if fn is not None:
             self._samples += fn(batch)
         else:
@@ -122,7 +122,7 @@ class ThroughputMonitor(Measure):
         self._validated += perf_counter() - self._paused
 
     def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
-        """Note what belongs to the row, before the next batch is counted."""
+        """Remember the counts of the row, before the next batch is counted."""
         self._row = self._now(step + 1)
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
@@ -166,29 +166,29 @@ class ThroughputMonitor(Measure):
         for name, fn in (("batch_size_fn", self.batch_size_fn), ("length_fn", self.length_fn)):
             if fn is None:
                 continue
-            found = fn(batch)
-            if not check.is_int(found, low=0):
+            count = fn(batch)
+            if not check.is_int(count, low=0):
                 raise ArgumentTypeError(
-                    f"ThroughputMonitor({name}=...) must return an int of at least 0 for a batch, got {found!r}. "
+                    f"ThroughputMonitor({name}=...) must return an int of at least 0 for a batch, got {count!r}. "
                     "Return int(...) of a number on the host."
                 )
-            self._of_first = found if name == "batch_size_fn" else self._of_first
+            self._of_first = count if name == "batch_size_fn" else self._of_first
 
     def _rates(self, trainer: "Trainer", since: _Point, here: _Point) -> dict[str, float]:
         seconds, batches = here.seconds - since.seconds, here.batches - since.batches
         samples, lengths = here.samples - since.samples, here.lengths - since.lengths
-        found = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
+        rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if self.length_fn is not None:
-            found["items_per_sec"] = lengths / seconds
+            rates["items_per_sec"] = lengths / seconds
         if (flops := self._flops(trainer, here.steps - since.steps, batches)) is None:
-            return found
+            return rates
         # A batch of fewer rows takes its share of what the first one took.
         first = (self._of_first or 0) * jax.process_count()
         share = samples / (batches * first) if first else 1.0
-        found["flops_per_sec"] = flops.count * share / seconds
+        rates["flops_per_sec"] = flops.count * share / seconds
         if (least := self._least_seconds(trainer, flops)) is not None:
-            found["mfu"] = least * share / seconds
-        return found
+            rates["mfu"] = least * share / seconds
+        return rates
 
     def _flops(self, trainer: "Trainer", steps: int, batches: int) -> Flops | None:
         """Return the operations of so many optimizer steps and batches like the first one."""
@@ -212,6 +212,6 @@ def _of_all(point: _Point, compiled: bool = False) -> tuple[_Point, bool]:
     """Return the counts of all processes together by the clock of the first, and whether any has compiled."""
     if jax.process_count() == 1:
         return point, compiled
-    told = agree("ThroughputMonitor's row", [point.samples, point.lengths, point.seconds, compiled])
-    samples, lengths, seconds, each = zip(*told, strict=True)
+    rows = agree("ThroughputMonitor's row", [point.samples, point.lengths, point.seconds, compiled])
+    samples, lengths, seconds, each = zip(*rows, strict=True)
     return point._replace(samples=sum(samples), lengths=sum(lengths), seconds=seconds[0]), any(each)

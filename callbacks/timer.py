@@ -1,4 +1,4 @@
-"""Stop a training when its time is over, and tell how long each stage took."""
+"""Stop a training when its time is over, and measure each stage."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ _STAGES = ("train", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Stop training after a duration, over all the runs that it was resumed in; tell how long stages take.
+    """Stop training after a duration, over all the runs that it was resumed in, and measure stages.
 
     Arguments and methods are Lightning's. `Trainer(max_time=...)` counts each `fit` again; here what a checkpoint has
     seen counts as well. In several processes all stop at the same step. `min_epochs` and `min_steps` keep training
@@ -28,7 +28,7 @@ class Timer(Callback):
         duration: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS"; None to measure
             only.
         interval: "step" to stop after the step that runs, "epoch" at the end of the epoch.
-        verbose: Say that it has stopped the training.
+        verbose: Log that it has stopped the training.
 
     Raises:
         ArgumentError: An argument is out of its set.
@@ -88,7 +88,7 @@ class Timer(Callback):
             self._start, self._end, self._before = {}, {}, 0.0
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Train no step if a checkpoint has used the time up."""
+        """Train no step if no time is left after a checkpoint."""
         if self.duration is not None and self._before >= self.duration:
             trainer.stop(self._reason)
 
@@ -96,7 +96,7 @@ class Timer(Callback):
         """Begin to count."""
         self._begin("train")
         if self.duration is not None:
-            # The loop looks at the clock, not a hook of this: several processes must find the same step.
+            # The loop checks the clock, not a hook: several processes must stop at the same step.
             left = self.duration - self._before
             trainer.stop_after(left, self._reason, at_epoch_end=self.interval == "epoch")
 

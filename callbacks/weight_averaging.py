@@ -24,7 +24,7 @@ class WeightAveraging(Callback):
     bit by bit. Validations of a fit and `trainer.apply` run with it, and `fit` leaves it in the module; what is trained
     never sees it. Until the first average it is the weights themselves. Batch statistics stay those of the training.
 
-    A learning rate that stays high, or comes back, is said by the optimizer's schedule.
+    A learning rate that stays high, or rises again, is a matter of the optimizer's schedule.
 
     Source: Izmailov et al., Averaging weights leads to wider optima and better generalization, arXiv 1803.05407.
 
@@ -50,15 +50,14 @@ class WeightAveraging(Callback):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         name = type(self).__name__
-        whole = check.is_int(update_every_n_steps, low=1)
-        check.require(whole, "update_every_n_steps", update_every_n_steps, "takes an int of at least 1", owner=name)
+        check.integer("update_every_n_steps", update_every_n_steps, low=1, owner=name)
         starts = {
             "update_starting_at_step": update_starting_at_step,
             "update_starting_at_epoch": update_starting_at_epoch,
         }
         for key, value in starts.items():
-            known = value is None or check.is_int(value, low=0)
-            check.require(known, key, value, "takes an int of at least 0 or None", owner=name)
+            if value is not None:
+                check.integer(key, value, low=0, owner=name)
         if None not in starts.values():
             raise ArgumentError(f"{name} takes update_starting_at_step or update_starting_at_epoch, got both.")
         self.update_every_n_steps = update_every_n_steps

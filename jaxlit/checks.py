@@ -23,7 +23,7 @@ def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> N
         allowed: Whether it is.
         name: The argument.
         value: What was given.
-        rule: What the argument takes, as the message says it: "takes an int of at least 0".
+        rule: What the argument takes, as in the message: "takes an int of at least 0".
         owner: What was called.
 
     Raises:
@@ -39,7 +39,7 @@ def is_int(value: Any, *, low: int) -> bool:
 
 
 def integer(name: str, value: Any, *, low: int, owner: str = "Trainer", other: str = "") -> int:
-    """Return an int of at least `low`; `other` is what the message says the argument takes besides."""
+    """Return an int of at least `low`; `other` is what else the argument takes, for the message."""
     rule = f"{owner}({name}=...) takes an int of at least {low}{other}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(f"{rule}, got {shown(value)}.{_as_text(name, value)}")
@@ -132,10 +132,10 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
-    whole = isinstance(value, (int, np.integer))
-    if value < 1 if whole else not 0.0 < value <= 1.0:
+    is_int = isinstance(value, (int, np.integer))
+    if value < 1 if is_int else not 0.0 < value <= 1.0:
         raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
-    return int(value) if whole else float(value)
+    return int(value) if is_int else float(value)
 
 
 def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:

@@ -1,6 +1,6 @@
 """The errors that jaxlit raises for mistakes in a user's arguments, data, module or hooks.
 
-Every message says the rule, what was given, and what to do.
+Every message has the rule, what was given, and what to do.
 """
 
 import difflib

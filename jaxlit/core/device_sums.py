@@ -55,7 +55,7 @@ class Table:
         if not self.metrics:
             return jnp.zeros((2, 0), jnp.float32)
         value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
-        # What has no weight counts nothing, even if it is NaN: the mean over a mask without an entry, say.
+        # A value without weight counts nothing, even if it is NaN, as the mean over an empty mask is.
         weighted = jnp.where(weight == 0, 0.0, value * weight * share)
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
         return jnp.stack([total, weight * share])

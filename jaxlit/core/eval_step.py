@@ -20,7 +20,7 @@ class EvalStep:
         pure: The module taken apart.
         stage: "validation", "test" or "predict".
         loader: The `dataloader_idx` of a step that takes one, else None.
-        layout: How (counters, params, frozen, model_state) is laid out flat.
+        layout: How a flat list becomes (counters, params, frozen, model_state).
         wrap: What the strategy makes of the user's step.
     """
 

@@ -52,9 +52,9 @@ def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
     """Return what is said of a group without a parameter, see `names_in`: that it has none, and what there is."""
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
     inner = sorted({_text(path[:n]) for path in paths for n in range(1, len(path))})
-    whole = [_text(path) for path in paths]
-    hint = did_you_mean(key, [*inner, *whole]) if isinstance(key, str) else ""
-    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or whole)}"
+    leaves = [_text(path) for path in paths]
+    hint = did_you_mean(key, [*inner, *leaves]) if isinstance(key, str) else ""
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or leaves)}"
 
 
 def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
@@ -70,24 +70,26 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
     """
     flat = list(nnx.to_flat_state(nnx.state(module, wrt)))
     fits = [_fits(key) for key in keys]
-    found = {path: next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
+    group_of = {path: next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
     paths = [_text(path) for path, _ in flat]
     for k, key in enumerate(keys):
-        if k not in found.values():
-            taken = next((found[path] for path, x in flat if fits[k](path, x)), None)
+        if k not in group_of.values():
+            taken = next((group_of[path] for path, x in flat if fits[k](path, x)), None)
             why = (
                 f"has nothing left: {shown(keys[taken])} comes first and fits all of it. Put it before that"
                 if taken is not None
                 else fits_none(module, wrt, key)
             )
             raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
-    if left := [name for name, group in zip(paths, found.values(), strict=True) if group is None]:
+    if left := [name for name, group in zip(paths, group_of.values(), strict=True) if group is None]:
         raise ArgumentError(
             f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
             "left, or leave them out of wrt=."
         )
-    # In the order of the groups, in which their rates stand in a row.
-    return {leaf_name(path): label for k, label in enumerate(labels_of(keys)) for path, at in found.items() if at == k}
+    # In the order of the groups, in which a row has their rates.
+    return {
+        leaf_name(path): label for k, label in enumerate(labels_of(keys)) for path, at in group_of.items() if at == k
+    }
 
 
 def _fits(key: Any) -> Any:

@@ -26,7 +26,7 @@ def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
 
 
 def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
-    """Return whether an optimizer's state begins with numbers of the parameters: slow weights or averages, say."""
+    """Return whether an optimizer's state begins with numbers of the parameters, such as slow weights or averages."""
     leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
     program = jax.make_jaxpr(lambda *x: tx.init(treedef.unflatten(x)))(*leaves).jaxpr
     return any(reaches(program, range(len(program.outvars))))

@@ -110,10 +110,10 @@ class KeepsHparams:
 
 def hparams_of(owner: Any) -> Hparams:
     """Return the hyperparameters of a module or DataModule, always the same dict, without touching it."""
-    if (found := _hparams.get(owner)) is None:  # a copy, made without the constructor
+    if (hparams := _hparams.get(owner)) is None:  # a copy, made without the constructor
         names = _parameters(owner)
-        found = _hparams[owner] = Hparams(arguments=names, left_out=dict.fromkeys(names, _CHOSEN))
-    return found
+        hparams = _hparams[owner] = Hparams(arguments=names, left_out=dict.fromkeys(names, _CHOSEN))
+    return hparams
 
 
 def set_hparams(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,19 +146,19 @@ def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -
     known = {*inspect.signature(type(owner).__init__).parameters, *here, *kept}
     if unknown := [x for x in (*names, *ignore) if x not in known]:
         raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
-    found = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and can_be_saved(v)}
+    hparams = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and can_be_saved(v)}
     for values in more:
         values = vars(values) if isinstance(values, argparse.Namespace) else values
         if not isinstance(values, Mapping):
             raise ArgumentTypeError(
                 f"{called} takes names of the constructor's arguments, and dicts, got {shown(values)}."
             )
-        found |= {k: v for k, v in values.items() if can_be_saved(v)}
-    replace_hparams(owner, found)
+        hparams |= {k: v for k, v in values.items() if can_be_saved(v)}
+    replace_hparams(owner, hparams)
 
 
 def replace_hparams(owner: Any, values: Any) -> None:
-    """Make a mapping's values the hyperparameters, as `self.hparams = values` says."""
+    """Make a mapping's values the hyperparameters, as `self.hparams = values` does."""
     if isinstance(values, argparse.Namespace):
         values = vars(values)
     if not isinstance(values, Mapping):
@@ -185,8 +185,8 @@ def can_be_saved(value: Any) -> bool:
 
 def _parameters(owner: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a constructor that have names, without `self` and `rngs`, which need not be given."""
-    found = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
-    return {p.name: p for p in found if p.name != "rngs" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
+    return {p.name: p for p in parameters if p.name != "rngs" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
@@ -216,15 +216,15 @@ def _named(
         return {}  # the constructor itself will say what is wrong
     if defaults:
         bound.apply_defaults()
-    found = dict(list(bound.arguments.items())[1:])
-    named = next((found.pop(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    given = dict(list(bound.arguments.items())[1:])
+    named = next((given.pop(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), None)
     several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     if named is not None and several is not None and bases:
-        handed_on = _named(bases, owner, found.get(several, ()), named, defaults=False)
-        if len(handed_on) == len(found.get(several, ())) + len(named):
-            found.pop(several, None)
+        handed_on = _named(bases, owner, given.get(several, ()), named, defaults=False)
+        if len(handed_on) == len(given.get(several, ())) + len(named):
+            given.pop(several, None)
             named = handed_on
-    return found | (named or {})
+    return given | (named or {})
 
 
 def _of_base_class(owner: Any) -> dict[str, Any]:

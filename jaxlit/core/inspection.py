@@ -1,4 +1,4 @@
-"""Looks at the program of a step for what its numbers would not tell."""
+"""Looks at the program of a step for mistakes that its numbers would not show."""
 
 import inspect
 import logging
@@ -25,10 +25,10 @@ _MANY_BYTES = 64 * 2**20  # of constants in a step
 
 
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
-    """Find out what a training step writes to, and refuse or warn of a program that is not what its author means.
+    """Note what a training step writes to, and refuse or warn of a program that is not what its author means.
 
     Args:
-        pure: The module taken apart, whose training step was traced.
+        pure: The module taken apart.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract.
         twice: Trace the step once more, and warn if it comes out another.
@@ -96,8 +96,8 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
 
     Args:
         pure: The module taken apart.
-        stage: The stage, whose step was traced.
-        loader: The loader that it was traced for.
+        stage: The stage.
+        loader: The loader, for a step that asks for it.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract; the first three are the state.
 

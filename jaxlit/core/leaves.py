@@ -38,13 +38,13 @@ class Leaf:
 def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `Model.split`."""
     owners = _owners(module)
-    found = []
+    leaves = []
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
             is_variable = isinstance(leaf, nnx.Variable)
             owner, group = owners.get(id(leaf), ("", 0))
-            found.append(Leaf(leaf_name(path), type(leaf) if is_variable else None, owner, group))
-    return found
+            leaves.append(Leaf(leaf_name(path), type(leaf) if is_variable else None, owner, group))
+    return leaves
 
 
 def _owners(module: nnx.Module) -> dict[int, tuple[str, int]]:

@@ -82,15 +82,15 @@ def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict
     Raises:
         CheckpointError: Some must be given again.
     """
-    parameters, found, missing = inspect.signature(cls.__init__).parameters, {}, {}
+    parameters, arguments, missing = inspect.signature(cls.__init__).parameters, {}, {}
     for name, value in hparams.items():
         try:
-            found[name] = decode(value, cls)
+            arguments[name] = decode(value, cls)
         except NotKeptError as error:
             if name not in parameters or not _is_same(value, parameters[name].default):
                 missing[name] = str(error)
     if not missing:
-        return found
+        return arguments
     given = ", ".join(f"{name}={text}" for name, text in missing.items())
     raise CheckpointError(
         f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "

@@ -69,7 +69,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
-        # Nothing has the name, or a property of it has raised, whose error is told again.
+        # Nothing has the name, or a property of it has raised, whose error is raised again.
         if name.startswith("_") or hasattr(type(self), name):
             return super().__getattribute__(name)
         raise no_such_name("TrainModule", name, dir(self), called=type(self).__name__)
@@ -93,7 +93,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         writes to a trained parameter is what the optimizer updates.
 
         Called as `training_step(batch)` or `training_step(batch, batch_idx)`; `batch_idx` is a traced
-        () int32. What the dict holds beside the loss reaches `on_train_batch_end` as `outputs`.
+        () int32. What else the dict holds reaches `on_train_batch_end` as `outputs`.
         """
         raise NotImplementedError
 
@@ -170,13 +170,13 @@ class TrainModule(KeepsHparams, nnx.Module):
         Constructor arguments are kept in a checkpoint, functions and classes by name; `rngs` need not be given.
 
         Args:
-            checkpoint_path: A checkpoint; a run's folder, of which the newest that verifies is taken, as a line says;
+            checkpoint_path: A checkpoint; a run's folder, of which the newest that verifies is taken, and printed;
                 or `<run's folder>/best`.
             strict: Refuse a checkpoint that does not fit; otherwise what fits is taken, and the rest named.
             **overrides: Constructor arguments that win over those of the checkpoint, or that it does not keep.
 
         Raises:
-            CheckpointError: It is damaged, or does not fit: a table says what differs.
+            CheckpointError: It is damaged, or does not fit: a table shows what differs.
         """
         from jaxlit.core.loading import load_module
 

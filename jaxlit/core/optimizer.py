@@ -22,8 +22,8 @@ from jaxlit.shown import shown
 class Optimizer:
     """An optax transform and the variables that it trains, or one transform for each group of them.
 
-    A group is said by an attribute of the module (`"generator"`, `"net/head"`), a pattern of paths
-    (`"encoder/*/kernel"`; a `*` stands for any text, slashes too), or an nnx filter (`nnx.LoRAParam`; `...` for the
+    A group is named by an attribute of the module (`"generator"`, `"net/head"`), a pattern of paths
+    (`"encoder/*/kernel"`; a `*` matches any text, slashes too), or an nnx filter (`nnx.LoRAParam`; `...` for the
     rest). A parameter belongs to the first group that it fits.
 
     Args:

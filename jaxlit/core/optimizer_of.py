@@ -28,7 +28,7 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     cls = cls or type(module)
     where = f"{cls.__name__}.configure_optimizers"
     if cls.configure_optimizers is TrainModule.configure_optimizers:
-        raise ModuleError(f"fit needs {where}. Return an optax transform from it, optax.adamw(1e-3) say.")
+        raise ModuleError(f"fit needs {where}. Return an optax transform from it, for example optax.adamw(1e-3).")
     with noting_place(where):
         made = cls.configure_optimizers(module)
         # A transform is a tuple itself.
@@ -48,15 +48,17 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
 
 
 def _several(where: str, module: TrainModule, made: Sequence[Any]) -> str:
-    found = _optimizers_in(made)
-    if len(found) > 1:
+    optimizers = _optimizers_in(made)
+    if len(optimizers) > 1:
         names = list(dict.fromkeys(str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))))
-        return _by(where, f"{len(found)} optimizers", names if len(names) == len(found) else ["encoder", "decoder"])
+        return _by(
+            where, f"{len(optimizers)} optimizers", names if len(names) == len(optimizers) else ["encoder", "decoder"]
+        )
     return f"{where} returned {len(made)} things; return one optimizer. A schedule goes into it: optax.adamw(schedule)."
 
 
 def _optimizers_in(made: Any) -> list[Any]:
-    """Return the optimizers in lists of lists and dicts, as Lightning takes them beside schedulers."""
+    """Return the optimizers in lists of lists and dicts, as Lightning takes them with schedulers."""
     if isinstance(made, _KINDS):
         return [made]
     if isinstance(made, Mapping):
@@ -81,4 +83,4 @@ def _other(made: Any) -> str:
         keys = ", ".join(map(repr, made)) or "nothing"
         return f"a dict of {keys}. Return the optimizer alone, with the schedule inside: optax.adamw(schedule)."
     text = shown(made)
-    return f"{text if len(text) <= 100 else type(made).__name__}. Return optax.adamw(1e-3), say."
+    return f"{text if len(text) <= 100 else type(made).__name__}. Return, for example, optax.adamw(1e-3)."

@@ -40,7 +40,7 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     """Return an optimizer that keeps a state for each part, and one for all other parameters.
 
     Moments and counts of a part so begin with its own first step, as if its optimizer were made then. Its groups are
-    told apart as the states are: what a part has of a group has a rate of its own.
+    split as the states are: what a part has of a group has its own rate.
     """
     if not parts:
         return optimizer
@@ -75,9 +75,9 @@ def parts_along(state: Any) -> list[str]:
 
 
 def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
-    """Return what the rate of each parameter is called in a row: a group that is whole keeps its name."""
+    """Return what the rate of each parameter is called in a row: a group that is in one part keeps its name."""
     part_of = {name: part for part in parts for name in sorted(part.names)}
-    whole = {
+    unsplit = {
         group
         for group in groups.values()
         if len({id(part_of.get(name)) for name, other in groups.items() if other == group}) == 1
@@ -85,7 +85,7 @@ def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
 
     def called(name: str) -> str:
         group, part = groups.get(name, ""), part_of.get(name)
-        if part is None or (group in whole and part.tx is None):
+        if part is None or (group in unsplit and part.tx is None):
             return group
         return part.label if part.tx is not None or not group else f"{group}/{part.label}"
 

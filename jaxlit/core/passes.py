@@ -66,10 +66,10 @@ class Passes:
         """
         old = self.step.layout.unflatten(leaves)
         objective = self.step.objective(replica, old, old.frozen, old.model_state, replica.constrain_batch(batch))
-        found, (loss, aux) = objective(old.params)
+        value, (loss, aux) = objective(old.params)
         new, table, outputs = self.step.made(replica, old, loss, aux, 1.0)
         flat = self.step.layout.flatten(self.step.kept_finite(old, new))
-        return found, [flat[i] for i in self.written], table, outputs
+        return value, [flat[i] for i in self.written], table, outputs
 
     def add(self, total: jax.Array, grad: jax.Array, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
         """Return the sum of the gradients of a parameter, with that of another part in it.

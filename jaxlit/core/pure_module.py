@@ -31,7 +31,7 @@ class Traced:
     """What the trace of a stage's step has shown."""
 
     table: Table
-    outputs: Any = None  # jax.ShapeDtypeStructs of what the step returns beside the loss
+    outputs: Any = None  # jax.ShapeDtypeStructs of what the step returns besides the loss
     rows: int = 0  # rows of the batch that the body saw
     changed: tuple[bool, ...] = ()  # which leaves of (params, frozen, model_state) a training step wrote to
     rows_of: tuple[bool, ...] = ()  # which leaves of outputs have one row for each row of the batch
@@ -77,13 +77,13 @@ class PureModule:
 
     def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
         """Return what each leaf of the state is, given arrays or their shapes."""
-        found: list[Leaf] = []
+        leaves: list[Leaf] = []
 
         def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
-            found.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
+            leaves.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
 
         jax.eval_shape(rebuild, params, frozen, model_state)
-        return found
+        return leaves
 
     @property
     def rounded(self) -> tuple[Any, ...]:
@@ -112,13 +112,13 @@ class PureModule:
         """
         key = (stage, replica, loader)
         if key not in self._bodies:
-            # jit(inline=True) leaves nothing behind in the step, but shares one trace between the
+            # jit(inline=True) leaves no call in the step, but shares one trace between the
             # look-ahead that finds the metrics and the gradient: the user's code is traced once.
             self._bodies[key] = jax.jit(partial(self.run, stage, replica, loader), inline=True)
         return self._bodies[key]
 
     def run(self, stage: str, replica: Replica, loader: int | None, *args: Any) -> tuple[jax.Array, Any]:
-        """Run the user's step of a stage; `body` says what `args` are and what it returns."""
+        """Run the user's step of a stage; see `body` for `args` and what is returned."""
         params, frozen, model_state, batch, step, epoch, batch_idx = args
         compute, training, name = self.precision.compute, stage == "training", f"{self.name}.{STAGES[stage].step}"
         held = (params, frozen, model_state)

@@ -16,7 +16,7 @@ from jaxlit.core.parts import Part, parts_along
 from jaxlit.leaf_names import leaf_name
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 
-OF_RATE = -1.0  # stands in the place of the weight, in the column of a rate: no metric has such a weight
+OF_RATE = -1.0  # marks the column of a rate: it is stored as the weight, and real weights are never negative
 _AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
 _SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
 
@@ -38,44 +38,45 @@ class Rates:
 def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
     """Return the learning rates of an optimizer, none where they cannot be read.
 
-    optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update has it in
-    the open: a rate is what an array of updates is multiplied with at the end, a number or one computed of the
-    optimizer's state. So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until
-    the epoch that trains it.
+    optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update shows it:
+    a rate is what an array of updates is multiplied with at the end, a number or one computed of the optimizer's state.
+    So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until the epoch that
+    trains it.
 
     Args:
         optimizer: What `configure_optimizers` returned, for these parts.
         params: The parameters, abstract.
         parts: Those that are trained from an epoch on.
     """
-    told = {} if optimizer.lr_schedule is None else _told(optimizer, params, parts)
-    found, read = _read(optimizer, params, parts)
-    starts = [*(start for start, _ in told.values()), *found.values()]
+    given = {} if optimizer.lr_schedule is None else _given(optimizer, params, parts)
+    starts, read = _read(optimizer, params, parts)
+    first_epochs = [*(start for start, _ in given.values()), *starts.values()]
 
     def values(state: Any, loss: jax.Array, step: jax.Array, epoch: jax.Array) -> list[jax.Array]:
-        rates = [*(rate(state, step) for _, rate in told.values()), *read(state, loss)]
-        return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(starts, rates, strict=True)]
+        rates = [*(rate(state, step) for _, rate in given.values()), *read(state, loss)]
+        return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(first_epochs, rates, strict=True)]
 
-    return Rates((*told, *found), values)
+    return Rates((*given, *starts), values)
 
 
-def _told(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return by the name of a rate its first epoch, and a function of (the optimizer's state, the step's index) to it.
+def _given(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the rates of `lr_schedule`: by name the first epoch, and a function of (optimizer's state, step).
 
-    The optimizer's own count is asked: it starts again where its state was left out of a resume, and in a part with its
+    The optimizer's own count is used: it starts again where its state was left out of a resume, and in a part with its
     first step. A part that counts otherwise has no rate in a row, as the step's index is not its count.
     """
     schedule: Any = optimizer.lr_schedule
     state = jax.eval_shape(optimizer.tx.init, params)
     counts: dict[str, int] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for place, ((path, x), part) in enumerate(zip(leaves, parts_along(state), strict=True)):
+    for i, ((path, x), part) in enumerate(
+        zip(jax.tree_util.tree_leaves_with_path(state), parts_along(state), strict=True)
+    ):
         if leaf_name(path[-1:]) == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
-            counts.setdefault(part, place)
+            counts.setdefault(part, i)
 
     def rate(label: str) -> Callable[[Any, jax.Array], jax.Array]:
-        place = counts.get(label)
-        return lambda state, step: _number(schedule(step if place is None else jax.tree.leaves(state)[place]))
+        i = counts.get(label)
+        return lambda state, step: _number(schedule(step if i is None else jax.tree.leaves(state)[i]))
 
     like = [part for part in parts if part.tx is None and part.label in counts]  # another transform has another rate
     return {"lr": (0, rate(""))} | {f"lr/{part.label}": (part.start, rate(part.label)) for part in like}
@@ -84,39 +85,37 @@ def _told(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str,
 def _read(
     optimizer: Optimizer, params: Any, parts: Sequence[Part]
 ) -> tuple[dict[str, int], Callable[[Any, jax.Array], list[jax.Array]]]:
-    """Return the first epoch of each rate that is not told, by its name, and a function of (state, loss) to them."""
-    nothing = dict[str, int](), lambda *_: list[jax.Array]()
+    """Return the first epoch of each rate that is not given, by its name, and a function of (state, loss) to them."""
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    untold = set(names)
+    wanted = set(names)
     if optimizer.lr_schedule is not None:
-        untold = {name for part in parts if part.tx is not None for name in part.names}
-    if not untold:
-        return nothing
+        wanted = {name for part in parts if part.tx is not None for name in part.names}
     try:
         # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
         with jax.disable_jit(False):
-            program = _Program(optimizer.tx, params)
-            factors = [program.factors(i) if name in untold else [] for i, name in enumerate(names)]
-            found = _named(names, optimizer.groups, [program.key(x) if x else None for x in factors])
-    except Exception:  # what is wrong with the update is told where the step is traced
-        return nothing
-    starts = {name: part.start for part in parts for name in part.names}
-    first = {name: starts.get(names[i], 0) for name, i in found.items()}
-    return first, program.values([factors[i] for i in found.values()])
+            program = _Program(optimizer.tx, params) if wanted else None
+            factors = [program.factors(i) if program and name in wanted else [] for i, name in enumerate(names)]
+            keys = [program.key(x) if program and x else None for x in factors]
+    except Exception:  # an update that fails is reported where the step is traced
+        program, factors, keys = None, [], []
+    if program is None:
+        return {}, lambda *_: []
+    of_parameter, starts = _named(names, optimizer.groups, keys), {name: x.start for x in parts for name in x.names}
+    values = program.values([factors[i] for i in of_parameter.values()])
+    return {name: starts.get(names[i], 0) for name, i in of_parameter.items()}, values
 
 
 def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
-    """Return what the rates are called in a row, with the place of a parameter that each holds for."""
-    labels = [groups.get(name, "") for name in names]
-    found: dict[str, int] = {}
+    """Return what the rates are called in a row, with the index of a parameter that each is the rate of."""
+    labels, of_parameter = [groups.get(name, "") for name in names], dict[str, int]()
     for label in dict.fromkeys(["", *groups.values()]):  # what is in no group first
-        first: dict[Any, int] = {}  # where each of the group's rates is met first
+        first: dict[Any, int] = {}  # the first parameter of each of the group's rates
         for i, key in enumerate(keys):
             if labels[i] == label and key is not None:
                 first.setdefault(key, i)
         name = f"lr/{label}" if label else "lr"
-        found |= {f"{name}/pg{k}" if len(first) > 1 else name: i for k, i in enumerate(first.values(), 1)}
-    return found
+        of_parameter |= {f"{name}/pg{k}" if len(first) > 1 else name: i for k, i in enumerate(first.values(), 1)}
+    return of_parameter
 
 
 class _Program:
@@ -151,10 +150,10 @@ class _Program:
     def factors(self, i: int) -> list[Any]:
         """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
 
-        From the end on it goes inwards until the sign has changed, as it does where a rate makes a descent of a
-        gradient. What comes further inside is the optimizer's own, as the number by which Muon scales a matrix.
+        From the end it goes inwards until the sign has changed, as it does where a rate makes a descent of a gradient.
+        Factors further inside are the optimizer's, such as the number by which Muon scales a matrix.
         """
-        var, found, is_rate, descends = self.jaxpr.outvars[i], [], False, False
+        var, factors, is_rate, descends = self.jaxpr.outvars[i], [], False, False
         while not (is_rate and descends) and not isinstance(var, Literal) and (eqn := self.made_by.get(var)):
             name, factor = eqn.primitive.name, None
             if name in _AS_IT_IS:
@@ -165,7 +164,7 @@ class _Program:
             elif name == "mul":
                 sides = [self._scalar(x) for x in eqn.invars]
                 free = [k for k, x in enumerate(sides) if x is not None and not self._is_of_step(x, self.of_step)]
-                # A number that is computed of the layer, as LAMB's trust ratio is, is passed by: it is no rate.
+                # A number that is computed of the layer, such as LAMB's trust ratio, is no rate.
                 places = free or [k for k, x in enumerate(sides) if x is not None]
                 if len(places) != 1:
                     break
@@ -175,19 +174,18 @@ class _Program:
                 factor = sides[free[0]]
             else:
                 break
-            found.append(factor)
+            factors.append(factor)
             is_rate |= factor is not None and not (isinstance(factor, Literal) and abs(factor.val) == 1)
             descends ^= self._is_negative(factor)
-        return found if is_rate else []  # else it is a sign, with the rate elsewhere
+        return factors if is_rate else []  # else it is a sign, with the rate elsewhere
 
     def _is_negative(self, factor: Any) -> bool:
         """Return whether a factor changes the sign, by how it is written."""
         if factor is None or isinstance(factor, Literal):
             return factor is None or bool(factor.val < 0)
         eqn = self.made_by.get(factor)
-        if eqn is None or eqn.primitive.name not in ("neg", "mul"):
-            return False
-        return eqn.primitive.name == "neg" or any(isinstance(x, Literal) and x.val < 0 for x in eqn.invars)
+        name = eqn.primitive.name if eqn else ""
+        return name == "neg" or (name == "mul" and any(isinstance(x, Literal) and x.val < 0 for x in eqn.invars))
 
     @staticmethod
     def _is_of_step(x: Any, of_step: dict[Any, bool]) -> bool:
@@ -202,27 +200,26 @@ class _Program:
         return x if getattr(x.aval, "shape", None) == () else None
 
     def key(self, factors: Sequence[Any]) -> Any:
-        """Return what two rates have in common that are always the same: of how they are computed.
+        """Return how a rate is computed, equal for two rates that are always the same.
 
-        Counts of the state are taken for one, as each counts the steps, or those of its part; numbers that can be set
-        are told apart.
+        Counts of the state are one value, as each counts the steps, or those of its part; numbers that can be set are
+        several.
         """
         return tuple(self._made(x) for x in factors)
 
     def _made(self, x: Any) -> Any:
         """Return how a value is computed, as something to compare."""
-        if x is None or isinstance(x, Literal):
-            return x if x is None else np.asarray(x.val).tobytes()
-        if x in self.consts:
-            return np.asarray(self.consts[x]).tobytes()
+        if x is None:
+            return None
+        if isinstance(x, Literal) or x in self.consts:
+            return np.asarray(x.val if isinstance(x, Literal) else self.consts[x]).tobytes()
         if x not in self.made:
-            eqn = self.made_by.get(x)
-            if eqn is None:
+            if (eqn := self.made_by.get(x)) is None:
                 is_count = jnp.issubdtype(x.aval.dtype, jnp.integer)
                 self.made[x] = ("count", self.part_of[x]) if is_count else self.given.index(x)
             else:
-                of = eqn.primitive.name, str(eqn.params), eqn.outvars.index(x)
-                self.made[x] = hash((*of, *(self._made(y) for y in eqn.invars)))
+                inputs = [self._made(y) for y in eqn.invars]
+                self.made[x] = hash((eqn.primitive.name, str(eqn.params), eqn.outvars.index(x), *inputs))
         return self.made[x]
 
     def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array], list[jax.Array]]:
@@ -231,12 +228,9 @@ class _Program:
         eqns = walk_back(self.jaxpr.eqns, needed)
 
         def compute(state: Any, loss: jax.Array) -> list[jax.Array]:
-            known = self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True))
-            walk(eqns, known)
-            return [
-                _number(-math.prod([-1.0 if x is None else value_of(x, known) for x in factors], start=1.0))
-                for factors in rates
-            ]
+            known = walk(eqns, self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True)))
+            factors = [[-1.0 if x is None else value_of(x, known) for x in xs] for xs in rates]
+            return [_number(-math.prod(xs, start=1.0)) for xs in factors]
 
         return compute
 

@@ -1,4 +1,4 @@
-"""What a step body sees of the batch, and how it meets the other replicas."""
+"""What a step body sees of the batch, and its collectives with the other replicas."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ def same(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Replica:
-    """What a step body sees of the batch, and how it meets the other replicas.
+    """What a step body sees of the batch, and its collectives with the other replicas.
 
     Attributes:
-        axis: The mapped axis that the replicas stand on; None when the body sees the global batch.
+        axis: The mapped axis of the replicas; None when the body sees the global batch.
         count: Replicas on the axis.
         whole: Every replica sees all rows, for a batch that does not divide among them.
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
@@ -58,8 +58,8 @@ class Replica:
 
     @property
     def loss_factor(self) -> float:
-        """What a replica's loss is multiplied by, so that the mean over replicas is that of the whole batch."""
-        # Gradients are averaged over replicas: n times a sum over a replica's rows has the whole sum as its mean.
+        """What a replica's loss is multiplied by, so that the mean over replicas is that of the entire batch."""
+        # Gradients are averaged over replicas: n times a replica's sum has the sum over all rows as mean.
         if self.loss_reduction != "sum":
             return 1
         return self.count if self.splits else self.passes

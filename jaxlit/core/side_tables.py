@@ -8,7 +8,7 @@ from jaxlit.core.side_table import SideTable
 
 
 class Watcher(Protocol):
-    """What is told when a module is touched while a run has its arrays."""
+    """What is called when a module is touched while a run has its arrays."""
 
     def touch(self) -> None:
         """Bring the module's arrays up to date."""
@@ -34,8 +34,8 @@ def attach(module: Any, trainer: Any) -> Any:
 
 def trainer_of(module: Any) -> Any:
     """Return the Trainer that runs, or ran, the module; None without one."""
-    found = _trainers.get(module)
-    return found() if found else None
+    reference = _trainers.get(module)
+    return reference() if reference else None
 
 
 def share_side_tables(copy: Any, module: Any) -> None:

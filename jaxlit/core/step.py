@@ -34,9 +34,9 @@ class TrainStep:
     Args:
         pure: The module taken apart.
         plan: How optimizer steps are taken.
-        layout: How the flat state is laid out.
+        layout: How the flat list becomes a `TrainState`.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
-        rates: The learning rates, which leave the optimizer step beside its table.
+        rates: The learning rates, which leave the optimizer step with its table.
         wrap: What the strategy makes of the user's step.
         reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
         constrain_window: Shards a window's gradients inside the step.

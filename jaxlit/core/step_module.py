@@ -33,7 +33,7 @@ def set_modes(module: nnx.Module, training: bool) -> None:
 
 
 def evaluates_wholly(module: nnx.Module) -> bool:
-    """Return whether a module is in evaluation mode as a whole, and not only a part that its user has frozen.
+    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
 
     That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
     """
@@ -105,7 +105,7 @@ def _synced(cls: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
 
 
 def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:
-    """Give each replica, or each evaluation batch, random numbers of its own.
+    """Give each replica, or each evaluation batch, other random numbers.
 
     Args:
         module: The copy.
@@ -115,7 +115,7 @@ def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None)
     Returns:
         A function that puts keys back, so that they leave the step as they came; not those that a step has written.
     """
-    held, own = [], []
+    folded, keys = [], []
     several = replica.splits and replica.count > 1
     for _, variable in nnx.iter_graph(module):
         if not isinstance(variable, nnx.Variable) or not is_key(variable.get_value()):
@@ -126,19 +126,19 @@ def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None)
             if several:
                 key = jnp.where(replica.is_first, key, _fold(key, replica.index))
                 variable.set_value(key)
-                own.append((variable, key, original))
+                keys.append((variable, key, original))
             continue
         for number in ([] if batch_idx is None else [batch_idx]) + ([replica.index] if several else []):
             key = _fold(key, number)
         if key is not original:
             variable.set_value(key)
-            held.append((variable, original))
+            folded.append((variable, original))
 
     def put_back() -> None:
         # Always: nnx.remat and its like hand a key back as another value, though streams only ever count.
-        for variable, original in held:
+        for variable, original in folded:
             variable.set_value(original)
-        for variable, key, original in own:
+        for variable, key, original in keys:
             if variable.get_value() is key:  # nothing was written to it
                 variable.set_value(original)
 

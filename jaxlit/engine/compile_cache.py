@@ -96,21 +96,19 @@ def use_compile_cache(where: bool | str | Path) -> None:
 
 def default_folder() -> Path:
     """Return the folder of compiled programs in the user's cache folder."""
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "jaxlit" / "compiled"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlit" / "compiled"
 
 
 def _trim(folder: Path) -> None:
     """Delete the least recently used entries, and what killed processes left, down to `MAX_BYTES`."""
-    total, files = 0, []
+    total, used = 0, dict[Path, os.stat_result]()
     for file in folder.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):  # another process may have deleted it
-            files.append((file.stat().st_mtime, file.stat().st_size, file))
-    for _, size, file in sorted(files, reverse=True):
-        total += size
+            used[file] = file.stat()
+    for file in sorted(used, key=lambda file: used[file].st_mtime, reverse=True):
+        total += used[file].st_size
         if total > MAX_BYTES:
-            with contextlib.suppress(OSError):
-                file.unlink()
+            file.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A training step for loops of one's own: a strategy without a Trainer."""
+"""A training step for a user's own loop: a strategy without a Trainer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -141,8 +141,9 @@ class CompiledStep:
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        whole = state.unflatten()
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, (whole.params, whole.frozen, whole.model_state)))
+        trained = state.unflatten()
+        parts = trained.params, trained.frozen, trained.model_state
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, parts))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
         share_hparams(module, self._engine.module)
@@ -161,8 +162,8 @@ def compile_step(
 ) -> tuple[StepState, CompiledStep]:
     """Return a state and a step that trains it, for a loop without a Trainer.
 
-    The step is the Trainer's own: flat, donated and sharded by the strategy. What only a Trainer can do is left
-    to optax: accumulate with `optax.MultiSteps`, clip with `optax.clip_by_global_norm`, skip bad steps with
+    The step is the Trainer's: flat, donated and sharded by the strategy. Leave to optax what only a Trainer can do:
+    accumulate with `optax.MultiSteps`, clip with `optax.clip_by_global_norm`, skip bad steps with
     `optax.apply_if_finite`. The module is not changed; `step.module(state)` returns a trained copy.
 
     Args:
@@ -198,15 +199,14 @@ def compile_step(
     """
     count = _checked(module, devices, seed, precision)
     _, example = Intake("compile_step(batch=...)")(batch)
-    found = resolve_strategy(strategy, count)
-    found.setup(count)
-    built = build_lazy(module, found, seed) if isinstance(module, lazy) else module
+    chosen = resolve_strategy(strategy, count)
+    chosen.setup(count)
+    built = build_lazy(module, chosen, seed) if isinstance(module, lazy) else module
     check_variables(built)
-    if (processes := jax.process_count()) > 1:
-        example = with_rows(example, processes * num_rows(example))
+    if jax.process_count() > 1:
+        example = with_rows(example, jax.process_count() * num_rows(example))
     plan = TrainingPlan(optimizer_of(built), nan_policy="ignore", example=example)
-    options = {"precision": Precision(precision), "take_ownership": isinstance(module, lazy)}
-    engine = Engine(built, found, plan, **options)
+    engine = Engine(built, chosen, plan, precision=Precision(precision), take_ownership=isinstance(module, lazy))
     engine.prepare_training(example)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []
@@ -215,8 +215,8 @@ def compile_step(
 
 def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
     """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
-    whole = devices == "auto" or check.is_int(devices, low=1)
-    check.require(whole, "devices", devices, "takes an int of at least 1 or 'auto'", owner="compile_step")
+    known = devices == "auto" or check.is_int(devices, low=1)
+    check.require(known, "devices", devices, "takes an int of at least 1 or 'auto'", owner="compile_step")
     check.require(check.is_int(seed, low=0), "seed", seed, "takes an int of at least 0", owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
     if not isinstance(module, (TrainModule, lazy)):

@@ -47,7 +47,7 @@ class CompiledProgram:
 
     @cached_property
     def flops(self) -> Flops | None:
-        """The operations of a call like the first one, without a look at what was compiled; None if nobody can tell."""
+        """The operations of a call like the first one, from its trace; None if they are not known."""
         assert self._arguments is not None, "nothing is known of a program before its first call"
         with out(self._out):
             traced = trace(self.program, *self._arguments)
@@ -70,7 +70,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """Do by hand what jit does beside compiling: take numpy arrays, and put results where they should lie."""
+    """Do by hand what jit does besides compiling: take numpy arrays, and give results their shardings."""
 
     def call(*args: Any) -> tuple[Any, ...]:
         args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)

@@ -93,7 +93,7 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
         module: The module that they are of.
 
     Raises:
-        ModuleError: Naming the variable, or what the optimizer says.
+        ModuleError: Naming the variable, or the optimizer's error.
     """
     name, leaves = type(module).__name__, jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -149,8 +149,8 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
     held, written = (state.params, state.frozen, state.model_state), [True] * len(state.module)
     if example is not None:
         written = written_to(pure, strategy.step_program(state, pure, example), *held)
-    found = zip(pure.leaves(*held), state.module.items(), written, strict=True)
-    return [name for leaf, (name, x), was in found if was and not leaf.continues(x.dtype)]
+    triples = zip(pure.leaves(*held), state.module.items(), written, strict=True)
+    return [name for leaf, (name, x), was in triples if was and not leaf.continues(x.dtype)]
 
 
 @lru_cache(maxsize=64)

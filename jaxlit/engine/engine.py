@@ -28,7 +28,7 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.reads import Reads, reading
-from jaxlit.core.replica import Replica, abstract_batch
+from jaxlit.core.replica import abstract_batch
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
@@ -137,11 +137,8 @@ class Engine:
             return
         state, index = self.state, self.state.index
 
-        def inspect(replica: Replica, *args: Any) -> None:
-            self.pure.body("training", replica)(*args)
-            inspect_step(self.pure, replica, *args, twice=self.debug)
-
-        trace_step(self.pure, self.strategy, state.abstract(), "training", None, inspect, batch)
+        inspect = partial(inspect_step, self.pure, twice=self.debug)
+        trace_step(self.pure, self.strategy, state.abstract(), ("training", None), inspect, batch)
         step = self._step = TrainStep(
             *(self.pure, self._plan, state.layout),
             rates=self.rates,
@@ -179,9 +176,9 @@ class Engine:
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])
         self._train_program = train
-        # Under "raise" a bad window is undone whole: what its batches have written has to be there.
-        undoes = index.window is not None and written and self.nan_policy == "raise"
-        self.window_start = WindowStart(state, written) if undoes else None
+        # Under "raise" a bad window is undone: what its batches have written is restored.
+        restores = index.window is not None and written and self.nan_policy == "raise"
+        self.window_start = WindowStart(state, written) if restores else None
         self.look = Look(step, train, state, written, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
@@ -196,11 +193,7 @@ class Engine:
         return logs, loss, outputs
 
     def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
-        """Take an optimizer step that functions look into.
-
-        Args:
-            traced: Functions of (grads, updates, params, opt_state), compiled in once for each set of them.
-            batch: The placed batch.
+        """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
             What `train_step` returns, and a tuple of the functions' results.
@@ -263,12 +256,7 @@ class Engine:
         return self.state.counters()[3]
 
     def restore(self, arrays: Mapping[int, Any], table: Table | None) -> None:
-        """Replace arrays of the state.
-
-        Args:
-            arrays: By their place; the sums and the window's metrics have the columns of `table`.
-            table: The training metrics they were saved with, None to leave the metrics as they are.
-        """
+        """Replace arrays of the state, given by index, and the training metrics that they were saved with, if any."""
         if table is not None:
             self._restored = table
             if (window := self.state.index.window) is not None:
@@ -302,7 +290,7 @@ class Engine:
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
 
-        One program is a whole run's, whatever batches follow, unless what it has read of the Trainer changes. Those of
+        One program serves a run, whatever batches follow, unless what it has read of the Trainer changes. Those of
         earlier runs are used again for a first batch like theirs.
         """
         key = (stage, loader)
@@ -323,11 +311,8 @@ class Engine:
         # What is known of another program's traces must not be mixed with this one's.
         pure, state = self.pure.untraced(), self.state
 
-        def inspect(replica: Replica, *args: Any) -> None:
-            pure.body(stage, replica, loader)(*args)
-            inspect_evaluation(pure, stage, loader, replica, *args)
-
-        trace_step(pure, self.strategy, state.abstract(), stage, loader, inspect, batch)
+        inspect = partial(inspect_evaluation, pure, stage, loader)
+        trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)
         step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
         sums = [ArraySpec(state.replica_sharding, per_replica=state.per_replica), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
@@ -346,7 +331,7 @@ class Engine:
         return takes_loader(self.module, stage)
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
-        """Return what the trace of the stage's step found out; it must have been prepared."""
+        """Return what the trace of the stage's step has shown; it must have been prepared."""
         return self._evaluations[stage, loader].pure.trace_of(stage, loader)
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
@@ -354,11 +339,7 @@ class Engine:
         return self.place_sums(self.state.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
-        """Add a placed batch to the metrics.
-
-        Returns:
-            The metrics so far, those of the batch alone, and the step's outputs.
-        """
+        """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
         leaves = self.state.leaves
         return self._evaluations[stage, loader].program.run([leaves[i] for i in self.state.eval_index], sums, batch)
 
@@ -373,9 +354,9 @@ class Engine:
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
-                with collecting(None), reading() as found:  # a hook that calls this may log, the function may not
+                with collecting(None), reading() as noted:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
-                reads.extend(found)
+                reads.extend(noted)
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads

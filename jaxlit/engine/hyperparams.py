@@ -57,37 +57,32 @@ class Hyperparams(MutableMapping[str, float]):
 def find_hyperparams(opt_state: Any) -> dict[str, int]:
     """Return each leaf that `optax.inject_hyperparams` keeps as a hyperparameter, except for schedules, by its name.
 
-    One that several transforms have is named with their labels, `learning_rate/head` say. What a part of the parameters
-    has of its own is named with the part's after it; that of the others is called as without parts.
+    One that several transforms have is named with their labels, for example `learning_rate/head`. One that a part of
+    the parameters has is named with the part's name after it; that of the others is named as without parts.
 
     Args:
-        opt_state: The optimizer's state, with the places of its leaves as leaves.
+        opt_state: The optimizer's state, with the indices of its leaves as leaves.
     """
     states = {"": opt_state.rest} | opt_state.parts if isinstance(opt_state, PartStates) else {"": opt_state}
-    found = [(name, label, part, at) for part, state in states.items() for name, label, at in _injected(state)]
-    # What a part's own transform has without a label is told by the part.
-    labels = {name: {x for n, x, part, _ in found if n == name and (x or not part)} for name, *_ in found}
-
-    def called(name: str, label: str, part: str) -> str:
-        text = f"{name}/{label}" if label and len(labels[name]) > 1 else name
-        split = len({p for n, x, p, _ in found if (n, x) == (name, label)}) > 1
-        return f"{text}/{part}" if part and (split or not label) else text
-
-    names = [called(name, label, part) for name, label, part, _ in found]
-    numbers = [names[: i + 1].count(x) - 1 for i, x in enumerate(names)]
-    return {
-        name if names.count(name) == 1 else f"{name}/{number}": at
-        for name, number, (*_, at) in zip(names, numbers, found, strict=True)
-    }
+    leaves = [(name, label, part, i) for part, state in states.items() for name, label, i in _injected(state)]
+    names = []
+    for name, label, part, _ in leaves:
+        # A part's own transform, without a label, is distinguished by the part.
+        labels = {x for n, x, p, _ in leaves if n == name and (x or not p)}
+        text = f"{name}/{label}" if label and len(labels) > 1 else name
+        several = len({p for n, x, p, _ in leaves if (n, x) == (name, label)}) > 1
+        names.append(f"{text}/{part}" if part and (several or not label) else text)
+    numbered = [x if names.count(x) == 1 else f"{x}/{names[:k].count(x)}" for k, x in enumerate(names)]
+    return {name: i for name, (*_, i) in zip(numbered, leaves, strict=True)}
 
 
 def _injected(state: Any) -> list[tuple[str, str, int]]:
-    """Return the (name, labels, place) of each hyperparameter of a state that can be set."""
+    """Return the (name, labels, index) of each hyperparameter of a state that can be set."""
     is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-    found: list[tuple[str, str, int]] = []
+    leaves: list[tuple[str, str, int]] = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
         if is_injected(node):
             scheduled = getattr(node, "hyperparams_states", {})
             label = "/".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
-            found += [(name, label, at) for name, at in node.hyperparams.items() if name not in scheduled]
-    return found
+            leaves += [(name, label, i) for name, i in node.hyperparams.items() if name not in scheduled]
+    return leaves

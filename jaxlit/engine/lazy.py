@@ -25,7 +25,7 @@ from jaxlit.strategies.base import Strategy
 class lazy:
     """A module that is built inside the strategy, straight into its shards.
 
-    Parameters larger than a device never exist whole on one. `rngs` left out is
+    Parameters larger than a device never exist unsharded on one. `rngs` left out is
     `nnx.Rngs(trainer.seed)`; an int or an `nnx.Rngs` is copied. The weights equal those of
     `cls(*args, **kwargs)` to rounding. The built module is `trainer.module`.
 
@@ -93,7 +93,9 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
             "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
         ) from error
     blank, pure = _abstract_state(params, rest), PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
-    shardings = strategy.state_sharding(blank, pure, None)  # known before an array is: none is ever whole on a device
+    shardings = strategy.state_sharding(
+        blank, pure, None
+    )  # known before an array is: none is ever unsharded on a device
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
     built = nnx.merge(graphs[0], *arrays)
     share_hparams(built, traced[0])

@@ -38,7 +38,7 @@ class Live:
 
     def touch(self) -> None:
         """Bring the module's arrays up to date."""
-        self.touched = True  # also when nothing is new: whoever reads may write
+        self.touched = True  # also when nothing is new: a hook that reads may write
         if not self.stale:
             return
         self.stale = False  # first, so that set_value does not come back here

@@ -1,5 +1,6 @@
-"""A second look at batches: their losses and gradients, taken once more."""
+"""Runs batches again to diagnose a bad step: their losses and gradients."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,15 +45,14 @@ class Look:
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""
-        state, program, found = self._state, self._compile(), []
-        names, leaves = self._names, list(state.leaves)
+        program, names, leaves, results = self._compile(), self._names, list(self._state.leaves), []
         for batch in batches:
             made, table, bad = program.run(leaves, batch)
             for i, x in zip(self._written, made, strict=True):
                 leaves[i] = x
             loss = self._step.table.read(np.asarray(table))[0]
-            found.append((loss, [name for name, count in zip(names, np.asarray(bad), strict=True) if count]))
-        return found
+            results.append((loss, list(itertools.compress(names, np.asarray(bad)))))
+        return results
 
     def took(self, bad: Collection[str] | None) -> list[str]:
         """Return the arrays of the optimizer's state that a bad step whose loss was finite has changed.

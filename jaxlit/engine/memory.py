@@ -1,4 +1,4 @@
-"""What has taken a device's memory, where there was not enough of it."""
+"""What uses a device's memory, for errors where there was not enough of it."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,7 @@ import jax
 from jaxlit.core.state import TrainState
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import OutOfMemoryError
+from jaxlit.programs.cost import Memory
 from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.table import size
 
@@ -32,42 +33,42 @@ def out_of_memory(
     batch: int | None = None,
     programs: Iterable[CompiledProgram] = (),
 ) -> OutOfMemoryError:
-    """Return jax's error with what it does not say.
+    """Return jax's error with what uses the memory, and what to do.
 
     Args:
-        error: It.
+        error: The error.
         place: What was compiled or run: "in train_step".
         state: The shapes, dtypes and shardings of the training state.
         batch: The bytes of a batch on a device.
-        programs: Those whose temporaries may be the reason.
+        programs: Those whose temporaries may be the cause.
     """
-    parts = [] if state is None else _parts(state)
+    trees = (
+        {}
+        if state is None
+        else {
+            "parameters": (state.params, state.frozen),
+            "optimizer": state.opt_state,
+            "accumulation window": state.window,
+            "arrays of callbacks": state.extras,
+            "other state": state.model_state,
+        }
+    )
+    parts = [(name, bytes_per_device(leaves)) for name, tree in trees.items() if (leaves := jax.tree.leaves(tree))]
     parts += [] if batch is None else [("batch", batch)]
-    if temporaries := list(filter(None, map(_temporaries, programs))):
+    temporaries = [(memory.temporaries, x.name) for x in programs if (memory := _memory_of(x)) is not None]
+    if temporaries:
         most, name = max(temporaries)
         parts.append((f"temporaries of {name}", most))
-    told = ", ".join(f"{name} {size(count)}" for name, count in parts)
-    told = f" On the device that holds the most: {told}." if told else ""
+    used = ", ".join(f"{name} {size(count)}" for name, count in parts)
+    used = f" On the device that holds the most: {used}." if used else ""
     what = str(error).strip().splitlines()[0].rstrip(".")[:300]
-    found = OutOfMemoryError(f"The devices ran out of memory {place}: {what}.{told} {_REMEDIES}")
-    found.__cause__ = error
-    return found
+    exhausted = OutOfMemoryError(f"The devices ran out of memory {place}: {what}.{used} {_REMEDIES}")
+    exhausted.__cause__ = error
+    return exhausted
 
 
-def _parts(state: TrainState) -> list[tuple[str, int]]:
-    trees = {
-        "parameters": (state.params, state.frozen),
-        "optimizer": state.opt_state,
-        "accumulation window": state.window,
-        "arrays of callbacks": state.extras,
-        "other state": state.model_state,
-    }
-    return [(name, bytes_per_device(found)) for name, tree in trees.items() if (found := jax.tree.leaves(tree))]
-
-
-def _temporaries(program: CompiledProgram) -> tuple[int, str] | None:
+def _memory_of(program: CompiledProgram) -> Memory | None:
     try:
-        memory = program.cost.memory
+        return program.cost.memory
     except Exception:  # it cannot even be compiled
         return None
-    return None if memory is None else (memory.temporaries, program.name)

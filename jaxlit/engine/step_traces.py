@@ -1,4 +1,4 @@
-"""Traces a user's step before it is compiled: what it logs, returns and writes, and what replicas make of it."""
+"""Traces a user's step before it is compiled: what it logs, returns and writes, and how replicas share it."""
 
 import contextlib
 from collections.abc import Callable
@@ -19,8 +19,7 @@ def trace_step(
     pure: PureModule,
     strategy: Strategy,
     state: TrainState,
-    stage: str,
-    loader: int | None,
+    key: tuple[str, int | None],
     inspect: Callable[..., None],
     batch: Any,
 ) -> None:
@@ -30,39 +29,43 @@ def trace_step(
         pure: The module taken apart, which keeps the notes.
         strategy: The strategy.
         state: The state, abstract.
-        stage: The stage.
-        loader: The loader, for a step that asks for it.
+        key: The stage, and the loader for a step that asks for it.
         inspect: Looks at the step, given the replica and the arguments of its body.
         batch: The first batch.
     """
     states = (state.params, state.frozen, state.model_state, state.counters)
-    batch = strategy.replica.part_of(batch) if stage == "training" else batch
-    several = strategy.replica.splits and strategy.num_replicas > 1
-    traces = _of_replica(pure, strategy, states, stage, loader, batch) if several else None
+    (stage, loader), replica = key, strategy.replica
+    batch = replica.part_of(batch) if stage == "training" else batch
+    several = replica.splits and replica.count > 1
+    traces = _of_replica(pure, strategy, states, key, batch) if several else None
     strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
     if traces is None:
         return
-    _share(pure, strategy.replica, stage, loader, traces)
-    # What a step makes of one row is not what was followed above, and a later batch may have another number of rows.
+    traced = pure.trace_of(stage, loader)
+    if stage == "training":
+        leaves = pure.leaves(*traces.arguments[:3])
+        traced.reduction = training_reduction(traces, replica, leaves, traced.changed, traced.rows_of)
+    else:
+        traced.reduction = evaluation_reduction(traces, replica, traced.rows_of)
+    # What a step makes of one row was not followed above, and a later batch may have another number of rows.
     known = {traces.programs[0][0]}
     if known == {1}:
-        warn_of_rows(traces, strategy.replica)
+        warn_of_rows(traces, replica)
 
     def check(rows: int) -> None:
         if rows not in known:
             known.add(rows)
-            resized = with_rows(batch, rows * strategy.num_replicas)
-            other = _of_replica(pure, strategy, states, stage, loader, resized)
-            both = replace(traces, programs=[*traces.programs, *other.programs])
-            warn_of_rows(both, strategy.replica)
+            other = _of_replica(pure, strategy, states, key, with_rows(batch, rows * replica.count))
+            warn_of_rows(replace(traces, programs=[*traces.programs, *other.programs]), replica)
 
-    pure.row_checks[stage, loader] = check
+    pure.row_checks[key] = check
 
 
 def _of_replica(
-    pure: PureModule, strategy: Strategy, states: Any, stage: str, loader: int | None, batch: Any
+    pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
 ) -> StepTraces:
     """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
+    (stage, loader), replicas = key, strategy.replica.count
     programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
 
     def keep(replica: Replica, *args: Any) -> None:
@@ -75,7 +78,7 @@ def _of_replica(
         traced.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
 
     strategy.trace(keep, states, batch)
-    replicas, rows = strategy.num_replicas, num_rows(programs[0][1][3])
+    rows = num_rows(programs[0][1][3])
     # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
     # one: then twice as many of both.
     with contextlib.suppress(Exception):  # the step may take this very number only
@@ -89,13 +92,3 @@ def _of_replica(
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
     return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])
-
-
-def _share(pure: PureModule, replica: Replica, stage: str, loader: int | None, traces: StepTraces) -> None:
-    """Note how what the replicas compute becomes what one device computes."""
-    traced = pure.trace_of(stage, loader)
-    if stage == "training":
-        leaves = pure.leaves(*traces.arguments[:3])
-        traced.reduction = training_reduction(traces, replica, leaves, traced.changed, traced.rows_of)
-    else:
-        traced.reduction = evaluation_reduction(traces, replica, traced.rows_of)

@@ -9,7 +9,7 @@ from jaxlit.engine.flat_state import FlatState
 
 
 class WindowStart:
-    """Keeps what the steps of a window write beside it: statistics, counts and random keys, in copies on the devices.
+    """Keeps copies, on the devices, of what the steps of a window write: statistics, counts and random keys.
 
     A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.
 

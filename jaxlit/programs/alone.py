@@ -1,4 +1,4 @@
-"""Traces what one replica runs, which may name the axes of the mesh, and frees it of the mesh."""
+"""Traces what one replica runs, which may name the axes of the mesh, and removes the mesh from the program."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: 
     """Trace `fn` as one of `count` replicas, with a mesh of a single device in context.
 
     A constraint such as `with_sharding_constraint(x, P("data"))` is legal under that mesh, where it would not be inside
-    a map over the axis, and says nothing: all rows of a replica are on its device.
+    a map over the axis, and has no effect: all rows of a replica are on its device.
 
     Args:
         fn: The function.
         names: The axes of the mesh.
-        axis: The one that the replicas stand on, for collectives.
+        axis: The one of the replicas, for collectives.
         count: Replicas.
         *args: Pytrees of arrays or their shapes and dtypes.
 
@@ -44,7 +44,7 @@ def trace_alone(fn: Callable[..., Any], names: Sequence[str], axis: str, count: 
             raise
         raise ModuleError(
             f"The step maps over the mesh by jax.shard_map, and runs in such a map already: once on each of {count} "
-            "replicas. Take a strategy whose step sees the whole batch, 'ddp' or 'fsdp' say."
+            "replicas. Take a strategy whose step sees the entire batch, for example 'ddp' or 'fsdp'."
         ) from error
     finally:
         mesh.__exit__(None, None, None)

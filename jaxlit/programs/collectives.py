@@ -27,7 +27,7 @@ class Collective:
         kind: "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
             "ragged-all-to-all" or "reduce-scatter".
         calls: How many of them one call of the program runs; those in loops count by the loops' turns.
-        bytes: Of the results of all of them on one device: of an all-gather the whole array, of a reduce-scatter a
+        bytes: Of the results of all of them on one device: of an all-gather the entire array, of a reduce-scatter a
             device's part.
         exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
     """
@@ -72,12 +72,12 @@ def count_collectives(hlo: str) -> tuple[Collective, ...]:
         inside = [of(name) for name in _targets(line)]
         if line.opcode == "conditional":  # one branch runs
             return max(inside, key=lambda branch: sum(x.bytes for x in branch), default=())
-        found = _added(x for each in inside for x in each)
+        inner = _added(x for each in inside for x in each)
         if line.opcode != "while":
-            return found
+            return inner
         turns = _TURNS.search(line.rest)
         times = int(turns[1]) if turns else 1
-        return (Collective(x.kind, x.calls * times, x.bytes * times, x.exact and turns is not None) for x in found)
+        return (Collective(x.kind, x.calls * times, x.bytes * times, x.exact and turns is not None) for x in inner)
 
     return of(entry)
 
@@ -119,7 +119,7 @@ def _targets(line: _Instruction) -> Iterator[str]:
 
 
 def _result_bytes(line: _Instruction) -> int:
-    """Return the bytes of a collective's result; the start of one has its operands beside it, except an all-reduce."""
+    """Return the bytes of a collective's result; its start returns its operands as well, except an all-reduce."""
     apart = line.opcode.endswith("-start") and line.opcode != "all-reduce-start"
     return _bytes(_second(line.type) if apart and line.type.startswith("(") else line.type)
 
@@ -146,8 +146,8 @@ def _bytes(type_text: str) -> int:
     return total
 
 
-def _added(found: Iterable[Collective]) -> tuple[Collective, ...]:
+def _added(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     by_kind: dict[str, Collective] = {}
-    for x in found:
+    for x in collectives:
         by_kind[x.kind] = by_kind[x.kind] + x if x.kind in by_kind else x
     return tuple(by_kind[kind] for kind in sorted(by_kind))

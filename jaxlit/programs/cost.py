@@ -29,7 +29,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What one call of a compiled program costs; None for what its strategy or its platform does not tell.
+    """What one call of a compiled program costs; None for what its strategy or its platform does not report.
 
     Attributes:
         name: The program's name.
@@ -71,8 +71,8 @@ def program_cost(name: str, program: Callable[..., Any], args: tuple[Any, ...]) 
 
 
 def _memory(compiled: Compiled) -> Memory | None:
-    found = compiled.memory_analysis()
-    if found is None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
         return None
-    sizes = (getattr(found, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp", "alias"))
+    sizes = (getattr(analysis, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp", "alias"))
     return Memory(*sizes)

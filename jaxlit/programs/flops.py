@@ -39,7 +39,7 @@ def count_flops(jaxpr: Any) -> Flops:
     """Return the operations of a program's matrix products and convolutions, on all devices together.
 
     Loops count by their turns, of several branches the longest. What XLA merges or leaves out later is counted too,
-    and all else, elementwise work say, is not: this is what a share of the devices' peak is taken of.
+    and all else, for example elementwise work, is not: this is what a share of the devices' peak is taken of.
 
     Args:
         jaxpr: The program, of global arrays.
@@ -55,9 +55,9 @@ def count_flops(jaxpr: Any) -> Flops:
 def _of_equation(eqn: Any) -> Flops:
     name, params = eqn.primitive.name, eqn.params
     if name in _PRODUCTS:
-        found = 2 * _PRODUCTS[name](eqn)
-        return Flops(found, by_dtype={_kind(eqn): found})
-    if name == "custom_linear_solve":  # beside solving it holds the product and the transposes, for gradients
+        count = 2 * _PRODUCTS[name](eqn)
+        return Flops(count, by_dtype={_kind(eqn): count})
+    if name == "custom_linear_solve":  # it has the product and the transposes as well, for gradients
         return count_flops(params["jaxprs"].solve.jaxpr)
     inner = [count_flops(getattr(x, "jaxpr", x)) for x in inner_jaxprs(eqn)]
     if not any(x.count for x in inner):
@@ -65,10 +65,10 @@ def _of_equation(eqn: Any) -> Flops:
     if name == "cond":
         longest = max(inner, key=lambda x: x.count)
         return replace(longest, exact=all(x.exact for x in inner))
-    found = sum(inner, Flops())
+    total = sum(inner, Flops())
     if name == "while":
-        return replace(found, exact=False)
-    return found * _turns(name, params)
+        return replace(total, exact=False)
+    return total * _turns(name, params)
 
 
 def _turns(name: str, params: Any) -> int:

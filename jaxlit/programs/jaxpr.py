@@ -192,15 +192,15 @@ def _origins_in(eqn: Any, rounded: tuple[Any, ...]) -> list[int | None]:
         return origins(inner, rounded)
     if name == "scan" and params["length"]:
         consts, carries = scan_counts(eqn)
-        found = origins(bodies(eqn)[0], rounded)
+        inner_origins = origins(bodies(eqn)[0], rounded)
         # A carry that comes in or that each turn sets to a constant; a scanned array returned slice by slice.
-        carry = [x if x is not None and (x == consts + i or x < consts) else None for i, x in enumerate(found)]
-        stacked = [x if x is not None and x >= consts + carries else None for x in found]
+        carry = [x if x is not None and (x == consts + i or x < consts) else None for i, x in enumerate(inner_origins)]
+        stacked = [x if x is not None and x >= consts + carries else None for x in inner_origins]
         return [*carry[:carries], *stacked[carries:]]
     if name == "while":
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        found = origins(getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"]), rounded)
-        return [skipped + x if x == consts + i else None for i, x in enumerate(found)]
+        inner_origins = origins(getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"]), rounded)
+        return [skipped + x if x == consts + i else None for i, x in enumerate(inner_origins)]
     return [None] * len(eqn.outvars)
 
 

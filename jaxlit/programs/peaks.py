@@ -1,10 +1,10 @@
-"""How fast devices multiply at most, as their makers say."""
+"""How fast devices multiply at most, from their makers' data sheets."""
 
 from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Operations a second of one jax device in dense products, in 10^12; None where its maker tells none.
+    """Operations a second of one jax device in dense products, in 10^12; None where its maker gives none.
 
     Attributes:
         half: Of 16-bit operands.
@@ -18,7 +18,7 @@ class Peak(NamedTuple):
 
 
 # From the data sheets of NVIDIA, without sparsity, and the documentation of Cloud TPU. The first name that a device's
-# kind begins with counts, so a longer one stands before a shorter. A chip of TPU v2 and v3 is two devices.
+# kind begins with counts, so a longer one comes before a shorter. A chip of TPU v2 and v3 is two devices.
 PEAKS = {
     "NVIDIA B200": Peak(2250, 1125, 75),
     "NVIDIA GH200": Peak(989, 494, 67),
@@ -65,6 +65,6 @@ def peak_flops(kind: str, dtype: str) -> float | None:
     if dtype == "bfloat16" and kind.startswith("Tesla"):  # their fast products are of float16 only
         return None
     peak = next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
-    if peak is None or dtype not in _COLUMNS or (found := peak[_COLUMNS[dtype]]) is None:
+    if peak is None or dtype not in _COLUMNS or (operations := peak[_COLUMNS[dtype]]) is None:
         return None
-    return found * 1e12
+    return operations * 1e12

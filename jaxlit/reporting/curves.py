@@ -11,7 +11,7 @@ from jaxlit.table import count
 
 WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # margins around the curves
-_MAX_POINTS = 400  # of a curve: more cannot be told apart
+_MAX_POINTS = 400  # of a curve: more cannot be seen
 _COLORS = 6
 _STAGES = ("train", "val", "test")  # which have the first colors
 

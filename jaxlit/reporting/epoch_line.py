@@ -1,10 +1,10 @@
-"""The line that an epoch leaves behind."""
+"""The line of an epoch."""
 
 from collections.abc import Sequence
 
 from jaxlit.reporting.terminal import bar, join, line_width
 
-_SHORTEST, _LONGEST = 6, 18  # cells of a bar: fewer tell nothing
+_SHORTEST, _LONGEST = 6, 18  # cells of a bar
 _NUMBER = 10  # characters of a number with four significant digits, as -1.234e-05 has
 
 

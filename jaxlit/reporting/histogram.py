@@ -1,4 +1,4 @@
-"""How numbers are distributed: computed on the device, in a step say, or on the host."""
+"""Histograms, computed on the device, also inside a step, or on the host."""
 
 from typing import Any
 

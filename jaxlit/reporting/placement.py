@@ -1,4 +1,4 @@
-"""Where arrays lie, and what they take on each device."""
+"""How arrays are sharded, and their bytes on each device."""
 
 import math
 from collections import Counter
@@ -12,13 +12,13 @@ import jax
 
 @dataclass(frozen=True)
 class Placement:
-    """How some arrays lie on the devices.
+    """How some arrays are sharded over devices.
 
     Attributes:
-        partition: "P('fsdp', None)", "replicated", or "mixed" if they lie in several ways; "on cpu:3" for what one
-            device holds alone, and "replicated on cpu:4-7" for what lies on some devices only.
-        bytes: Of the whole arrays.
-        bytes_per_device: What they take on the device that holds the most of them.
+        partition: "P('fsdp', None)", "replicated", or "mixed" if they differ; "on cpu:3" for arrays of one device, and
+            "replicated on cpu:4-7" for those of some devices.
+        bytes: Of the unsharded arrays.
+        bytes_per_device: Those on the device that has the most of them.
     """
 
     partition: str
@@ -27,7 +27,7 @@ class Placement:
 
 
 def placement(arrays: Sequence[Any], devices: Iterable[jax.Device]) -> Placement:
-    """Return how arrays lie.
+    """Return how arrays are sharded.
 
     Args:
         arrays: Arrays, or their shapes, dtypes and shardings.
@@ -40,12 +40,12 @@ def placement(arrays: Sequence[Any], devices: Iterable[jax.Device]) -> Placement
 
 
 def bytes_of(arrays: Iterable[Any]) -> int:
-    """Return the bytes of whole arrays."""
+    """Return the bytes of unsharded arrays."""
     return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
 def bytes_per_device(arrays: Iterable[Any]) -> int:
-    """Return what arrays take on the device that holds the most of them."""
+    """Return the bytes of arrays on the device that has the most of them."""
     by_sharding, held = Counter[Any](), Counter[jax.Device]()
     for x in arrays:
         by_sharding[x.sharding] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -55,7 +55,7 @@ def bytes_per_device(arrays: Iterable[Any]) -> int:
 
 
 def devices_of(arrays: Iterable[Any]) -> frozenset[jax.Device]:
-    """Return the devices that hold anything of arrays."""
+    """Return the devices of arrays."""
     return frozenset().union(*(sharding.device_set for sharding in {x.sharding for x in arrays}))
 
 

@@ -12,7 +12,7 @@ from jaxlit.reporting.terminal import say
 PLACEHOLDER = "<redacted>"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of API_KEY, apiKey or api-key
-# In a name they leave no doubt, wherever they stand.
+# Sure signs, wherever they are in a name.
 _SURE = re.compile(r"passw|passphrase|passcode|pgpass|secret(?!ar)|credential|(api|access|auth|private)_?(key|token)$")
 # The last word is what a name is about: a label_key is no key, a forward_pass no password, a pad_token no token.
 _BEFORE = {
@@ -56,7 +56,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with secrets hidden, and say once in a run which.
+    """Return JSON values with secrets hidden, and print once in a run which.
 
     Args:
         values: The values, in which dicts and lists may be nested.
@@ -73,8 +73,8 @@ def hide(value: Any, found: list[str], path: str = "", name: str = "") -> Any:
     Args:
         value: The value.
         found: The paths of secrets are added to it.
-        path: Where the value stands.
-        name: What it is called.
+        path: Where the value is.
+        name: Its name.
     """
     if name and _is_given(value) and is_secret(name):
         found.append(path)
@@ -87,7 +87,7 @@ def hide(value: Any, found: list[str], path: str = "", name: str = "") -> Any:
 
 
 def tell(paths: Iterable[str]) -> None:
-    """Say once in a run where secrets were left out; never what they are."""
+    """Print once in a run where secrets were left out; never their values."""
     new = [path for path in dict.fromkeys(paths) if path not in _told]
     _told.update(new)
     if new and jax.process_index() == 0:
@@ -95,7 +95,7 @@ def tell(paths: Iterable[str]) -> None:
 
 
 def tell_anew() -> None:
-    """Begin a run, in which what is left out is said again."""
+    """Begin a run, in which names are printed again."""
     _told.clear()
 
 

@@ -1,4 +1,4 @@
-"""What is shown to people: lines, and one line that changes in place."""
+"""Lines in the terminal, and one line that changes in place."""
 
 import base64
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _BAR_WIDTH = 18
-_ASCII = str.maketrans("·…━─│┃┏┳┓┡╇┩└┴┘", "|.=-||+++++++++")
+_ASCII = str.maketrans("·…━─", "|.=-")
 
 
 def say(text: str, *, aside: bool = False) -> None:
@@ -34,9 +34,9 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_
     """Return parts as a line, or as so many lines as the width asks for.
 
     Args:
-        parts: The parts, which are kept whole.
+        parts: The parts, which are not broken.
         indent: What the second line and those after it begin with.
-        between: What stands between two parts of a line.
+        between: The text between two parts of a line.
         in_file: The width where there is no terminal; None for no limit.
     """
     width, lines = line_width() or in_file, [""]
@@ -56,13 +56,13 @@ def line_width() -> int | None:
 
 
 def bar(done: int, total: float, width: int = _BAR_WIDTH) -> str:
-    """Return how much is done as a bar; a full one if there is no telling."""
+    """Return how much is done as a bar; a full one if the total is not known."""
     filled = width if total == math.inf else round(width * min(done / max(total, 1), 1.0))
     return "━" * filled + "─" * (width - filled)
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as people say it."""
+    """Return a duration in a form for people."""
     if seconds >= 100:
         return str(timedelta(seconds=round(seconds)))
     return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
@@ -70,11 +70,10 @@ def clock(seconds: float) -> str:
 
 def short_path(path: Path) -> Path:
     """Return a path relative to the working folder, if it is below it."""
-    found = absolute(path)
+    path = absolute(path)
     with contextlib.suppress(OSError):  # the working folder may be gone
-        here = Path.cwd()
-        return found.relative_to(here) if found.is_relative_to(here) else found
-    return found
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return path
 
 
 def absolute(path: Path) -> Path:
@@ -111,7 +110,7 @@ def _stdout() -> Any:
 
 
 def _writable(text: str) -> str:
-    """Return a text as stdout can write it: lines of ASCII for drawn ones, and "?" for what has no like."""
+    """Return a text as stdout can write it: with ASCII lines, and "?" for other characters."""
     encoding = getattr(_stdout(), "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -135,11 +134,11 @@ class LiveLine(ABC):
 
     @abstractmethod
     def close(self, text: str | None = None) -> None:
-        """Leave a last text after, or nothing."""
+        """Remove the line, and print a last text, if any."""
 
 
 class TerminalLine(LiveLine):
-    """A line at the bottom of the terminal, that what is printed meanwhile stands above."""
+    """A line at the bottom of the terminal, below other output."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -150,7 +149,7 @@ class TerminalLine(LiveLine):
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError
 
-        # No thread of rich's own: it would wake up beside the training loop. It is drawn from hooks.
+        # Drawn from hooks: a thread of rich would compete with the training loop.
         self._live = Live(console=QuietConsole(force_terminal=True), auto_refresh=False, transient=True)
         self._live.start()
 

@@ -14,7 +14,7 @@ from kit.checkpoints import bytes_of
 from kit.compiles import compiles
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Net, module
-from kit.refusals import fit_refuses, refuses
+from kit.refusals import fit_refuses
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
 
 import jaxlit as jl
@@ -344,22 +344,6 @@ def test_parts_of_one_name_are_refused() -> None:
 
     both = [BackboneFreeze(of("inner")), BackboneFreeze(of("outer"))]
     fit_refuses(ArgumentError, r"parts that are called '.*of\.is_in'", model=Deep(), train=BATCHES, callbacks=both)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (ArgumentError, {"part": ""}),
-        (ArgumentError, {"part": None}),
-        (ArgumentTypeError, {"part": 3}),
-        (ArgumentError, {"unfreeze_at_epoch": 0}),
-        (ArgumentTypeError, {"unfreeze_at_epoch": 1.5}),
-        (ArgumentTypeError, {"tx": 0.1}),
-        (ArgumentTypeError, {"tx": optax.adam}),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any]) -> None:
-    refuses(kind, lambda: BackboneFreeze(**arguments), rf"BackboneFreeze\({next(iter(arguments))}=\.\.\.\)")
 
 
 def test_a_checkpoint_of_other_parts_is_refused() -> None:

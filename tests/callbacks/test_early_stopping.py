@@ -13,7 +13,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
 from jaxlit.callbacks import EarlyStopping, EarlyStoppingReason
-from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError
+from jaxlit.errors import JaxlitError
 
 NAN, INF = math.nan, math.inf
 
@@ -176,23 +176,6 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
     assert third.stopping_reason is first.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     assert third.stopping_reason_message == trainer.stop_reason
     assert other.should_stop and trainer.should_stop
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed", "value"),
-    [
-        *(("monitor", "name", x) for x in ("", 3)),
-        *(("min_delta", "at least 0", x) for x in (-0.1, "0")),
-        *(("patience", "int of at least 0", x) for x in (-1, 1.5, True)),
-        ("mode", "'min' or 'max'", "auto"),
-        *((name, "True or False", 1) for name in ("check_finite", "strict", "verbose")),
-        ("check_on_train_epoch_end", "True, False or None", 1),
-        *((f"{name}_threshold", "number", "low") for name in ("stopping", "divergence")),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(name, allowed, value) -> None:
-    arguments = {"monitor": "val/loss"} | {name: value}
-    refuses((ArgumentError, ArgumentTypeError), lambda: EarlyStopping(**arguments), name, repr(value), allowed)
 
 
 # As a Trainer runs it

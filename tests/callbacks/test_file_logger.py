@@ -230,15 +230,6 @@ def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
         assert path.read_text() == content
 
 
-@each_kind
-def test_wrong_arguments_are_refused_by_name(kind):
-    for name in ("", ".", "..", "a/b.csv", "/a.csv", "./a.csv", 3, None):
-        refuses(ArgumentError, lambda name=name: kind(name), rf"{kind.__name__}\(filename=...\)")
-    for value in ("ignore", None, True):
-        words = rf"{kind.__name__}\(on_error=\.\.\.\) takes one of 'warn', 'raise', got {value!r}"
-        refuses(ArgumentError, lambda value=value: kind(on_error=value), words)
-
-
 # Trainings that end and continue
 
 

@@ -148,23 +148,6 @@ def test_an_average_that_starts_at_an_epoch_counts_its_steps() -> None:
         assert float(model.w[...][0]) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "scheduling"),
-    [
-        (ArgumentTypeError, 4),
-        (ArgumentTypeError, [(0, 4)]),
-        (ArgumentTypeError, {0: 1.5}),
-        (ArgumentTypeError, {"0": 2}),
-        (ArgumentTypeError, {0: True}),
-        (ArgumentError, {}),
-        (ArgumentError, {-1: 2}),
-        (ArgumentError, {0: 0}),
-    ],
-)
-def test_a_wrong_schedule_is_refused_by_name(kind: Any, scheduling: Any) -> None:
-    refuses(kind, lambda: GradientAccumulationScheduler(scheduling), r"scheduling=\.\.\.\) takes a dict.*(G|g)ot")
-
-
 def test_another_number_beside_it_is_refused_and_a_dict_for_the_trainer_names_it() -> None:
     scheduler = GradientAccumulationScheduler({0: 2})
     words = "accumulate_grad_batches=3.*with a GradientAccumulationScheduler"

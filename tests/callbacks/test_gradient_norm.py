@@ -1,6 +1,5 @@
 """GradientNorm against optax, a formula, and the collectives of the compiled step."""
 
-import re
 from typing import Any
 
 import jax
@@ -13,11 +12,9 @@ from kit.batches import random
 from kit.inside import lowered
 from kit.journal import Rows
 from kit.modules import Linear, module
-from kit.refusals import refuses
 from kit.trainers import FOUR, STRATEGIES, fit, splitting, thinned
 
 from jaxlit.callbacks import GradientNorm
-from jaxlit.errors import ArgumentError
 
 INF, RATE = float("inf"), 0.1
 BATCHES = random(3)
@@ -117,16 +114,3 @@ def test_a_bfloat16_gradient_is_added_up_in_float32() -> None:
     found = GradientNorm().trace_step({"w": x}, None, None, None)["grad_norm"]
     assert found.dtype == jnp.float32
     assert float(found) == pytest.approx(float(np.linalg.norm(np.asarray(x, np.float64))), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("norm_type", x) for x in (0, -1, "2", None, True, float("nan"))),
-        *(("every_n_steps", x) for x in (0, 2.0, True, "2")),
-        *(("per_parameter", x) for x in (1, None)),
-    ],
-)
-def test_wrong_arguments_are_refused(name, value) -> None:
-    words = rf"GradientNorm\({name}=\.\.\.\) takes .*got {re.escape(repr(value))}"
-    refuses(ArgumentError, lambda: GradientNorm(**{name: value}), words)

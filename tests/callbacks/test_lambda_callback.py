@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 from kit.batches import random
 from kit.modules import Linear
-from kit.refusals import refuses
 from kit.trainers import BARE, fit
 
 from jaxlit.callbacks import LambdaCallback
-from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 
 def test_each_function_is_called_as_its_hook_and_arrays_are_kept() -> None:
@@ -25,12 +23,3 @@ def test_each_function_is_called_as_its_hook_and_arrays_are_kept() -> None:
     )
     trainer = fit(Linear(), random(2), None, callback, **BARE)
     assert seen == ["fit", 0, 1, 0.0] and int(trainer.callback_arrays(callback)) == 2
-
-
-def test_a_hook_that_there_is_not_and_what_is_no_function_are_refused() -> None:
-    refuses(
-        ArgumentError, lambda: LambdaCallback(on_train_epoch_ends=print), "on_train_epoch_ends", "on_train_epoch_end'"
-    )
-    refuses(ArgumentError, lambda: LambdaCallback(log=print), "no hook 'log'")
-    given: Any = 3
-    refuses(ArgumentTypeError, lambda: LambdaCallback(setup=given), "setup", "got 3")

@@ -8,11 +8,11 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows
 from kit.modules import module
-from kit.refusals import fit_refuses, refuses
+from kit.refusals import fit_refuses
 from kit.trainers import BARE, fit
 
 from jaxlit.callbacks import LearningRateMonitor
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 
 SCHEDULE = optax.linear_schedule(0.2, 0.0, 10)
 
@@ -58,9 +58,3 @@ def test_a_monitor_of_epochs_needs_no_rows_of_steps() -> None:
     rows = Rows(rates=True)
     fit(module(tx=optax.sgd(SCHEDULE)), numbered(2), None, rows, LearningRateMonitor("epoch"), log_every_n_steps=0)
     assert rows.of("lr") == pytest.approx([0.18])
-
-
-@pytest.mark.parametrize("argument", ["log_momentum", "log_weight_decay"])
-def test_what_lightnings_takes_beside_it_is_refused_with_what_takes_its_place(argument: str) -> None:
-    make: Any = LearningRateMonitor
-    refuses(ArgumentTypeError, lambda: make(**{argument: True}), argument, r"trainer\.hyperparams\[")

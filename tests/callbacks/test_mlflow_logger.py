@@ -17,7 +17,7 @@ from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import MLFlowLogger
-from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
+from jaxlit.errors import LoggerError
 
 KEY = "hf_" + "Ab1" * 12
 
@@ -245,20 +245,6 @@ def test_on_error_raise_ends_training() -> None:
     STORES["sqlite:///default.db"].fails = "log_batch"
     with pytest.raises(LoggerError, match="log_batch fails"):
         fit(Mean(), numbered(4), **BARE | {"logger": MLFlowLogger(on_error="raise"), "log_every_n_steps": 1})
-
-
-@pytest.mark.parametrize(
-    "kind, arguments, patterns",
-    [
-        (ArgumentError, {"log_model": 1}, ["log_model", "'all'"]),
-        (ArgumentError, {"on_error": "stop"}, ["on_error", "'warn'"]),
-        (ArgumentError, {"save_dir": "a", "tracking_uri": "b"}, ["save_dir", "tracking_uri", "two places"]),
-        (ArgumentTypeError, {"synchronous": True}, ["synchronous", "thread"]),
-        (ArgumentTypeError, {"checkpoint_path_prefix": "x"}, ["checkpoint_path_prefix", "checkpoints/"]),
-    ],
-)
-def test_arguments_are_refused_by_name(kind: Any, arguments: dict[str, Any], patterns: list[str]) -> None:
-    refuses(kind, lambda: MLFlowLogger(**arguments), *patterns)
 
 
 def test_without_mlflow_the_constructor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, model_checkpoint
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, LoggerError, NonFiniteError
+from jaxlit.errors import CheckpointError, LoggerError, NonFiniteError
 from jaxlit.testing import Crash, faults
 
 NAN, INF = math.nan, math.inf
@@ -416,30 +416,3 @@ def test_two_with_two_folders_keep_each_its_own() -> None:
     train(best, often, scores=[0.0] * 6, per_epoch=2, epochs=3, resume="auto")
     assert steps(listing(best)) == [6] and steps(listing(often)) == [1, 2, 3, 4, 6]
     assert kept(best) == {6: 0.0}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "words"),
-    [
-        ("dirpath", [""], "path"),
-        ("filename", [""], "takes a text"),
-        ("filename", ["{epoch:d"], "brace"),
-        ("monitor", [""], "name of a"),
-        ("mode", ["auto"], "'min' or 'max'"),
-        ("save_top_k", [-2], "at least -1"),
-        ("save_top_k", [True], "int"),
-        ("save_top_k", [2], "without monitor"),
-        ("save_last", ["link"], "True or False"),
-        ("every_n_train_steps", [0, 2.5], "int"),
-        ("every_n_epochs", [0], "at least 1"),
-        ("train_time_interval", [5, timedelta(seconds=-1), "soon"], "timedelta"),
-        ("save_on_exception", [1], "True or False"),
-        ("on_save_error", ["ignore"], "'raise' or 'warn'"),
-    ],
-)
-def test_an_argument_out_of_its_set_is_refused_by_name(name, values, words) -> None:
-    for value in values:
-        with pytest.raises((ArgumentError, ArgumentTypeError), match=f"ModelCheckpoint.*{name}.*{words}"):
-            ModelCheckpoint(**{name: value})
-    with pytest.raises(ArgumentError, match="keeps nothing"):
-        ModelCheckpoint(save_top_k=0, save_last=False)

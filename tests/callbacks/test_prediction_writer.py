@@ -18,7 +18,7 @@ from kit.trainers import BARE, STRATEGIES, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import PredictionWriter
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
+from jaxlit.errors import ArgumentError, DataError
 
 (DATA,) = random(1, rows=36)  # four batches of 8 rows and one of 4
 KERNEL = np.linspace(-1.0, 1.0, 3)[:, None]
@@ -300,16 +300,3 @@ def test_a_trial_run_writes_nothing() -> None:
     trainer = make_trainer(PredictionWriter("made"), fast_dev_run=True)
     trainer.predict(predicts(lambda y: y), loader())
     assert not Path("made").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
-    [
-        (ArgumentTypeError, {"output_dir": 3}, "output_dir"),
-        (ArgumentTypeError, {"output_dir": ""}, "output_dir"),
-        (ArgumentError, {"write_interval": "batch_and_epoch"}, "write_interval.*'batch', 'epoch'"),
-        (ArgumentError, {"format": "csv"}, "format.*'npy', 'parquet'"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any], words: str) -> None:
-    refuses(kind, lambda: PredictionWriter(**({"output_dir": "made"} | arguments)), words)

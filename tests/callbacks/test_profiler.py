@@ -17,7 +17,7 @@ from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import Profiler
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentTypeError
 
 
 def steps_in(folder: str | Path) -> list[int]:
@@ -102,19 +102,6 @@ def test_each_of_several_processes_has_a_folder(monkeypatch: pytest.MonkeyPatch)
     trainer: Any = SimpleNamespace(run_dir=Path("run"), state=SimpleNamespace(step=0))
     assert Profiler()._start(trainer) and Profiler(dirpath="kept")._start(trainer)
     assert begun == [str(Path.cwd() / folder / "process_1") for folder in ("run/profile", "kept")]
-
-
-@pytest.mark.parametrize(
-    "kind, arguments, patterns",
-    [
-        (ArgumentError, {"start_step": -1}, ["start_step", "at least 0"]),
-        (ArgumentError, {"num_steps": 0}, ["num_steps", "at least 1"]),
-        (ArgumentError, {"dirpath": 3}, ["dirpath", "folder"]),
-        (ArgumentTypeError, {"filename": "x"}, ["filename", "dirpath="]),
-    ],
-)
-def test_arguments_are_refused_by_name(kind: Any, arguments: dict[str, Any], patterns: list[str]) -> None:
-    refuses(kind, lambda: Profiler(**arguments), *patterns)
 
 
 def test_the_trainers_profiler_is_refused_with_what_takes_its_place() -> None:

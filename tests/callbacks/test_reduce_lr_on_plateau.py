@@ -14,7 +14,7 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import THREE, fit, thinned
 
 from jaxlit.callbacks import ReduceLROnPlateau
-from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
+from jaxlit.errors import ArgumentError, LoggerError
 
 # Worked out by hand for factor=0.5, patience=2, min_delta=0.5, cooldown=1 and min_lr=0.3: a value, the rate after it.
 SEQUENCE = (
@@ -133,28 +133,6 @@ def test_another_hyperparameter_can_be_lowered() -> None:
     plateau = ReduceLROnPlateau("val", hyperparam="momentum", factor=0.5, patience=1)
     trainer = fit(sloping(sgd(**MOMENTUM)), numbered(1), numbered(1), plateau, max_epochs=2)
     assert dict(trainer.hyperparams) == {"learning_rate": 1.0, "momentum": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("monitor", x) for x in ("", 3)),
-        ("mode", "least"),
-        *(("factor", x) for x in (0, 1, "0.1", True)),
-        *(("patience", x) for x in (0, 1.5, True)),
-        *(("min_delta", x) for x in (-0.1, math.inf)),
-        *(("cooldown", x) for x in (-1, 0.5)),
-        *(("min_lr", x) for x in (-1e-6, math.nan)),
-        ("check_on_train_epoch_end", "yes"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(name, value) -> None:
-    arguments = {"monitor": "val", name: value}
-    refuses(
-        (ArgumentError, ArgumentTypeError),
-        lambda: ReduceLROnPlateau(**arguments),
-        rf"ReduceLROnPlateau\({name}=\.\.\.\)",
-    )
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows, hooks
 from kit.modules import Mean, logging, module
-from kit.refusals import refuses, warnings_of
+from kit.refusals import warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
-from jaxlit.errors import ArgumentError
 
 EVIL = "<script>alert('x')</script>"
 KEY = "hf_" + "Ab1" * 12  # as Hugging Face's keys are made
@@ -201,8 +200,3 @@ def test_a_page_that_cannot_be_written_ends_no_training(caplog: pytest.LogCaptur
     assert trainer.global_step == 2 and report.location is None
     (told,) = warnings_of(caplog)
     assert "RunReport cannot write" in told
-
-
-@pytest.mark.parametrize("name", ["report.txt", "a/b.html", 3])
-def test_wrong_file_names_are_refused(name: Any) -> None:
-    refuses(ArgumentError, lambda: RunReport(name), "filename", "ends in .html")

@@ -13,7 +13,7 @@ from kit.batches import numbered, sized
 from kit.checkpoints import train as train_with_checkpoints
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear, Mean
-from kit.refusals import fit_refuses, refuses
+from kit.refusals import fit_refuses
 from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
@@ -203,19 +203,6 @@ def test_a_monitor_works_beside_callbacks_that_look_into_every_step() -> None:
     trainer = fit(MLP(), sized(*[ROWS] * 4), None, ThroughputMonitor(), jl.callbacks.GradientNorm(), **given)
     assert trainer.step_flops["train_step_traced"].count == FORMULAS[MLP]
     assert [*rows_of(trainer, "train/flops_per_sec")][-1] == 3 and "train/mfu" not in trainer.history
-
-
-@pytest.mark.parametrize(
-    "kind, arguments, patterns",
-    [
-        (ArgumentError, {"batch_size_fn": 3}, ["batch_size_fn", "function"]),
-        (ArgumentError, {"window_size": 0}, ["window_size", "at least 1"]),
-        (ArgumentError, {"available_flops": -1.0}, ["available_flops", "above 0"]),
-        (ArgumentTypeError, {"separator": "|"}, ["separator", "no argument"]),
-    ],
-)
-def test_arguments_are_refused_by_name(kind: Any, arguments: dict[str, Any], patterns: list[str]) -> None:
-    refuses(kind, lambda: ThroughputMonitor(**arguments), *patterns)
 
 
 def test_a_training_without_rows_a_taken_name_and_a_length_that_is_no_number_are_refused() -> None:

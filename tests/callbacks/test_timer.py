@@ -14,7 +14,7 @@ from kit.trainers import BARE, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import Timer
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 
 
 @pytest.fixture
@@ -124,19 +124,6 @@ def test_verbose_says_that_it_stopped_the_training(clock: Clock, caplog: pytest.
         assert [
             r.getMessage() for r in caplog.records if "Timer" in r.getMessage() and "took" in r.getMessage()
         ] == said
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
-    [
-        (ArgumentError, {"duration": "1:00"}, r"Timer\(duration=.*DD:HH:MM:SS"),
-        (ArgumentTypeError, {"duration": 5}, r"Timer\(duration="),
-        (ArgumentError, {"interval": "steps"}, r"Timer\(interval=.*'step', 'epoch'.*'step'\?"),
-        (ArgumentTypeError, {"verbose": 1}, r"Timer\(verbose="),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(kind: Any, arguments: dict[str, Any], words: str) -> None:
-    refuses(kind, lambda: Timer(**arguments), words)
 
 
 def test_an_unknown_stage_and_a_time_outside_of_a_fit_are_refused() -> None:

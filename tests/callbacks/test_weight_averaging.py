@@ -13,7 +13,7 @@ from kit.batches import Stream, random
 from kit.checkpoints import names
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear
-from kit.refusals import fit_refuses, refuses
+from kit.refusals import fit_refuses
 from kit.trainers import BARE, FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
@@ -165,20 +165,6 @@ def test_two_that_choose_and_one_without_arrays_are_refused() -> None:
     fit_refuses(ModuleError, "EMA and WeightAveraging both", model=Validated(), train=BATCHES, callbacks=both)
     without = hooks(eval_params=lambda arrays: arrays)
     fit_refuses(ModuleError, "neither init_arrays", model=Validated(), train=BATCHES, callbacks=[without])
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"decay": 1.0}, "decay"),
-        ({"decay": "0.9"}, "decay"),
-        ({"update_every_n_steps": 0}, "update_every_n_steps"),
-        ({"update_starting_at_step": -1}, "update_starting_at_step"),
-        ({"update_starting_at_step": 1, "update_starting_at_epoch": 1}, "got both"),
-    ],
-)
-def test_arguments_out_of_their_sets_are_refused(given: dict[str, Any], words: str) -> None:
-    refuses(ArgumentError, lambda: EMA(**given), words)
 
 
 def test_an_epoch_of_a_loader_without_a_length_is_refused() -> None:

@@ -38,7 +38,7 @@ REDUCED += [("ddp", 1), ("zero1", 2), ("simulate:8", 1)]
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), thinned(REDUCED, REDUCED[0], full=REDUCED[1:4]))
-def test_each_reduction_is_that_of_all_rows_of_a_step_a_window_and_an_epoch(strategy: str, accumulate: int) -> None:
+def test_each_reduction_is_that_of_all_rows(strategy: str, accumulate: int) -> None:
     rows, batches = Rows(), [dict(batch) for batch in BATCHES]
     batches[0]["x"] = 3 * batches[0]["x"]  # the extremes of its window are not those of the last batch
     # Replicas without any weight, and a batch.
@@ -61,7 +61,7 @@ def test_each_reduction_is_that_of_all_rows_of_a_step_a_window_and_an_epoch(stra
 
 
 @pytest.mark.parametrize("value", [0.1, 1e-3, 3.0])
-def test_the_epoch_mean_of_a_million_batches_is_as_exact_as_that_of_one(value: float) -> None:
+def test_the_mean_of_a_million_batches_is_exact(value: float) -> None:
     table = Table([Metric("x"), Metric("total", reduce_fx="sum"), Metric("most", reduce_fx="max")])
     entry = table.entry([jnp.float32(value)] * 3, [jnp.float32(7)] * 3)
     sums = jax.jit(lambda s: jax.lax.fori_loop(0, 10**6, lambda _, s: table.add(s, entry), s))(table.empty_sums())

@@ -25,9 +25,7 @@ import jaxlit as jl
         (lambda loss: (loss < 1).astype(jnp.float32), "single"),
     ],
 )
-def test_a_loss_that_depends_on_no_parameter_is_told_once_with_the_parameters(
-    loss: Any, strategy: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_of_no_parameter_is_warned_of_once(loss: Any, strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     model = module(lambda self, batch: loss(self.loss(batch)), base=Linear)
     fit(model, random(2), strategy=strategy, max_epochs=2)
     (message,) = [m for m in warnings_of(caplog) if "depend" in m]
@@ -84,7 +82,7 @@ THROUGH = {
     ("through", "strategy"),
     thinned([*((x, "single") for x in THROUGH), ("scan", "shard_map")], ("cond", "single"), ("scan", "shard_map")),
 )
-def test_a_loss_that_depends_on_the_parameters_is_not_warned_about(
+def test_a_loss_of_the_parameters_is_not_warned_of(
     through: str, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(module(lambda self, batch: THROUGH[through](self.loss(batch)), base=Linear), random(1), strategy=strategy)
@@ -92,9 +90,7 @@ def test_a_loss_that_depends_on_the_parameters_is_not_warned_about(
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["a number", "an array"])
-def test_random_numbers_of_a_generator_of_ones_own_in_a_step_are_told_in_debug_mode(
-    shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_debug_warns_of_numpys_random_numbers(shape: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     mine = np.random.default_rng()
     step = lambda self, batch: self.loss(batch) + (mine.normal(size=shape) * self.bias).sum()  # noqa: E731
     fit(module(step, base=Linear), random(2), debug=True)
@@ -109,9 +105,7 @@ def test_a_step_without_side_effects_is_not_warned_about(debug: bool, caplog: py
 
 
 @pytest.mark.parametrize("rows", [64, 65])
-def test_a_large_constant_in_a_step_is_told_with_its_size_its_name_and_the_step(
-    rows: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_large_constant_in_a_step_is_named(rows: int, caplog: pytest.LogCaptureFixture) -> None:
     table = np.broadcast_to(np.uint8(1), (rows, 2**20))  # 65 MiB that a step closes over are too many
 
     def step(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
@@ -124,7 +118,7 @@ def test_a_large_constant_in_a_step_is_told_with_its_size_its_name_and_the_step(
         assert "Made.training_step captures table, an array of 65 MiB" in message and "nnx.Variable" in message
 
 
-def test_a_step_that_trains_its_parameters_itself_takes_the_steps_of_a_loop(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_may_train_its_parameters_itself(caplog: pytest.LogCaptureFixture) -> None:
     class Alternates(jl.TrainModule):
         """An optimizer for each of two layers; the second layer's step sees the first one's."""
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered
 from kit.journal import Rows, hooks
-from kit.modules import Mean, logging, module
+from kit.modules import Mean, logging
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
@@ -103,24 +103,6 @@ REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
 def test_what_cannot_be_logged_is_refused_by_its_name(case: str) -> None:
     log, words = REFUSED[case]
     fit_refuses(LogError, *words, model=logging(lambda m, batch, i: log(m, batch["x"])))
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        (
-            "validation_step",
-            (r"return it from the step", r"on_validation_batch_end\(outputs, batch, batch_idx\) gets it"),
-        ),
-        ("on_train_epoch_start", (r"trainer\.logger\.log_table",)),
-    ],
-)
-def test_a_matrix_is_refused_with_where_it_goes_from_there(place: str, words: tuple[str, ...]) -> None:
-    def put(self: Any, *_: Any) -> None:
-        self.log("confusion", jnp.eye(3))
-
-    error = refuses(LogError, lambda: fit(module(**{place: put}), numbered(1), numbered(1)), r"shape \(3, 3\)", *words)
-    assert len(str(error)) < 3 * 100
 
 
 def in_scan(module: Any, x: jax.Array) -> None:

@@ -46,14 +46,14 @@ def test_loggers_see_hyperparameters_by_name() -> None:
     }
 
 
-def test_hyperparameters_are_taken_from_a_command_line_and_lightnings_other_arguments_refused() -> None:
+def test_hyperparameters_come_from_a_command_line() -> None:
     module = Configured(8)
     module.save_hyperparameters(argparse.Namespace(depth=3, path=Path("x")))
     assert module.hparams.depth == 3 and "path" not in module.hparams
     refuses(ArgumentTypeError, lambda: module.save_hyperparameters(logger=False), "'logger'", "leave it out")
 
 
-def test_neither_hyperparameters_nor_the_trainer_are_in_the_graph() -> None:
+def test_hyperparameters_and_trainer_are_not_in_the_graph() -> None:
     assert nnx.graphdef(Configured(8)) == nnx.graphdef(Configured(16, rate=0.1))
     module = Mean()
     before = nnx.graphdef(module)
@@ -90,6 +90,6 @@ def test_a_dataclass_module_without_a_hash_is_trained() -> None:
     assert [m.hparams for m in modules] == [{"scale": 0.5}, {"scale": 1.0}]
 
 
-def test_a_checkpoint_is_loaded_by_the_class_and_not_by_an_object() -> None:
+def test_a_checkpoint_is_loaded_by_the_class() -> None:
     with pytest.raises(jl.errors.ModuleError, match=r"Call it on the class: module = Mean\.load_from_checkpoint"):
         Mean().load_from_checkpoint("gone")

@@ -67,7 +67,7 @@ HELD = [*((s, False) for s in STRATEGIES), ("single", True), ("pmap", True)]
 
 
 @pytest.mark.parametrize(("strategy", "held"), thinned(HELD, ("fsdp", False), ("pmap", True), full=HELD[4:5]))
-def test_nnx_metrics_equal_numpy_over_replicas_and_uneven_batches(strategy: str, held: bool) -> None:
+def test_nnx_metrics_equal_numpy_over_replicas(strategy: str, held: bool) -> None:
     train, val, rows = batches(8, 16, 5, seed=0), batches(16, 5, 8, seed=1), Rows()
     arguments = {"log_every_n_steps": 1, "num_sanity_val_steps": 0}
     fit(Measured(held), train, val, rows, strategy=strategy, max_epochs=2, **arguments)
@@ -79,7 +79,7 @@ def test_nnx_metrics_equal_numpy_over_replicas_and_uneven_batches(strategy: str,
 
 
 @pytest.mark.parametrize("strategy", thinned(("single", "shard_map"), "shard_map"))
-def test_nnx_metrics_of_an_accumulation_window_are_those_of_its_rows(strategy: str) -> None:
+def test_nnx_metrics_of_a_window_are_those_of_its_rows(strategy: str) -> None:
     train, rows = batches(8, 16, 5, seed=0), Rows()
     fit(Measured(False), train, None, rows, strategy=strategy, accumulate_grad_batches=2, log_every_n_steps=1)
     for (_, row), window in zip(rows.rows[:2], (train[:2], train[2:]), strict=True):

@@ -39,10 +39,7 @@ def labels(**of: list[str]) -> Any:
 
 # A way to say groups, and the same in optax's labels.
 GROUPS: dict[str, tuple[Any, Any]] = {
-    "attributes": (
-        {"inner": ADAM, "outer": SGD, ...: SLOW},
-        labels(a=["['inner']"], b=["['outer']"], c=[""]),
-    ),
+    "attributes": ({"inner": ADAM, "outer": SGD, ...: SLOW}, labels(a=["['inner']"], b=["['outer']"], c=[""])),
     "patterns": ({"*/kernel": ADAM, "*/bias": SGD, "norm/*": SLOW}, labels(a=["kernel"], b=["bias"], c=["norm"])),
     "filters": (
         {nnx.PathContains("blocks"): ADAM, nnx.PathContains("kernel"): SGD, nnx.Param: SLOW},
@@ -86,7 +83,7 @@ class Three(Linear):
 WRT = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("frozen")))
 
 
-def test_groups_go_with_wrt_accumulation_a_clip_and_a_resume_under_another_strategy() -> None:
+def test_groups_resume_under_another_strategy() -> None:
     model, batches = Three(), random(4)
     given = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "default_root_dir": "run", "resume": "auto"}
     for epochs, strategy in ((1, "fsdp"), (2, "shard_map")):
@@ -111,7 +108,7 @@ def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
 
 
 @pytest.mark.full
-def test_groups_of_functions_are_called_alike_in_the_next_process() -> None:
+def test_groups_of_functions_have_stable_names() -> None:
     def is_outer(path: Any, x: Any) -> bool:
         return path[0] == "outer"
 
@@ -125,7 +122,7 @@ def test_groups_of_functions_are_called_alike_in_the_next_process() -> None:
         given = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
         trainer = fit(model, random(), None, rows, keep_all(), max_epochs=epochs, **given)
         names.append([name for name in rows.rows[0][1] if name.startswith("lr")])
-    outer = "lr/test_groups_of_functions_are_called_alike_in_the_next_process.is_outer"
+    outer = "lr/test_groups_of_functions_have_stable_names.is_outer"
     assert names == [["lr/group1", "lr/group2", outer, "lr/rest"]] * 2 and trainer.global_step == 6
     by_hand = HandLoop(
         net(), optax.partition({"a": ADAM, "b": SGD, "c": SLOW}, labels(a=["inner", "norm"], b=["outer"], c=[""]))
@@ -142,7 +139,7 @@ REFUSED: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("by", "given", "way"), REFUSED)
-def test_a_parameter_without_a_group_and_a_group_without_one_are_named(by: Any, given: str, way: str) -> None:
+def test_parameters_and_groups_without_a_match_are_named(by: Any, given: str, way: str) -> None:
     model = module(base=Linear, configure_optimizers=lambda self: jl.Optimizer(by=by))
     refuses(ArgumentError, lambda: fit(model, random(), **BARE), given, way)
 
@@ -221,7 +218,7 @@ def test_only_weights_of_layers_decay(kind: str, as_pure: bool) -> None:
     assert {"/".join(map(str, path)) for path, x in flat if np.any(np.asarray(x) != 0)} == DECAY
 
 
-def test_a_step_that_updates_parameters_by_an_optimizer_of_nnx_is_refused() -> None:
+def test_an_nnx_optimizer_in_the_step_is_refused() -> None:
     def step(self: Any, batch: Any, optimizer: Any) -> jax.Array:
         value_and_grad = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))
         loss, grads = value_and_grad(self)
@@ -260,7 +257,7 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     assert_same(made, expected)
 
 
-def test_sam_as_a_plain_transform_leaves_the_loss_to_the_other_parts() -> None:
+def test_sam_leaves_the_loss_to_the_other_parts() -> None:
     made, batches = net(optax.chain(optax.GradientTransformation(*SAM), optax.scale_by_polyak())), random(2)
     before = state_of(made)
     fit(made, batches)

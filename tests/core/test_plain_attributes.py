@@ -51,7 +51,7 @@ WRITES: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("stage", thinned(["training", "validation"], "training"))
 @pytest.mark.parametrize("write", WRITES)
-def test_a_side_effect_of_a_step_is_refused_by_its_attribute_and_taken_back(write: str, stage: str) -> None:
+def test_a_side_effect_is_refused_by_its_attribute(write: str, stage: str) -> None:
     do, attribute = WRITES[write]
 
     def step(self: Any, batch: Any) -> Any:

@@ -41,7 +41,7 @@ def floats(tree: Any) -> set[Any]:
 
 
 @pytest.mark.parametrize("strategy", thinned(("single", "fsdp", "shard_map"), "fsdp"))
-def test_bf16_true_holds_bfloat16_parameters_and_float32_statistics(strategy: str) -> None:
+def test_bf16_true_holds_float32_statistics(strategy: str) -> None:
     seen: list[Any] = []
 
     class Noting(Linear):
@@ -65,7 +65,7 @@ def test_bf16_true_holds_bfloat16_parameters_and_float32_statistics(strategy: st
     ("strategy", "precision"),
     [("single", "32-true"), ("single", "bf16-true"), *((s, "bf16-mixed") for s in ("single", "ddp", "pmap"))],
 )
-def test_updates_too_small_for_16_bits_add_up_only_in_float32_parameters(strategy: str, precision: str) -> None:
+def test_small_updates_add_up_only_in_float32_parameters(strategy: str, precision: str) -> None:
     # 256 d loss/dw = -(1 + 256 (w - 1)): a step that sees w rounded to 1 has the same gradient whatever w is.
     # Divided by 256 the loss and what is computed on the way fit float16 at the first scale.
     def loss(w: jax.Array, batch: Any) -> jax.Array:
@@ -96,7 +96,7 @@ def test_gradients_accumulate_in_float32(strategy: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", LOW)
-def test_a_low_precision_step_is_that_of_a_loop_that_casts_by_hand(precision: str) -> None:
+def test_a_low_precision_step_equals_a_loop_that_casts(precision: str) -> None:
     # So small a loss does not overflow at the first scale; a power of two rounds nothing.
     low, factor, batches = LOW[precision], 2.0**-6, sized(8, 8, 5)
     made = module(lambda self, batch: self.loss(batch) * factor, base=Linear)
@@ -132,7 +132,7 @@ def test_scaling_keeps_gradients_that_float16_alone_would_lose(strategy: str) ->
     assert float(made.w[...]) == -2.0
 
 
-def test_the_scale_doubles_after_2000_finite_steps_and_counts_again_from_an_overflow() -> None:
+def test_the_loss_scale_doubles_and_halves() -> None:
     next_scale = jax.jit(Precision("16-mixed").next_scale)
     fine, overflow = jnp.zeros((), bool), jnp.ones((), bool)
     scale_after = lambda scale, steps, flag: next_scale(jnp.array([scale, steps], jnp.float32), flag).tolist()  # noqa: E731
@@ -161,7 +161,7 @@ def test_what_no_scale_makes_finite_raises(loss: Any, values: list[float], step:
 
 
 @pytest.mark.parametrize("precision", ("32-true", "16-mixed"))
-def test_gradients_are_clipped_after_accumulation_and_without_the_loss_scale(precision: str) -> None:
+def test_clipping_sees_accumulated_unscaled_gradients(precision: str) -> None:
     # The mean of 6, -2 and -2 is 2/3, within the bound; clipped one by one they would give -1/3.
     made = scalar(lambda w, batch: jnp.mean(w * batch["x"]) / 4, optax.sgd(1.0))
     clip = {"gradient_clip_val": 0.25, "gradient_clip_algorithm": "value"}

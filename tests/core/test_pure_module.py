@@ -51,7 +51,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("strategy", ["single", "shard_map"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_that_changes_the_structure_of_the_state_is_refused_by_name(change: str, strategy: str) -> None:
+def test_a_change_of_the_states_structure_is_refused(change: str, strategy: str) -> None:
     do, words = CHANGES[change]
 
     def init(self: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_step_that_changes_the_structure_of_the_state_is_refused_by_name(chang
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_a_validation_step_that_writes_state_is_refused_before_training(strategy: str) -> None:
+def test_a_validation_step_that_writes_is_refused(strategy: str) -> None:
     def validation(self: Any, batch: Any) -> None:
         self.count[...] += 100
 
@@ -99,7 +99,7 @@ def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_a_plain_array_that_a_step_replaces_is_refused_by_its_name(strategy: str) -> None:
+def test_a_plain_array_that_a_step_replaces_is_refused(strategy: str) -> None:
     def step(self: Any, batch: Any) -> Any:
         self.offset = self.offset + 1
         return Mean.training_step(self, batch)
@@ -151,7 +151,7 @@ def test_a_predict_step_that_returns_nothing_is_refused() -> None:
         (lambda self, batch, *, scale: jnp.float32(0), "scale"),
     ],
 )
-def test_a_step_with_a_wrong_signature_is_refused_by_that_signature(stage: str, step: Any, signature: str) -> None:
+def test_a_step_with_a_wrong_signature_is_refused(stage: str, step: Any, signature: str) -> None:
     words = rf"Made\.{stage}_step.*{signature}", r"must take \(self, batch\) or \(self, batch, batch_idx"
     fit_refuses(ModuleError, *words, model=module(**{stage: step}), val=numbered(1))
 
@@ -180,17 +180,11 @@ def test_a_batch_of_another_size_must_log_and_return_the_same() -> None:
         (lambda self, batch: batch["x"][batch["y"][:, 0] > 0].mean(), "mask"),
     ],
 )
-def test_python_on_traced_values_comes_with_a_note_on_the_step_the_batch_and_what_to_do(step: Any, kind: str) -> None:
+def test_python_on_traced_values_comes_with_a_note(step: Any, kind: str) -> None:
     with pytest.raises(jax.errors.JAXTypeError if kind != "mask" else jax.errors.JAXIndexError) as caught:
         fit(module(step, base=Linear), random(1))
     notes = "\n".join(caught.value.__notes__)
     assert "Made.training_step" in notes and "float32[8, 3]" in notes and "jnp.where" in notes
-
-
-def test_any_error_in_a_step_tells_what_the_batch_was() -> None:
-    with pytest.raises(KeyError) as caught:
-        fit(module(lambda self, batch: batch["z"].mean()), random(1))
-    assert "'y': 'float32[8, 1]'" in "\n".join(caught.value.__notes__)
 
 
 # What it sees ----------------------------------------------------------------------------------------------
@@ -205,7 +199,7 @@ def notes_counters(self: Any, batch: Any, batch_idx: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_counters_inside_a_step_are_traced_and_right_at_every_step(strategy: str) -> None:
+def test_counters_inside_a_step_are_right(strategy: str) -> None:
     rows, traced = Rows(), []
 
     def step(self: Any, batch: Any) -> Any:
@@ -220,7 +214,7 @@ def test_counters_inside_a_step_are_traced_and_right_at_every_step(strategy: str
     assert len(traced) == 1 or strategy == "shard_map"  # there also for other sizes, to see what grows with them
 
 
-def test_global_step_counts_windows_and_batch_idx_counts_within_the_epoch() -> None:
+def test_global_step_counts_windows() -> None:
     seen: list[tuple[int, int]] = []
 
     def step(self: Any, batch: Any, batch_idx: Any) -> Any:
@@ -277,7 +271,7 @@ class Scanned(Linear):
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_scanned_and_rematerialised_layers_train_like_a_loop_over_them(strategy: str) -> None:
+def test_scanned_layers_train_like_a_loop_over_them(strategy: str) -> None:
     model, (batch,) = Scanned(), random(1)
     kernel, bias = model.layers.kernel[...], model.layers.bias[...]
 
@@ -299,7 +293,7 @@ def test_scanned_and_rematerialised_layers_train_like_a_loop_over_them(strategy:
 @pytest.mark.parametrize(
     ("axis", "precision"), thinned([(0, "bf16-mixed"), (1, "32-true"), (1, "bf16-mixed")], (1, "bf16-mixed"))
 )
-def test_scanned_layers_write_nothing_whatever_axis_they_are_stacked_on(axis: int, precision: str) -> None:
+def test_scanned_layers_write_nothing_on_any_axis(axis: int, precision: str) -> None:
     trainer = fit(Scanned(axis), random(1), random(1), precision=precision)  # a write would be refused
     assert trainer.callback_metrics["val"] > 0
 
@@ -330,7 +324,7 @@ def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -
     assert_same(trainer.module, tied_by_hand())
 
 
-def test_a_linen_module_that_is_called_as_it_is_says_how_it_gets_variables() -> None:
+def test_a_linen_module_comes_with_a_note() -> None:
     def init(self: Any) -> None:
         Mean.__init__(self)
         self.net = linen.Dense(1)
@@ -356,13 +350,6 @@ def test_a_method_of_a_tensor_is_told_with_what_arrays_have(
     with pytest.raises(kind) as caught:
         fit(module(lambda self, batch: call(batch["x"]).sum()), random(1))
     assert any(re.search(note, text) for text in caught.value.__notes__), caught.value.__notes__
-
-
-def test_an_attribute_that_no_tensor_has_is_told_as_it_is() -> None:
-    for call in (lambda x: x.quite_another, lambda x: object().detach):
-        with pytest.raises(AttributeError) as caught:
-            fit(module(lambda self, batch, call=call: call(batch["x"]).sum()), random(1))
-        assert not any("In its place" in text for text in caught.value.__notes__)
 
 
 class Block(nnx.Module):

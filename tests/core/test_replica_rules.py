@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize(("case", "strategy"), [*zip(REFUSED, STRATEGIES * 3, strict=False)])
-def test_what_cannot_be_that_of_one_device_is_refused_by_name_before_the_first_step(case: str, strategy: str) -> None:
+def test_what_differs_from_one_device_is_refused_by_name(case: str, strategy: str) -> None:
     value, held = REFUSED[case]
     module = Line(writing(value), held)
     with pytest.raises(StateError, match=r"Line\.training_step writes a value to held .* 4 replicas .*strategy='ddp'"):
@@ -135,7 +135,7 @@ def test_what_cannot_be_that_of_one_device_is_refused_by_name_before_the_first_s
 
 
 @pytest.mark.full
-def test_statistics_are_those_of_all_rows_whatever_metrics_are_given() -> None:
+def test_metrics_statistics_are_those_of_all_rows() -> None:
     def step(module: Line, batch: Any) -> Any:
         errors = module.errors(batch)
         module.average.update(values=batch["x"])
@@ -154,7 +154,7 @@ def test_statistics_are_those_of_all_rows_whatever_metrics_are_given() -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_metric_that_is_begun_anew_in_each_step_holds_the_last_batch(reset: bool) -> None:
+def test_a_metric_reset_in_each_step_holds_the_last_batch(reset: bool) -> None:
     def step(module: Line, batch: Any) -> Any:
         if reset:
             module.average.reset()
@@ -167,7 +167,7 @@ def test_a_metric_that_is_begun_anew_in_each_step_holds_the_last_batch(reset: bo
 
 
 @pytest.mark.parametrize("strategy", ["shard_map"])
-def test_masked_statistics_of_a_batchnorm_of_ones_own_are_those_of_all_rows(strategy: str) -> None:
+def test_masked_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
     class Own(nnx.BatchNorm):
         def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
             return super().__call__(x, mask=mask)
@@ -185,7 +185,7 @@ def test_masked_statistics_of_a_batchnorm_of_ones_own_are_those_of_all_rows(stra
     np.testing.assert_allclose(np.asarray(module.norm.var[...]), valid.var(0), rtol=1e-5)
 
 
-def test_a_step_that_takes_one_number_of_rows_only_writes_nothing_that_cannot_be_told() -> None:
+def test_a_step_of_one_size_writes_nothing_unclear() -> None:
     def step(module: Line, batch: Any) -> Any:
         assert len(batch["x"]) == 2
         module.held[...] += len(batch["x"])
@@ -203,7 +203,7 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", thinned(READS, "in a metric"))
-def test_a_step_that_reads_what_replicas_count_in_parts_is_refused(case: str) -> None:
+def test_reading_what_replicas_count_in_parts_is_refused(case: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         module.held[...] += (batch["x"] > 0).sum()
         return READS[case](module, batch)
@@ -407,7 +407,7 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
-def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(strategy: str) -> None:
+def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         values = {"sum": batch["x"].sum(), "mean": batch["x"].mean(), "rows": batch["x"].shape[0], "one": 1.0}
         for name, value in values.items():
@@ -428,7 +428,7 @@ def test_sums_and_means_that_a_step_logs_are_those_of_the_whole_batch(strategy: 
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
-def test_a_mean_of_all_rows_is_not_weighted_by_what_each_replica_weighs(strategy: str) -> None:
+def test_a_mean_of_all_rows_is_not_weighted_per_replica(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         module.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), on_epoch=True, on_step=False)
         return module.errors(batch).mean()
@@ -441,7 +441,7 @@ def test_a_mean_of_all_rows_is_not_weighted_by_what_each_replica_weighs(strategy
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
-def test_sums_and_counts_that_a_step_returns_are_those_of_the_whole_batch(strategy: str) -> None:
+def test_returned_sums_are_those_of_the_batch(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         count = (batch["x"] > 0).sum()
         return {"loss": module.errors(batch).mean(), "count": count, "sums": batch["x"].sum(0)}
@@ -481,7 +481,7 @@ def test_the_same_noise_for_the_rows_of_each_replica_is_refused(step: Any, held:
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
-def test_a_key_of_ones_own_draws_other_numbers_on_each_replica_and_goes_on_as_on_one_device(strategy: str) -> None:
+def test_a_users_key_differs_between_replicas_and_continues(strategy: str) -> None:
     def step(module: Line, batch: Any) -> Any:
         key, sub = jax.random.split(module.held[...])
         module.held[...] = key
@@ -499,7 +499,7 @@ def test_a_key_of_ones_own_draws_other_numbers_on_each_replica_and_goes_on_as_on
         np.testing.assert_array_equal(held.data, jax.random.key_data(key))
 
 
-def test_a_validation_that_draws_the_same_rows_everywhere_is_refused() -> None:
+def test_a_validation_that_draws_alike_everywhere_is_refused() -> None:
     class Validated(Line):
         def validation_step(self, batch: Any) -> None:
             self.log("val", noise(jax.random.key(0), batch).mean())

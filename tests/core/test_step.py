@@ -132,7 +132,7 @@ def test_a_skipped_window_is_put_back_after_a_resume_inside_it() -> None:
         np.testing.assert_array_equal(state_of(resumed)[name], x, err_msg=name)
 
 
-def test_the_first_step_that_is_not_finite_is_named_where_the_loss_is_scaled() -> None:
+def test_the_first_bad_step_is_named_under_a_loss_scale() -> None:
     with pytest.raises(NonFiniteError, match=f"optimizer step {BAD} "):
         fit(Linear(), with_nan(), precision="16-mixed")
 
@@ -146,7 +146,7 @@ def test_a_bad_step_is_noticed_at_a_logged_row() -> None:
 
 
 @pytest.mark.parametrize(("policy", "strategy"), [("raise", "single"), ("skip", "single"), ("raise", "shard_map")])
-def test_a_single_gradient_that_is_not_finite_is_noticed_though_the_loss_is(policy: str, strategy: str) -> None:
+def test_one_bad_gradient_of_a_finite_loss_is_noticed(policy: str, strategy: str) -> None:
     def init(self: Any) -> None:
         self.w, self.fine = nnx.Param(jnp.array([0.0, 1.0])), nnx.Param(jnp.ones(1))
 
@@ -166,7 +166,7 @@ def test_finite_gradients_whose_norm_overflows_are_trained_on(strategy: str, acc
     assert float(model.w[...][0]) == pytest.approx(-3 / accumulate, rel=1e-6)
 
 
-def test_finite_gradients_in_float16_whose_norm_overflows_are_trained_on() -> None:
+def test_float16_gradients_whose_norm_overflows_are_trained_on() -> None:
     def init(self: Any) -> None:
         self.w = nnx.Param(jnp.ones(2, jnp.float16))
 
@@ -196,7 +196,7 @@ def test_a_window_of_bfloat16_parameters_adds_up_in_float32() -> None:
     assert float(model.w[...][0]) == float(jnp.bfloat16(0.5 * 263 / 8)) != 16.0
 
 
-def test_optax_multi_steps_is_taken_as_the_transform_that_it_wraps() -> None:
+def test_optax_multi_steps_is_taken_as_a_transform() -> None:
     model = module(tx=optax.MultiSteps(optax.sgd(0.25), 2))
     fit(model, numbered(1))
     assert float(model.w[...][0]) == 0
@@ -245,7 +245,7 @@ def test_parameters_outside_of_wrt_stay_as_they_were(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_layers_that_compute_in_bfloat16_train_float32_parameters(strategy: str) -> None:
+def test_layers_in_bfloat16_train_float32_parameters(strategy: str) -> None:
     def init(self: Any) -> None:
         self.layer = nnx.Linear(3, 1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 

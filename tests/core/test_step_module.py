@@ -46,7 +46,7 @@ def outputs_of(name: str, seen: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_dropout_drops_anew_in_each_training_step_and_never_in_an_evaluation(strategy: str) -> None:
+def test_dropout_drops_in_training_steps_only(strategy: str) -> None:
     model, batches, seen = Dropping(), random(2, rows=64), []
     trainer = fit(model, batches, batches[:1], outputs_of("ones", seen), strategy=strategy)
     assert [sorted(set(ones.ravel())) for ones in seen] == [[0.0, 2.0]] * 2
@@ -81,7 +81,7 @@ class Normed(Linear):
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_batch_norm_keeps_running_statistics_and_predicts_with_them(strategy: str) -> None:
+def test_batch_norm_predicts_with_running_statistics(strategy: str) -> None:
     model, batches = Normed(), random(3, rows=16)
     trainer = fit(model, batches, strategy=strategy)
     mean, var = np.zeros(3), np.ones(3)
@@ -106,7 +106,7 @@ def by_hand() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp"))
-def test_statistics_random_keys_and_counts_are_carried_as_in_a_loop_by_hand(strategy: str) -> None:
+def test_statistics_and_keys_are_those_of_a_loop_by_hand(strategy: str) -> None:
     model = Net(rate=0.5, rngs=nnx.Rngs(0))
     fit(model, random(), strategy=strategy)
     assert_same(state_of(model), by_hand())
@@ -116,9 +116,7 @@ def test_statistics_random_keys_and_counts_are_carried_as_in_a_loop_by_hand(stra
 
 
 @pytest.mark.parametrize("evaluating", [False, True])
-def test_a_module_trains_in_its_own_mode_which_is_as_it_was_afterwards(
-    evaluating: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, seen = Dropping(), []
     if evaluating:
         model.eval()
@@ -168,7 +166,7 @@ def test_a_part_in_eval_mode_stays_in_it_and_the_rest_trains(strategy: str, capl
     assert "evaluation mode" not in caplog.text
 
 
-def test_a_train_method_of_the_modules_own_says_which_parts_train() -> None:
+def test_the_modules_train_method_chooses_the_parts() -> None:
     def train(self: Any, **attributes: Any) -> None:
         nnx.Module.train(self, **attributes)
         self.backbone.eval()
@@ -193,7 +191,7 @@ class Drawing(Linear):
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_an_evaluation_draws_anew_for_each_batch_and_alike_in_each_run(strategy: str) -> None:
+def test_evaluations_draw_per_batch_and_alike_in_each_run(strategy: str) -> None:
     model, trainer, batches = Drawing(), make_trainer(strategy=strategy), random(3)
     before = state_of(model)
     first, second = (np.stack(trainer.predict(model, batches)) for _ in range(2))
@@ -203,7 +201,7 @@ def test_an_evaluation_draws_anew_for_each_batch_and_alike_in_each_run(strategy:
         np.testing.assert_array_equal(x, before[name], err_msg=name)
 
 
-def test_keys_of_stacked_layers_are_folded_one_by_one_and_put_back() -> None:
+def test_keys_of_stacked_layers_are_folded_and_put_back() -> None:
     class Stacked(nnx.Module):
         def __init__(self) -> None:
             self.key = nnx.RngKey(jax.random.split(jax.random.key(0), 3), tag="noise")

@@ -97,7 +97,7 @@ def test_a_compiled_step_is_that_of_an_optax_loop(strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(("single", "fsdp", "pmap", "zero1", "simulate:8"), "single", "pmap"))
-def test_the_module_of_a_state_is_a_copy_that_later_steps_leave_alone(strategy) -> None:
+def test_the_module_of_a_state_is_a_copy(strategy) -> None:
     _, history = by_hand(make_line())
     state, step = compiled(strategy=strategy)
     state, _ = step(state, BATCHES[0])
@@ -126,7 +126,7 @@ def test_the_module_of_a_state_is_a_copy_that_later_steps_leave_alone(strategy) 
 @pytest.mark.parametrize(
     ("strategy", "precision", "low"), [("fsdp", "bf16-mixed", "bfloat16"), ("shard_map", "16-mixed", "float16")]
 )
-def test_a_compiled_step_in_mixed_precision_sees_16_bits_and_keeps_float32(strategy, precision, low) -> None:
+def test_a_compiled_step_in_mixed_precision_keeps_float32(strategy, precision, low) -> None:
     DTYPES.clear()
     state, step = compiled(strategy=strategy, precision=precision)
     for batch in BATCHES[:2]:
@@ -225,7 +225,7 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
 
 
 @pytest.mark.parametrize(("kind", "axis"), [("DDP", "data"), ("FSDP", "data"), ("ShardMapDDP", "data")])
-def test_what_is_no_mesh_or_does_not_tell_the_batch_axis_is_refused(kind, axis) -> None:
+def test_a_mesh_without_a_batch_axis_is_refused(kind, axis) -> None:
     make = getattr(jl.strategies, kind)
     for wrong in (8, "data"):
         refuses(ArgumentTypeError, lambda wrong=wrong: make(mesh=wrong), rf"{kind}\(mesh=\.\.\.\).*Mesh")
@@ -237,7 +237,7 @@ def test_what_is_no_mesh_or_does_not_tell_the_batch_axis_is_refused(kind, axis) 
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "fsdp"))
-def test_apply_runs_on_the_newest_weights_in_hooks_and_after_fit_and_compiles_once(strategy) -> None:
+def test_apply_runs_on_the_newest_weights(strategy) -> None:
     found, traces, inputs = [], [], sized(5, features=8, seed=1)[0]["x"]  # does not divide among 8 devices
 
     def predict(module: Line, x: jax.Array, shift: Any) -> Any:

@@ -32,7 +32,7 @@ def batch() -> Any:
     return {"x": np.ones((4, 4)), "n": np.int64(3)}  # of 64 bits, which jax makes 32
 
 
-def test_what_is_called_from_the_second_call_on_is_the_strategys_function_itself() -> None:
+def test_the_second_call_is_of_the_strategys_function() -> None:
     function = Product().jitted
     program = CompiledProgram("train_step", function)
     assert not program.ran and program.run is not function
@@ -42,7 +42,7 @@ def test_what_is_called_from_the_second_call_on_is_the_strategys_function_itself
     assert count == 4
 
 
-def test_what_it_costs_is_that_of_its_first_call_and_nothing_is_traced_or_compiled_for_it() -> None:
+def test_the_cost_is_that_of_the_first_call() -> None:
     product = Product()
     program = CompiledProgram("train_step", product.jitted)
     state, _ = program.run([jnp.ones((4, 4))], batch())
@@ -80,7 +80,7 @@ def test_a_first_call_that_fails_is_none() -> None:
 
 
 @pytest.mark.parametrize("bare", [lambda x: x, jax.jit(lambda x: x).__call__])
-def test_of_a_function_that_jax_cannot_be_asked_about_only_the_name_is_told(bare) -> None:
+def test_of_an_opaque_function_only_the_name_is_known(bare) -> None:
     program = CompiledProgram("step", lambda x: bare(x))
     program.run(jnp.ones(2))
     assert program.cost == ProgramCost("step", None, None, None)

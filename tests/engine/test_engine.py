@@ -74,7 +74,7 @@ def test_the_callers_arrays_share_no_buffer_with_the_state() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_a_parameter_made_of_a_python_number_compiles_each_step_once(strategy) -> None:
+def test_a_weakly_typed_parameter_compiles_each_step_once(strategy) -> None:
     model = module(init=lambda self: setattr(self, "w", nnx.Param(jnp.asarray(0.0))))
     assert model.w.get_value().aval.weak_type
     with compiles() as found:
@@ -83,7 +83,7 @@ def test_a_parameter_made_of_a_python_number_compiles_each_step_once(strategy) -
     assert sorted(steps) == ["eval_step", "train_step"]
 
 
-def test_an_optimizer_that_keeps_the_parameters_themselves_is_donated() -> None:
+def test_an_optimizer_that_keeps_parameters_is_donated() -> None:
     keep = optax.GradientTransformation(lambda params: params, lambda updates, state, params: (updates, params))
     trainer = fit(module(base=Linear, tx=optax.chain(optax.sgd(0.1), keep)), random(3))
     # The parameters as they were before the last step.
@@ -92,7 +92,7 @@ def test_an_optimizer_that_keeps_the_parameters_themselves_is_donated() -> None:
     assert float(jnp.abs(kept["kernel"] - trainer.state.params["kernel"]).max()) > 0
 
 
-def test_a_hook_that_keeps_an_array_of_an_earlier_step_is_told_to_copy_it() -> None:
+def test_a_hook_that_keeps_an_old_array_must_copy_it() -> None:
     kept: list[Any] = []
 
     def look(trainer: jl.Trainer, *_: Any) -> None:

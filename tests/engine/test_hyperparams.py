@@ -71,7 +71,7 @@ def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy, accumu
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
-def test_a_hyperparameter_set_in_a_hook_holds_from_the_next_step_on(strategy) -> None:
+def test_a_hyperparameter_set_in_a_hook_holds(strategy) -> None:
     read, weights = [], []
 
     def begin_epoch(trainer: jl.Trainer, module: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_hyperparameter_set_inside_a_window_holds_for_its_step() -> None:
     assert weight(model) == -(2.0 + 8.0)
 
 
-def test_an_unknown_a_scheduled_and_a_wrong_value_of_a_hyperparameter_are_refused() -> None:
+def test_wrong_hyperparameters_are_refused() -> None:
     found = fit(sloping(INJECTED(learning_rate=1.0, momentum=0.5)), numbered(1)).hyperparams
     words = r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"
     refuses(KeyError, lambda: found["learning_rat"], words)
@@ -127,7 +127,7 @@ def test_an_unknown_a_scheduled_and_a_wrong_value_of_a_hyperparameter_are_refuse
     refuses(KeyError, lambda: found.update(learning_rate=1.0), r"'learning_rate'.*momentum")
 
 
-def test_an_optimizer_without_injection_has_no_hyperparameters_and_a_chain_has_those_inside() -> None:
+def test_only_injected_hyperparameters_are_shown() -> None:
     trainer = make_trainer()
     with pytest.raises(AttributeError, match="fit"):
         _ = trainer.hyperparams
@@ -171,7 +171,7 @@ NAMES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("made", "parts", "expected"), NAMES)
-def test_a_frozen_part_leaves_the_names_of_the_others_and_has_none_without_a_parameter(
+def test_names_of_hyperparameters_with_frozen_parts(
     made: Any, parts: dict[str, Any], expected: dict[str, float]
 ) -> None:
     model = module(base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
@@ -199,7 +199,7 @@ class Two(Mean):
         return optax.multi_transform({"line": INJECTED(0.1), "rest": INJECTED(0.2)}, labels)
 
 
-def test_hyperparameters_of_several_optimizers_are_told_apart_by_their_labels() -> None:
+def test_hyperparameters_of_several_optimizers_have_labels() -> None:
     names: list[str] = []
 
     def stop_the_line(trainer: jl.Trainer, module: Any) -> None:

@@ -38,7 +38,7 @@ def test_draining_waits_for_the_newest_step_once_a_period() -> None:
     assert [token.waited for token in tokens] == [False, True] * 3
 
 
-def test_the_training_and_validation_loops_wait_as_max_in_flight_says(monkeypatch) -> None:
+def test_the_loops_wait_as_max_in_flight_says(monkeypatch) -> None:
     found: list[Any] = []
     for name in ("__init__", "__call__", "drain"):
         old = getattr(Bound, name)

@@ -82,7 +82,7 @@ def value(trainer: jl.Trainer, module: Any, batches: Any = DATA, **arguments: An
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["shard_map"]))
-def test_nothing_is_compiled_twice_and_no_weight_is_copied_after_fit_and_without_one(strategy) -> None:
+def test_nothing_is_compiled_or_copied_twice(strategy) -> None:
     buffers, module = Buffers(), make_line()
     trainer = make_trainer(buffers, strategy=splitting(strategy), num_sanity_val_steps=0)
     held = [module.kernel.get_value(), module.drop.rngs.key.get_value()]
@@ -116,7 +116,7 @@ def test_nothing_is_compiled_twice_and_no_weight_is_copied_after_fit_and_without
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "fsdp"))
-def test_what_is_written_between_two_calls_is_used_and_leaves_the_fit(strategy) -> None:
+def test_what_is_written_between_two_calls_is_used(strategy) -> None:
     module, trainer = make_line(), make_trainer(strategy=splitting(strategy), accumulate_grad_batches=2)
     for fits in (False, True):
         if fits:
@@ -212,7 +212,7 @@ def test_a_method_that_was_replaced_is_used(owner, name, new, factor, more, monk
     assert steps(found) == ["jit(eval_step)"]
 
 
-def test_another_kind_of_batch_may_log_other_things_and_a_step_that_failed_is_traced_again() -> None:
+def test_another_kind_of_batch_may_log_other_things() -> None:
     module, trainer = make_line(), make_trainer()
     more = [batch | {"z": batch["y"]} for batch in DATA]
     with pytest.raises(KeyError):
@@ -253,7 +253,7 @@ def test_another_module_in_between_and_a_fit_after_an_evaluation() -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp"))
-def test_a_lazy_module_is_built_once_and_survives_a_checkpoint_that_does_not_fit(strategy) -> None:
+def test_a_lazy_module_is_built_once(strategy) -> None:
     buffers, model = Buffers(), jl.lazy(Line)
     trainer = make_trainer(buffers, strategy=splitting(strategy))
     first = value(trainer, model)
@@ -287,7 +287,7 @@ def test_a_lazy_module_is_built_of_the_seed_that_holds() -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "shard_map"], "single"))
-def test_programs_of_several_kinds_of_batches_and_loaders_are_kept_beside_each_other(strategy) -> None:
+def test_programs_of_several_kinds_of_batches_are_kept(strategy) -> None:
     module, trainer = make_line(), make_trainer(strategy=strategy)
     large, small = DATA, sized(4, 4, features=8, seed=1)
     kinds = (large, small, [large[0], small[1]], [small[0], large[1]])
@@ -344,7 +344,7 @@ def test_weights_held_in_low_precision_are_placed_once() -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single"))
-def test_a_step_that_asks_for_the_sanity_check_or_a_stop_is_another_program(strategy) -> None:
+def test_a_step_that_reads_the_trainer_is_another_program(strategy) -> None:
     rows, module, data = Rows(), make_line(base=Asks), random(3, features=8)
     trainer = make_trainer(rows, strategy=splitting(strategy), max_epochs=3)
     with compiles() as in_fit:

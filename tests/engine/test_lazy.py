@@ -39,13 +39,13 @@ PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("
 @pytest.mark.parametrize(
     ("strategy", "devices"), thinned(PLACES, ("fsdp", 2), full=[("shard_map", "auto"), *PLACES[::3]])
 )
-def test_weights_are_those_of_the_class_under_every_strategy_and_device_count(strategy, devices) -> None:
+def test_lazy_weights_equal_those_of_the_class(strategy, devices) -> None:
     found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
 
 
 @pytest.mark.full
-def test_the_generator_is_an_int_the_seed_of_the_trainer_or_one_that_stands_where_it_stands() -> None:
+def test_the_generator_may_be_an_int_or_an_rngs() -> None:
     assert_bit_equal(first_params(jl.lazy(Net), seed=5), Net(rngs=nnx.Rngs(5)))
     assert_bit_equal(first_params(jl.lazy(Net, rngs=3), seed=5), Net(rngs=nnx.Rngs(3)))
     rngs, other = nnx.Rngs(3), nnx.Rngs(3)
@@ -74,7 +74,7 @@ def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
 
 
 @pytest.mark.full
-def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -> None:
+def test_a_class_without_a_generator_is_built() -> None:
     class Positional(Net):
         def __init__(self, width: int, rngs: nnx.Rngs) -> None:
             super().__init__(width, rngs=rngs)
@@ -87,14 +87,14 @@ def test_it_builds_a_class_without_a_generator_and_keeps_its_hyperparameters() -
     assert_bit_equal(first_params(jl.lazy(Positional, 16, nnx.Rngs(7))), Net(16, rngs=nnx.Rngs(7)))
 
 
-def test_what_is_no_class_of_a_module_that_can_be_trained_is_refused() -> None:
+def test_lazy_refuses_what_is_no_module_class() -> None:
     for cls in (nnx.Linear, Linear(), "Net", lambda: Linear()):
         words = r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule"
         refuses(ArgumentError, lambda cls=cls: jl.lazy(cls), words)
     fit_refuses(ModuleError, "Empty has no training_step", model=jl.lazy(type("Empty", (jl.TrainModule,), {})))
 
 
-def test_a_constructor_that_draws_from_a_generator_made_outside_is_told_to_take_one() -> None:
+def test_a_constructor_with_a_generator_from_outside_is_refused() -> None:
     outside = nnx.Rngs(0)
 
     def draws(self: Any, drawn: nnx.Rngs) -> None:
@@ -128,7 +128,7 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     assert concrete and not any(concrete)
 
 
-def test_it_is_built_once_for_its_shapes_and_once_in_its_shards_however_many_arrays_it_has() -> None:
+def test_a_lazy_module_is_built_twice() -> None:
     built = []
 
     class Counted(Net):
@@ -148,7 +148,7 @@ def held() -> int:
 
 
 @pytest.mark.full
-def test_no_device_ever_holds_more_than_its_share_built_or_restored(monkeypatch, tmp_path) -> None:
+def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None:
     width, depth, before, found = 128, 4, held(), []
     share = (depth * width * width + 3 * width) * 4 * 2 / 8  # of the matrices and their momentum, split over 8
     look = hooks("Look", on_fit_start=lambda trainer, module: found.append(held() - before))
@@ -174,7 +174,7 @@ def test_no_device_ever_holds_more_than_its_share_built_or_restored(monkeypatch,
         *(("validate", "single"), ("predict", "fsdp")),
     ),
 )
-def test_it_can_be_evaluated_read_in_the_hooks_and_evaluated_once_more(verb, strategy) -> None:
+def test_a_lazy_module_can_be_evaluated_and_read(verb, strategy) -> None:
     class Drawn(Mean):
         def __init__(self, *, rngs: nnx.Rngs) -> None:
             self.w = nnx.Param(jax.random.normal(rngs.params(), (1,)))
@@ -193,7 +193,7 @@ def test_it_can_be_evaluated_read_in_the_hooks_and_evaluated_once_more(verb, str
     assert seen == pytest.approx([w] * 8, rel=1e-6)
 
 
-def test_an_evaluation_takes_the_trained_weights_of_this_lazy_module_and_builds_another() -> None:
+def test_an_evaluation_takes_the_trained_lazy_module() -> None:
     trainer, model = make_trainer(strategy="fsdp"), jl.lazy(Mean)
     trainer.fit(model, numbered(2))
     assert trainer.test(model, numbered(1, 10)) == [{"test": 10 - 1.25}]

@@ -75,7 +75,7 @@ def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
     assert own == [w for w, _ in seen] == [w for _, w in seen] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_hook_reads_sub_modules_calls_the_module_and_takes_its_state() -> None:
+def test_a_hook_reads_and_calls_the_module() -> None:
     batches, seen, states = random(), [], []
     look = on(
         on_train_batch_end=lambda t, m: seen.append(np.array(m.blocks[0].bias[...])),
@@ -120,7 +120,7 @@ def test_a_write_between_epochs_is_trained_from(hook, strategy) -> None:
     assert weight(model) == pytest.approx(mean([[1], [2]], once) / 2, rel=1e-6)
 
 
-def test_the_second_of_two_writers_sees_what_the_first_has_written_and_what_is_written_stays_the_callers() -> None:
+def test_the_second_of_two_writers_sees_the_first() -> None:
     mine, model = jnp.full(1, WRITTEN), module(on_train_start=lambda self: halve(None, self))  # type: ignore[arg-type]
     first = on(on_train_start=lambda t, m: m.w.set_value(mine))
     fit(model, numbered(1), None, first, on(on_train_start=read), on(on_train_start=halve))
@@ -152,14 +152,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         *(("attribute", "on_train_start"), ("variable", "on_train_start")),
     ),
 )
-def test_a_hook_that_changes_what_the_module_is_is_refused_by_callback_and_variable(change, hook) -> None:
+def test_a_hook_that_changes_the_structure_is_refused(change, hook) -> None:
     do, words = WRONG[change]
     callbacks, model = [hooks("Meddler", **{hook: lambda t, m: do(m)})], Net(rngs=nnx.Rngs(0))
     fit_refuses(StateError, rf"Meddler\.{hook}", *words, model=model, train=random(2), callbacks=callbacks)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_log"])
-def test_a_write_in_a_batch_hook_is_refused_by_callback_and_variable_also_after_a_reader(hook) -> None:
+def test_a_write_in_a_batch_hook_is_refused(hook) -> None:
     callback = hooks("Meddler", **{hook: lambda trainer, *_: write(trainer, trainer.module)})
     with pytest.raises(StateError, match=rf"Meddler\.{hook} wrote to w\..*on_train_epoch_start"):
         fit(Mean(), numbered(2), numbered(1), READS, callback, log_every_n_steps=1, num_sanity_val_steps=0)
@@ -186,7 +186,7 @@ def evaluated(verb: str, found: Any) -> float:
         *(("validate", "start", "single"), ("test", "epoch_start", "single"), ("predict", "start", "pmap")),
     ),
 )
-def test_what_a_hook_writes_before_an_evaluation_is_evaluated_and_swapped_out_again(verb, when, strategy) -> None:
+def test_what_a_hook_writes_is_evaluated(verb, when, strategy) -> None:
     kept: list[Any] = []
 
     def swap(trainer: jl.Trainer, model: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer, inner) -> None:
     assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer continues from there
 
 
-def test_a_second_trainer_may_validate_in_a_batch_hook_and_fail_in_any() -> None:
+def test_a_second_trainer_may_validate_in_a_batch_hook() -> None:
     model, found = Mean(), []
 
     def use(trainer: jl.Trainer, model: Any) -> None:
@@ -288,7 +288,7 @@ def test_fsdp_places_shards_again_without_a_whole_copy(second, lazy, monkeypatch
         ),
     ],
 )
-def test_after_an_error_the_module_holds_the_arrays_of_the_last_step(strategy, where, reads) -> None:
+def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -> None:
     def step(self: Any, batch: Any) -> jax.Array:
         if batch["x"].shape[0] == 4:  # of a tail, whose step is traced again
             raise ZeroDivisionError
@@ -319,7 +319,7 @@ def test_after_an_error_the_module_holds_the_arrays_of_the_last_step(strategy, w
     assert weight(model) == pytest.approx(mean([[k + 1] for k in range(steps)]), rel=1e-6)
 
 
-def test_after_an_error_in_the_first_trace_the_module_is_as_it_was() -> None:
+def test_after_an_error_in_the_first_trace_nothing_changes() -> None:
     def step(self: Any, batch: Any) -> jax.Array:
         raise ZeroDivisionError
 

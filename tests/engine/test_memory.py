@@ -62,7 +62,7 @@ def error_of(strategy: Any, *callbacks: Any, val: Any = None, **arguments: Any) 
     return caught.value
 
 
-def test_a_first_call_without_memory_names_the_program_and_what_each_part_takes_on_a_device() -> None:
+def test_a_call_without_memory_names_the_program_and_parts() -> None:
     trainer = make_trainer(**BARE)
     trainer.fit(Linear(), random(3))
     memory = lowered(trainer, "train_step", random(1)[0]).compile().memory_analysis()
@@ -88,12 +88,12 @@ def test_parts_are_those_of_one_device_where_they_are_split() -> None:
     assert "parameters 16 B, optimizer 16 B, batch 16 B, temporaries of train_step " in told
 
 
-def test_of_a_windows_programs_the_one_with_the_most_temporaries_is_named() -> None:
+def test_the_program_with_the_most_temporaries_is_named() -> None:
     # The window's last batch takes what each takes, and the optimizer's update.
     assert "temporaries of train_step " in str(error_of(small("train_step", 2), accumulate_grad_batches=2))
 
 
-def test_what_cannot_be_compiled_is_told_so_and_is_not_compiled_again() -> None:
+def test_what_cannot_be_compiled_is_not_compiled_again() -> None:
     told = str(error_of(small("train_step", 1, COMPILING)))
     assert "in train_step, as it was compiled: " in told and "temporaries of" not in told and STATE in told
 
@@ -111,7 +111,7 @@ def test_any_other_place_is_named(strategy, place) -> None:
     assert f"ran out of memory {place}: RESOURCE" in told and STATE in told
 
 
-def test_a_hook_without_memory_is_named_and_every_callback_hears_of_the_error_that_comes_out() -> None:
+def test_a_hook_without_memory_is_named() -> None:
     def exhaust(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError(ALLOCATING)
 

@@ -86,7 +86,7 @@ def test_remat_keeps_only_what_goes_into_a_stage() -> None:
 def test_the_summary_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     fitted(jl.strategies.Pipeline(2, layers=["blocks.1"], microbatches=3))
     out = capsys.readouterr().out
-    found = {line.split()[1]: line for line in out.splitlines() if line.startswith("│ blocks[")}
+    found = {line.split()[0]: line for line in out.splitlines() if line.startswith("blocks[")}
     assert len(found) == 8
     for name, line in found.items():
         stage = int(name[len("blocks[")]) // 2

@@ -40,7 +40,7 @@ def test_a_collective_has_the_bytes_of_its_result_on_one_device(kind) -> None:
     assert of_replicas(body, ROWS.astype(jnp.int8)) == (Collective(kind, 1, num_bytes // 4),)
 
 
-def test_in_loops_they_count_by_the_turns_and_each_kind_is_added_up() -> None:
+def test_collectives_in_loops_count_by_the_turns() -> None:
     def turn(h: Any, _: Any) -> Any:
         h = jnp.tanh(jax.lax.ppermute(h, "data", SHIFT))
         return jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(jax.lax.psum(h, "data")), h), None
@@ -122,7 +122,7 @@ ENTRY %main (a: f32[64,8], b: f32[8]) -> f32[64,8] {
 """  # noqa: E501
 
 
-def test_what_is_started_and_waited_for_apart_counts_once_by_its_result() -> None:
+def test_asynchronous_collectives_count_once() -> None:
     assert count_collectives(TEXT) == (
         Collective("all-gather", 1, 4 * (512 * 8 + 64)),
         Collective("all-reduce", 1, 4 * (64 * 8 + 8)),

@@ -25,7 +25,7 @@ def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1))
 
 
-def test_a_matrix_product_takes_two_for_each_triple_and_each_of_its_gradients_as_many() -> None:
+def test_flops_of_a_matrix_product_and_its_gradients() -> None:
     one = 2 * M * K * N
     assert flops(jnp.dot, (M, K), (K, N)) == Flops(one)
     assert flops(gradients(jnp.dot), (M, K), (K, N)) == Flops(3 * one)
@@ -41,9 +41,7 @@ def triples(size: int, window: int, stride: int, low: int, high: int, spread: in
 
 
 @pytest.mark.parametrize("stride, pads, spread", [(1, (0, 0), 1), (1, (1, 1), 1), (2, (0, 1), 1), (3, (2, 2), 2)])
-def test_a_convolution_takes_two_for_each_entry_that_a_weight_meets_and_each_of_its_gradients_as_many(
-    stride, pads, spread
-) -> None:
+def test_flops_of_a_convolution_and_its_gradients(stride, pads, spread) -> None:
     def convolve(image: Any, kernel: Any) -> Any:
         settings = {"window_strides": (stride, 1), "padding": (pads, (0, 0)), "rhs_dilation": (spread, 1)}
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -56,7 +54,7 @@ def test_a_convolution_takes_two_for_each_entry_that_a_weight_meets_and_each_of_
     assert flops(gradients(convolve), *shapes) == Flops(3 * one)
 
 
-def test_a_grouped_convolution_meets_the_channels_of_its_group_only() -> None:
+def test_flops_of_a_grouped_convolution() -> None:
     def depthwise(image: Any, kernel: Any) -> Any:
         return jax.lax.conv_general_dilated(
             image, kernel, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=6
@@ -69,7 +67,7 @@ def test_a_grouped_convolution_meets_the_channels_of_its_group_only() -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_scan_counts_by_its_turns_forwards_and_backwards_and_what_it_computes_again(remat) -> None:
+def test_flops_of_a_scan_and_its_gradients(remat) -> None:
     def layers(x: Any, w: Any) -> Any:
         layer = lambda h, _: (jnp.tanh(h @ w), None)  # noqa: E731
         return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, None, length=TURNS)[0]
@@ -94,7 +92,7 @@ def test_what_a_program_calls_is_counted_once() -> None:
         assert flops(gradients(called), (M, K), (K, N)) == Flops(3 * one)
 
 
-def test_of_branches_the_longest_counts_and_a_loop_of_unknown_length_as_one_turn_at_least() -> None:
+def test_flops_of_branches_and_loops() -> None:
     branch = lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda: jnp.sum(a @ b @ b), lambda: jnp.sum(a @ b))  # noqa: E731
     one = 2 * M * K * K
     assert flops(branch, (M, K), (K, K)) == Flops(2 * one)
@@ -116,7 +114,7 @@ def test_what_replicas_compute_counts_for_all_of_them() -> None:
     assert flops(jax.vmap(jnp.dot, in_axes=(0, None)), (8, M, K), (K, N)) == Flops(8 * 2 * M * K * N)
 
 
-def test_a_row_of_a_ragged_product_meets_the_matrix_of_its_group_only() -> None:
+def test_flops_of_a_ragged_product() -> None:
     def ragged(rows: Any, matrices: Any) -> Any:
         return jax.lax.ragged_dot(rows, matrices, jnp.array([4, 2, 3]))
 
@@ -125,7 +123,7 @@ def test_a_row_of_a_ragged_product_meets_the_matrix_of_its_group_only() -> None:
     assert flops(gradients(ragged), (9, K), (3, K, N)) == Flops(3 * one)
 
 
-def test_a_kernel_counts_for_each_place_of_its_grid_and_solving_takes_no_product_that_is_not_run() -> None:
+def test_flops_of_a_kernel_and_of_solving() -> None:
     def kernel(a: Any, b: Any, out: Any) -> None:
         out[...] = jnp.dot(a[...], b[...])
 

@@ -125,7 +125,7 @@ CASES: list[tuple[str, Callable[..., Any], Relation]] = [
 
 
 @pytest.mark.parametrize(("fn", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_a_relation_tells_the_whole_value_from_those_of_the_replicas(fn: Any, expected: Relation) -> None:
+def test_a_relation_gives_the_batchs_value(fn: Any, expected: Relation) -> None:
     assert relation_of(fn) == expected
     batch, fn = make_batch(REPLICAS * ROWS_EACH), jax.jit(fn)
     parts = [{key: np.split(x, REPLICAS)[i] for key, x in batch.items()} for i in range(REPLICAS)]
@@ -169,7 +169,7 @@ def test_a_relation_tells_the_whole_value_from_those_of_the_replicas(fn: Any, ex
         lambda w, b: jnp.abs(b["x"][:, None] - b["x"][None]).sum(),
     ],
 )
-def test_what_is_neither_a_sum_nor_a_mean_nor_rows_is_not_taken_for_one(fn: Any) -> None:
+def test_what_no_relation_fits_is_unknown(fn: Any) -> None:
     assert relation_of(fn) == UNKNOWN
 
 
@@ -203,7 +203,7 @@ def test_a_mean_over_replicas_is_the_same_on_each() -> None:
     assert relation_of(synchronised) == SAME
 
 
-def test_layers_with_statistics_of_all_replicas_and_with_their_own_zeros_give_rows() -> None:
+def test_layers_give_rows() -> None:
     def normed(w: Any, b: Any) -> Any:
         return nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))(b["x"])
 
@@ -228,7 +228,7 @@ def test_draws_for_all_rows_at_once_are_alike_only_if_asked() -> None:
     assert relate(*programs, alike=True).outputs == [TOTAL]
 
 
-def test_rows_that_are_drawn_from_the_same_key_everywhere_are_noticed() -> None:
+def test_rows_drawn_from_one_key_are_noticed() -> None:
     draw = lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), b["x"].shape)  # noqa: E731
     assert relate(trace(draw, 3), trace(draw, 6), [SAME, ROWS, ROWS, ROWS], "data", REPLICAS).same_draws
     keyed = lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i))  # noqa: E731

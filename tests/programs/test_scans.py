@@ -84,7 +84,7 @@ def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
     assert scanned_dims(jax.make_jaxpr(nested)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
 
 
-def test_a_scan_along_another_dim_is_told_by_the_dim_that_the_array_has_it_in() -> None:
+def test_a_scan_along_another_dim_is_followed() -> None:
     def last_but_one(w: Any, x: jax.Array) -> jax.Array:
         return nnx.scan(layer, in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(x, w).sum()
 
@@ -116,7 +116,7 @@ def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[...,
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 @pytest.mark.parametrize("whole", [False, True])
-def test_arrays_without_a_gradient_and_arrays_that_are_not_split_are_scanned_as_well(dtype: Any, whole: bool) -> None:
+def test_arrays_without_a_gradient_are_scanned(dtype: Any, whole: bool) -> None:
     def shifted(w: Any, x: jax.Array) -> jax.Array:
         turn = lambda x, w: (jnp.tanh(x + jax.lax.stop_gradient(w).astype(jnp.float32).sum(0)), None)  # noqa: E731
         return jax.lax.scan(turn, x, w)[0].sum()

@@ -28,7 +28,7 @@ TIMEOUT = 300.0  # on a busy machine; only what hangs takes as long
 # What a run of three epochs shows, each kind of line once and in this order.
 LINES = {
     "header": r"jaxlit \S+ . jax ",
-    "table": r"[┏┃┡│└+|]",
+    "table": r"(path|net\.layers\S+) ",
     "params": r"[\d,]+ params",
     "compiled": r"compiled ",
     **{f"epoch {k}": rf"epoch {k}/3 .*22/22 .* it/s +train/loss \d.* val/accuracy 0" for k in (1, 2, 3)},
@@ -116,8 +116,8 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
         more["XLA_FLAGS"] = CHEAP["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     screen = in_terminal(command, columns, tmp_path, **more)
     assert screen.too_wide == [] and kinds(screen.text) == [*LINES]
-    rows = [line for line in screen.text if line.startswith("│")]
-    assert len(rows) == 6 and all(re.match(r"│ net\.layers\[\d\]\.(bias|kernel|scale) +│", row) for row in rows)
+    rows = [line for line in screen.text if re.match(r"net\.layers\[\d\]\.(bias|kernel|scale) ", line)]
+    assert len(rows) == 6
     assert any(re.match(r"epoch 1/3  ─+  compiling", line) for line in screen.live), "no line was live meanwhile"
     assert not any("compiling ..." in line for line in screen.text) and not screen.cursor.hidden
     # Two metrics and the mark leave no room for a bar in 80 columns, in no epoch.
@@ -200,7 +200,7 @@ def test_a_dumb_terminal_has_lines_that_are_not_broken_in_a_word(columns, monkey
     fit(Mean(), numbered(3), logger=False, default_root_dir="run")
     lines = stdout.getvalue().splitlines()
     assert "\x1b" not in stdout.getvalue() and max(map(len, lines)) <= columns
-    header = " ".join(line.strip() for line in lines[: [line[:1] for line in lines].index("┏")])
+    header = " ".join(line.strip() for line in lines[: [line[:5] for line in lines].index("path ")])
     assert header.replace(" ·", "").endswith(" 1 of 8 x cpu SingleDevice on mesh data=1 run run")
 
 
