@@ -122,7 +122,10 @@ class _Batch:
         self.state, self.batch = self._spread(leaves), self._placed()
         scale = of.passes.scale
         self.scale = [None if scale is None else self.state[s][scale] for s in range(self.count)]
+        # Gradients add up per stage, and are sent to the ranks of the parameters once, after the last task.
         self.totals = [of._zeros(of.rank(s), sets[0].stages[s].params) for s in range(self.count)]
+        # By (stage, microbatch). Each entry is removed by the task that uses it, which bounds the memory: a schedule's
+        # peak of live microbatches is the most entries of `kept` at a time.
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[tuple[int, int], list[Any]] = {}  # the arrays that a stage was sent for a microbatch
         self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
@@ -138,11 +141,12 @@ class _Batch:
         }
         for program in order:
             tasks = parts(program)
-            if self._fuses(tasks):
+            if self._fuses(tasks):  # one program, which keeps no residuals between its halves
                 self.fused(tasks[0])
                 continue
             for task in tasks:
                 run[task.kind](task)
+        # The first output is the loss, then come the written arrays, the table and the user's outputs.
         cut, n = self.sets[0].cut, self.sets[0].num_written
         updates = {i: at for i, at in enumerate(cut.made_at)}
         written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.of.passes.written)]
@@ -178,6 +182,7 @@ class _Batch:
     def backward_input(self, task: Task) -> None:
         stage, kept, cotangents = self._returned(task)
         given = (kept.inputs, kept.ins), kept.residuals, cotangents
+        # `crossing` is what the second half needs of the first; it keeps the residuals alive until then.
         sent, crossing = stage.backward_input(*given)
         self.halves[task.stage, task.mb] = (given, crossing)
         self._push_back(task, sent)
@@ -204,12 +209,14 @@ class _Batch:
 
     def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
         stage, state, key = self._stage(task), self.state[task.stage], (task.stage, task.mb)
+        # Popped: a microbatch's arrays are freed once the last stage that uses them has them.
         first, batch = self.sets[task.mb].num_leaves, self.batch.pop(key, {})
         inputs = [state[i] if i < first else batch[i] for i in stage.piece.inputs]
         return stage, inputs, self.inbox.pop(key, [])
 
     def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
         stage, key = self._stage(task), (task.stage, task.mb)
+        # A value that several stages use has a cotangent from each; the program adds them up.
         parts = self.cotangents.pop(key, {k: [] for k in stage.outs})
         return stage, self.kept.pop(key), [parts[k] for k in stage.outs]
 
@@ -217,13 +224,14 @@ class _Batch:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
         cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.of.passes.written
         for i, x in zip(self._stage(task).piece.results, results, strict=True):
-            if 1 <= i <= n:
+            if 1 <= i <= n:  # batch statistics: microbatches update them in order
                 self.state[task.stage][places[i - 1]] = x
-            elif cut.made_at[i] == task.stage:
+            elif cut.made_at[i] == task.stage:  # other stages may compute a copy of it
                 self.results[task.mb, i] = x
 
     def _push(self, task: Task, outs: Sequence[Any]) -> None:
         """Send the results of a pass to the stages that use them."""
+        # One transfer for all receivers: starting one costs more than its bytes.
         which, to = self.sets[task.mb], []
         for var, x in zip(self._stage(task).piece.outs, outs, strict=True):
             to += [(stage, k, x) for stage, k in which.users[var]]
@@ -257,6 +265,7 @@ class _Batch:
 
     def _placed(self) -> dict[tuple[int, int], dict[int, Any]]:
         """Return by stage and microbatch the arrays of the batch that it uses, all of them sent at once."""
+        # All at once, before the first task: no stage then waits for the host.
         wanted = {(s, mb): x.of_batch[s] for mb, x in enumerate(self.sets) for s in range(self.count) if x.of_batch[s]}
         first = self.sets[0].num_leaves
         arrays = [[self.microbatches[mb].leaves[i - first] for i in which] for (_, mb), which in wanted.items()]
@@ -266,6 +275,7 @@ class _Batch:
 
     def _grads(self) -> list[Any]:
         """Return the sum over all stages of each parameter's gradients, on the rank that holds it."""
+        # A parameter that several stages use has a sum on each.
         params, homes = [i for x in self.sets[0].stages for i in x.params], self.of.homes
         arrays = self.of.places.send([x for totals in self.totals for x in totals], [homes[i] for i in params])
         grads: dict[int, list[Any]] = {i: [] for i in self.of.passes.params}
