@@ -18,7 +18,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.images import as_images, need_pillow
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -248,8 +248,7 @@ class WandbLogger(Logger):
             ArgumentError: An array is no image.
         """
         need_pillow("WandbLogger.log_image")
-        images = list(images) if isinstance(images, (list, tuple)) else [images]
-        taken = [as_image(f"WandbLogger.log_image({key!r}, ...)", x) for x in images]
+        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images)
         texts = list(caption) if caption is not None else [None] * len(taken)
         self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
 
