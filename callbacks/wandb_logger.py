@@ -299,7 +299,7 @@ class WandbLogger(Logger):
             return
         self._opened, raises = True, self.on_error == "raise"
         run = self._given or open_already(self._wanted_id)
-        own, self._id = run is None, self._id if run is None else run.id
+        run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         if self.processes == "group" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
@@ -318,8 +318,8 @@ class WandbLogger(Logger):
             run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)
         if run is None:
             return
-        self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
-        if not own:
+        self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
+        if not run_is_new:
             self._run.update_config(config_of(trainer, self._module, self.config))
         # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume for example.
         self._run.define_metric(STEP)
