@@ -142,10 +142,10 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
         state: The state of step 0, abstract.
         example: The first batch; without one all arrays are taken as written.
     """
-    held, written = (state.params, state.frozen, state.model_state), [True] * len(state.module)
+    written = [True] * len(state.module)
     if example is not None:
-        written = written_to(pure, strategy.step_program(state, pure, example), *held)
-    triples = zip(pure.leaves(*held), state.module.items(), written, strict=True)
+        written = written_to(pure, strategy.step_program(state, pure, example), *state.variables)
+    triples = zip(pure.leaves(*state.variables), state.module.items(), written, strict=True)
     return [name for leaf, (name, x), was in triples if was and not leaf.continues(x.dtype)]
 
 

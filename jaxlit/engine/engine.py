@@ -184,8 +184,9 @@ class Engine:
 
     def _written(self) -> tuple[int, ...]:
         """Return the places in the state of what the user's training step writes."""
-        places = jax.tree.leaves([getattr(self.state.index, name) for name in ("params", "frozen", "model_state")])
-        return tuple(itertools.compress(places, self.pure.trace_of("training").changed))
+        return tuple(
+            itertools.compress(jax.tree.leaves(self.state.index.variables), self.pure.trace_of("training").changed)
+        )
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""

@@ -70,7 +70,7 @@ class Homes:
             closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then dealt out
                 in their order, by their bytes.
         """
-        held = state.params, state.frozen, state.model_state
+        held = state.variables
         leaves, treedef = jax.tree.flatten(held)
         names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(held)]
         num_weights, sizes, facts = len(jax.tree.leaves(held[:2])), None, None
