@@ -41,9 +41,8 @@ def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     leaves = []
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            is_variable = isinstance(leaf, nnx.Variable)
-            owner, group = owners.get(id(leaf), ("", 0))
-            leaves.append(Leaf(leaf_name(path), type(leaf) if is_variable else None, owner, group))
+            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
+            leaves.append(Leaf(leaf_name(path), kind, *owners.get(id(leaf), ())))
     return leaves
 
 

@@ -273,7 +273,7 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
             raise ModuleError(f"{where} must return a scalar loss, got shape {shape}. Return loss.mean().")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{where} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+    for path, leaf in named_leaves(outputs):
         if not (hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float))):
-            raise ModuleError(f"{where} returned a {type(leaf).__name__} at {leaf_name(path) or 'top'}. Return arrays.")
+            raise ModuleError(f"{where} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
     return loss, jax.tree.map(jnp.asarray, outputs)
