@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# Lightning's classes stand beside its Trainer: `jl.EarlyStopping` is what a port says.
+# As in Lightning, callbacks are also names of the package: `jl.EarlyStopping`.
 if TYPE_CHECKING:
     from jaxlit.callbacks import *  # noqa: F403
 

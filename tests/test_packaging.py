@@ -126,6 +126,36 @@ def test_import_adds_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:
     assert [name for name in added if name.split(".")[0] in ("grain", "orbax", "wandb", "rich")] == []
 
 
+@pytest.mark.parametrize("left", ["a text file", "nothing"])
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_checkout_without_links_installs_and_imports(kind: str, left: str, tmp_path: Path) -> None:
+    """As git leaves it on Windows, or an archive that drops links."""
+    checkout = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("strategies", "callbacks"):
+        link = checkout / "jaxlit" / name
+        link.unlink()
+        if left == "a text file":
+            link.write_text(f"../{name}")
+    run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_{kind}('dist')", cwd=checkout)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    (built,) = (checkout / "dist").glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(site_packages(python))
+    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    code = "import jaxlit as jl; print(jl.__file__, jl.strategies.FSDP.__name__, jl.callbacks.EMA.__name__, jl.Trainer)"
+    file, *names = run(python, "-I", "-c", code, cwd=tmp_path).split(maxsplit=3)
+    home = site_packages(python) if kind == "wheel" else checkout
+    assert Path(file) == home / "jaxlit" / "__init__.py"
+    assert names[:2] == ["FSDP", "EMA"]
+
+
 @pytest.mark.parametrize("name", ["strategies", "callbacks"])
 def test_link_in_the_package_is_relative(name: str) -> None:
     assert os.readlink(ROOT / "jaxlit" / name) == f"../{name}"

@@ -69,7 +69,7 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
             continue
         if name == STATE or path.is_symlink() or "/" in name:  # among the arrays a library might read it
             raise CheckpointError(f"{folder}: {name} is not in its manifest.")
-        _logger.warning("%s: %s is not in its manifest, and is read by nobody.", folder, name)
+        _logger.warning("%s: %s is not in its manifest, and is ignored.", folder, name)
     for name, (size, digest) in entries.items():
         path = folder / name
         # Neither a link nor a `..` may lead to another file.
@@ -131,7 +131,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network file systems put names onto the disk by themselves, and refuse to be asked.
+        # Some network file systems sync names automatically, and refuse the call.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:

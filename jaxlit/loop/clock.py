@@ -13,7 +13,7 @@ _PATIENCE_S = 24 * 3600.0  # a process may wait for data; one that ends is notic
 class Clock:
     """Seconds since it was made, the same in every process where they decide something.
 
-    The clocks of several processes differ, and each process reaches a step at another time: with its own clock, one
+    The clocks of several processes differ, and each process reaches a step at another time: if each used its clock, one
     process would stop a step before the others, which would wait for it forever. So they exchange their times, and the
     latest counts. An exchange takes a millisecond, so the next one follows after half of the time that is left, at most
     ten seconds, counted in looks at the pace of the last ones.

@@ -126,19 +126,11 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             axes = figure.add_subplot(rows, columns, k + 1)
             for name, color in colors(group).items():
                 steps, values = self[name]
-                finite = np.isfinite(np.pad(values, 1, constant_values=np.nan))
-                alone = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # no line goes through these
-                points = np.flatnonzero(alone | (len(steps) < 30)).tolist()
-                marked = {"marker": "o" if points else "", "markevery": points, "markersize": 4}
-                axes.plot(steps, values, f"C{color}", label=name, **marked)
+                axes.plot(steps, values, f"C{color}", label=name, marker="o" if len(steps) < 30 else "", markersize=4)
             every = np.concatenate([self[name][1] for name in group])
             every = every[np.isfinite(every)]
             if spans_decades(every):
                 axes.set_yscale("log")
-            elif every.size and every.min() == every.max():  # matplotlib would zoom in on the last digit
-                axes.set_ylim(*sorted((0.0, 2 * every[0] or 1.0)))
-            if (first := min(self[name][0][0] for name in group)) == max(self[name][0][-1] for name in group):
-                axes.set_xlim(first - 1, first + 1)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_xlabel("step")
             axes.grid(alpha=0.25)

@@ -1,4 +1,4 @@
-"""The callbacks that a Trainer adds by itself."""
+"""The callbacks that a Trainer adds, and how those of a run go together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -72,27 +72,32 @@ class Engines:
             self._built = _Built(model, loaders.module, settings.seed)
         return loaders.module, isinstance(model, lazy)
 
-    def make(self, run: Run, fitted: Engine | None, *, fitting: bool, own: bool, resume: Resume | None) -> Engine:
+    def make(
+        self, run: Run, fitted: Engine | None, *, fitting: bool, take_ownership: bool, resume: Resume | None
+    ) -> Engine:
         """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
 
         Args:
             run: The run.
             fitted: The engine of the last fit.
             fitting: Whether the run is one.
-            own: Whether the engine may overwrite the module's arrays.
+            take_ownership: Whether the engine may overwrite the module's arrays.
             resume: The checkpoint.
         """
         built, settings = self._built, run.settings
-        if own:  # the engine gets its arrays, and may lose or overwrite them
+        if take_ownership:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
-        engine = self._of_fit(run, own) if fitting else self.evaluator(run.module, settings, fitted, own=own)
+        if fitting:
+            engine = self._of_fit(run, take_ownership)
+        else:
+            engine = self.evaluator(run.module, settings, fitted, take_ownership=take_ownership)
         if resume is not None:
             if fitting:
                 check_window(resume.checkpoint, run)
             else:
                 self._kept.forget_sources()
             load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
-        if own and built is not None and (fitting or resume is None):
+        if take_ownership and built is not None and (fitting or resume is None):
             self._built, built.seed = built, None if fitting else built.seed
         return engine
 
@@ -102,13 +107,13 @@ class Engines:
         settings: Settings,
         fitted: Engine | None,
         *,
-        own: bool = False,
+        take_ownership: bool = False,
     ) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
         given = module, self._strategy, Precision(settings.precision)
-        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=own, fitted=fitted)
+        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
-    def _of_fit(self, run: Run, own: bool) -> Engine:
+    def _of_fit(self, run: Run, take_ownership: bool) -> Engine:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
@@ -130,7 +135,11 @@ class Engines:
             tolerates=run.hooks.failed.tolerates,
             example=example,
         )
-        options = {"precision": Precision(settings.precision), "debug": settings.debug, "take_ownership": own}
+        options = {
+            "precision": Precision(settings.precision),
+            "debug": settings.debug,
+            "take_ownership": take_ownership,
+        }
         return Engine(run.module, self._strategy, plan, **options)
 
 

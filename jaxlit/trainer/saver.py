@@ -24,7 +24,7 @@ from jaxlit.shown import shown
 class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
-    Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` find by themselves;
+    Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` search for;
     any other is continued from by its path.
 
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
@@ -55,12 +55,12 @@ class Saver:
 
     def __init__(self, fitted: Callable[[], Run | None]) -> None:
         self._fitted = fitted
-        self._open: list[Saving] = []  # those that nobody may have waited for yet
+        self._open: list[Saving] = []  # not waited for yet
 
     def begin(self, path: str | Path, order: int | None = None) -> Saving:
         """Begin to write a checkpoint; training continues meanwhile.
 
-        The end of a run waits for those that nobody has waited for, after `teardown`, and raises what went wrong.
+        After `teardown` the end of a run waits for checkpoints that no call has waited for, and raises their errors.
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
@@ -98,14 +98,14 @@ class Saver:
             others = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *others]) + 1
         state = snapshot.take(run)
-        with run.control.shield():  # cut in here, a writer would continue that nobody knows of
+        with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             run.written.append(saving)
         return saving
 
     def finish(self, first: BaseException | None) -> BaseException | None:
-        """Wait for the checkpoints that nobody has waited for, and return the first error of all.
+        """Wait for the checkpoints that no call has waited for, and return the first error of all.
 
         Args:
             first: An error that came before.

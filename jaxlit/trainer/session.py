@@ -334,7 +334,7 @@ class Session:
             run.evaluated = run.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(run, watchdog)
-        run.engine = self._engines.make(run, self.engine, fitting=fitting, own=take_ownership, resume=resume)
+        run.engine = self._engines.make(run, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
         if fitting:
             check_training(run, logs=bool(self._trainer.loggers))
             self.fitted = run

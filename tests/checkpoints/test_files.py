@@ -86,7 +86,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize("how", [*BYTES, *PATHS])
-def test_damage_of_any_file_of_the_newest_is_noticed_named_and_gone_around(how, newest, tmp_path):
+def test_damage_of_any_file_is_named_and_an_older_one_used(how, newest, tmp_path):
     every = sorted(p.relative_to(newest).as_posix() for p in newest.rglob("*") if p.is_file())
     assert {"MANIFEST.json", "state.json"} < set(every) and len(every) > 5
     whole, damaged = shutil.copytree(newest, tmp_path / "whole"), 0
@@ -108,9 +108,7 @@ def test_damage_of_any_file_of_the_newest_is_noticed_named_and_gone_around(how, 
 
 
 @pytest.mark.parametrize(("name", "how"), [("MANIFEST.json", "deleted"), ("state.json", "first byte")])
-def test_training_behind_a_damaged_checkpoint_ends_as_if_it_had_been_whole_and_replaces_it(
-    name, how, newest, ends, caplog
-):
+def test_training_after_a_damaged_checkpoint_is_bit_identical(name, how, newest, ends, caplog):
     damage(newest / name, how)
     trainer = train("run", 3, keep_all(), resume="auto")
     assert trainer.global_step == 9 and bytes_of(trainer) == ends[3]
@@ -120,7 +118,7 @@ def test_training_behind_a_damaged_checkpoint_ends_as_if_it_had_been_whole_and_r
     assert names() == [OLDER, NEWER, "step_00000009"]
 
 
-def test_when_no_checkpoint_verifies_training_is_refused_and_does_not_start(root, newest):
+def test_training_is_refused_if_no_checkpoint_verifies(root, newest):
     damage(root / "checkpoints" / OLDER / "state.json", "empty")
     damage(newest / "MANIFEST.json", "deleted")
     before, began = sorted(root.rglob("*")), []
@@ -153,7 +151,7 @@ def test_a_shorter_history_that_was_written_later_is_the_newest(root, ends):
     assert Path(trainer.checkpoint_callback.last_model_path).parent == moved / "checkpoints"
 
 
-def test_of_equal_orders_the_larger_step_and_what_is_no_name_is_none(tmp_path):
+def test_equal_orders_are_sorted_by_step(tmp_path):
     for name in ("step_00000001", "step_00000002-epoch=1", "step_2", "step_0000000x", ".tmp-step_00000009-0123abcd"):
         (tmp_path / name).mkdir()
         seal(tmp_path / name)
@@ -162,7 +160,7 @@ def test_of_equal_orders_the_larger_step_and_what_is_no_name_is_none(tmp_path):
     assert files.name_of(7) == "step_00000007" and files.step_of(Path("a/step_123456789-x")) == 123456789
 
 
-def test_a_list_that_is_read_while_training_replaces_what_is_on_it_is_read_again(root, monkeypatch):
+def test_a_list_that_changes_meanwhile_is_read_again(root, monkeypatch):
     folder, read = root / "checkpoints", files.read
     (folder / NEWER).rename("later")
 
@@ -176,7 +174,7 @@ def test_a_list_that_is_read_while_training_replaces_what_is_on_it_is_read_again
     assert files.newest(folder)[0].path.name == NEWER
 
 
-def test_a_runs_folder_stands_for_its_newest_checkpoint_and_a_checkpoint_may_have_any_name(root, newest):
+def test_a_runs_folder_means_its_newest_checkpoint(root, newest):
     for path in ("run", Path("run"), "run/", root, "run/checkpoints"):
         found, skipped = files.locate(path, "here")
         assert found.path == newest and skipped == []
@@ -203,7 +201,7 @@ def test_a_runs_folder_stands_for_its_newest_checkpoint_and_a_checkpoint_may_hav
         ("gone/run", r"There is no folder 'gone'\.$"),
     ],
 )
-def test_a_path_that_is_not_there_is_an_error_that_lists_what_is_near(typo, near, root):
+def test_a_missing_path_is_an_error_that_lists_what_is_near(typo, near, root):
     Path("empty").mkdir()
     with pytest.raises(CheckpointError, match=rf"^here: '{typo}' is not a checkpoint, and .*{near}"):
         files.locate(typo, "here")
@@ -231,7 +229,7 @@ def test_only_what_checkpoints_have_left_is_swept(root):
     files.sweep(folder / "none")
 
 
-def test_a_checkpoint_that_is_removed_is_none_from_its_first_operation_on(newest):
+def test_a_removal_begins_by_hiding_the_checkpoint(newest):
     with jl.testing.faults(newest.parent, at=2), pytest.raises(jl.testing.Crash):
         files.remove(newest)
     assert [p.name for p in files.candidates(newest.parent)] == [OLDER]
@@ -326,7 +324,7 @@ CONTENTS = (b"{}", b"[]", b"\xff", b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + 
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "commit_success.txt"])
-def test_what_orbax_keeps_beside_the_arrays_imports_nothing_and_trains_nothing_else(name, one, executed):
+def test_orbax_metadata_imports_no_code(name, one, executed):
     """Reading gives the true numbers, or refuses."""
     path, checkpoint = one / "arrays" / name, files.read(one)
     wanted = dict.fromkeys(range(len(checkpoint.specs)))

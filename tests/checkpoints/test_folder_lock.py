@@ -33,7 +33,7 @@ signal.pause()
 """
 
 
-def test_a_folder_of_a_living_process_is_refused_by_name_and_a_child_that_it_has_forked_does_not_keep_it():
+def test_a_folder_of_a_living_process_is_refused_by_name():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", HOLDER, "held"], env=environment, text=True, **pipes) as holder:
@@ -50,7 +50,7 @@ def test_a_folder_of_a_living_process_is_refused_by_name_and_a_child_that_it_has
             holder.stdin.close()
 
 
-def test_a_folder_is_made_and_held_by_one_of_this_program_at_a_time_by_whatever_path():
+def test_a_folder_is_held_once_in_a_process_by_any_path():
     lock = FolderLock(Path("a/held"))
     Path("link").symlink_to(Path("a/held").absolute())
     for path in ("a/held", "a/../a/held", "link"):
@@ -85,7 +85,7 @@ def test_where_a_file_system_has_no_locks_one_line_says_so(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_one_training_at_a_time_logs_into_a_folder_though_neither_has_checkpoints(own):
+def test_one_training_at_a_time_logs_into_a_folder(own):
     def train(*callbacks):
         given = {"logger": type("Mine", (jl.callbacks.Logger,), {})()} if own else {}
         return fit(Mean(), numbered(1), None, *callbacks, default_root_dir="run", enable_checkpointing=False, **given)
@@ -95,7 +95,7 @@ def test_one_training_at_a_time_logs_into_a_folder_though_neither_has_checkpoint
     FolderLock(Path("run"), of_run=True).close()
 
 
-def test_checkpoints_may_come_into_an_empty_folder_and_through_a_link():
+def test_checkpoints_may_go_through_a_link():
     Path("one/checkpoints").mkdir(parents=True)
     for run in ("two", "three"):
         Path(run).mkdir()

@@ -46,7 +46,7 @@ def test_a_seal_is_the_documented_one_and_verifies(folder):
     manifest.verify(folder)
 
 
-def test_the_newest_file_is_on_the_disk_before_the_manifest_that_vouches_for_it(folder):
+def test_files_are_on_disk_before_their_manifest(folder):
     (folder / "MANIFEST.json").unlink()
     with jl.testing.faults(folder) as seen:
         manifest.seal(folder, 1)
@@ -76,11 +76,11 @@ def test_a_file_that_is_another_is_named(name, damage, match, folder):
     refused(folder, match)
 
 
-def test_a_file_of_somebody_else_beside_the_arrays_is_told_of_and_what_is_read_must_be_in_the_manifest(folder, caplog):
+def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):
     (folder / "notes.txt").write_text("the good one")
     manifest.verify(folder)
     (told,) = warnings_of(caplog)
-    assert told == f"{folder}: notes.txt is not in its manifest, and is read by nobody."
+    assert told == f"{folder}: notes.txt is not in its manifest, and is ignored."
     seal(folder)
     body = json.loads((folder / "MANIFEST.json").read_bytes())
     body["files"].pop("state.json")
@@ -97,7 +97,7 @@ def test_without_hashes_only_sizes_are_looked_at(folder):
         manifest.verify(folder, hashes=False)
 
 
-def test_every_changed_byte_cut_or_space_in_a_manifest_is_noticed(tmp_path):
+def test_every_change_of_a_manifest_is_noticed(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     manifest.seal(tmp_path, 7)
     path = tmp_path / "MANIFEST.json"
@@ -115,7 +115,7 @@ OUTSIDE = ["/etc/passwd", "../outside", "arrays/../../outside", "a//b", "/", "",
 OUTSIDE += ["..\\outside", "arrays\\x", "C:\\outside", "C:/outside", "a\0b", "arrays/", "state.json/", "file:///x"]
 
 
-def test_a_name_that_is_not_plainly_inside_is_refused_though_such_a_file_exists(folder):
+def test_a_name_outside_the_folder_is_refused(folder):
     (folder.parent / "outside").write_bytes(b"outside")
     for name in (*OUTSIDE, str(folder / "state.json")):
         seal(folder, {name: entry_of(FILES["state.json"] if name.endswith("state.json") else b"outside")})
@@ -135,7 +135,7 @@ def test_a_link_is_refused_wherever_it_leads(name, inside, listed, folder):
     refused(folder, re.escape(name))
 
 
-def test_a_manifest_with_an_entry_or_a_member_of_the_wrong_kind_is_refused(folder):
+def test_a_manifest_of_wrong_types_is_refused(folder):
     nan = float("nan")
     entries = [[size, "x"] for size in (-1, 1e3, True, None, "3", [3], nan)]
     for entry in (*entries, [3], [3, "x", 1], [3, 7], [3, None], None, 7, "x", {}, {"0": 3, "1": "x"}):
@@ -152,7 +152,7 @@ def test_a_manifest_with_an_entry_or_a_member_of_the_wrong_kind_is_refused(folde
         refused(folder, words if version > 1 else rf"format version {version}, which there is not")
 
 
-def test_a_manifest_without_a_digest_or_that_says_a_thing_twice_is_refused(folder):
+def test_a_manifest_without_digest_or_with_doubles_is_refused(folder):
     text = (folder / "MANIFEST.json").read_text()
     (folder / "MANIFEST.json").write_bytes(canonical(json.loads(text) | {"digest": None}))
     refused(folder, r"MANIFEST\.json is damaged")
@@ -223,7 +223,7 @@ def test_an_error_that_passes_is_waited_for_and_no_other(count, code, fails, tol
         assert least <= wait <= 1.5 * least
 
 
-def test_a_folder_that_refuses_to_be_put_onto_the_disk_is_taken_for_one_and_a_file_is_not(folder, monkeypatch):
+def test_fsync_may_fail_for_folders_but_not_for_files(folder, monkeypatch):
     code = [0]
 
     def refuse(handle):

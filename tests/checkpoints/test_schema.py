@@ -53,12 +53,12 @@ def refused(state, where):
         check_state(state, "here")
 
 
-def test_the_sections_below_are_all_that_there_are_and_others_may_stand_beside_them(state):
+def test_the_schema_has_all_sections_and_allows_others(state):
     assert set(state) == set(SECTIONS.split())
     check_state(state | {"mine": object()}, "here")
 
 
-def test_a_section_that_is_missing_or_of_the_wrong_kind_is_refused_by_name(state):
+def test_a_missing_or_wrong_section_is_refused_by_name(state):
     for section in SECTIONS.split():
         for kind, wrong in WRONG.items():
             if f"{section} {kind}" in RIGHT:
@@ -178,7 +178,7 @@ def test_lies_about_what_is_only_told_train_nothing_else(folder, whole):
     assert names() == ["step_00000006"]
 
 
-def test_the_names_of_checkpoints_in_a_callbacks_state_delete_nothing_else(folder):
+def test_forged_names_in_a_state_delete_nothing_else(folder):
     victim = Path("run/victim").absolute()
     victim.mkdir()
     (victim / "file").write_text("precious")

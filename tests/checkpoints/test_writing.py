@@ -79,7 +79,7 @@ def value_of(path):
     return value
 
 
-def test_what_was_saved_is_read_though_the_arrays_are_gone_once_save_returns(state):
+def test_arrays_may_be_deleted_once_save_returns(state):
     array = jnp.arange(6.0).reshape(2, 3)
     expected = np.array(array)
     saving = writing.save(Path("deep/er/mine"), {0: array, 1: jnp.zeros(0, jnp.int32)}, state, 7)
@@ -93,7 +93,7 @@ def test_what_was_saved_is_read_though_the_arrays_are_gone_once_save_returns(sta
     assert names("deep/er") == ["mine"]
 
 
-def test_the_operations_of_a_save_come_in_the_order_that_a_crash_survives(state):
+def test_a_saves_operations_are_in_a_crash_safe_order(state):
     save("step_00000002", state).wait()
     with faults(".") as seen:
         save("step_00000002", state, 2.0).wait()
@@ -141,7 +141,7 @@ def some(operations):
         full=[("full", False)],
     ),
 )
-def test_wherever_a_save_fails_the_old_or_the_new_checkpoint_is_whole(kind, every, state):
+def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
     save("first/step_00000002", state).wait()
     shutil.copytree("first", "counted")
     with faults("counted") as seen:
@@ -213,7 +213,7 @@ def test_a_save_that_fails_writes_at_most_five_lines_to_stderr(work, tmp_path):
     assert {where: lines for where, lines in child.said.items() if len(lines) > 4} == {}
 
 
-def test_what_others_log_and_cannot_raise_is_told_while_a_save_goes_on(state, caplog, monkeypatch):
+def test_messages_of_others_are_shown_during_a_save(state, caplog, monkeypatch):
     def seal(*arguments):
         logging.getLogger("absl").error("of somebody else")
         logging.getLogger("asyncio").error("of another loop")
@@ -255,7 +255,7 @@ def test_what_could_not_be_read_again_is_not_written(state, monkeypatch):
     assert names(".") == ["small"]
 
 
-def test_a_failure_is_raised_at_every_wait_with_its_cause_and_a_folder_in_the_way_is_one(state, monkeypatch):
+def test_a_failure_is_raised_at_every_wait_with_its_cause(state, monkeypatch):
     def refuse(path, data):
         raise cause
 
@@ -290,7 +290,7 @@ def test_a_network_file_system_that_asks_for_patience_gets_it(state, monkeypatch
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "single"))
-def test_a_checkpoint_is_the_state_at_the_save_though_later_steps_overwrite_it(strategy):
+def test_a_checkpoint_is_the_state_at_its_save(strategy):
     at = {}
     copies = hooks(on_save_checkpoint=lambda t, m, c: at.update({t.global_step: bytes_of(t)}))
     train("run", 1, copies, keep_all(every_n_train_steps=1), strategy=strategy)
@@ -302,7 +302,7 @@ def test_a_checkpoint_is_the_state_at_the_save_though_later_steps_overwrite_it(s
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_small_arrays_that_several_devices_hold_are_saved_without_a_program_for_each_device(strategy):
+def test_small_replicated_arrays_compile_no_slices(strategy):
     trainer = fit(Net(rngs=nnx.Rngs(0)), random(2), strategy=strategy, **BARE)
     jax.clear_caches()
     with compiles() as made:
@@ -337,7 +337,7 @@ def crash_at(at, half, operations, whole, folder):
 
 
 @pytest.mark.parametrize("every", thinned([False, True], False, full=()))
-def test_a_crash_at_every_operation_of_a_save_loses_nothing_that_was_verified(every, half, operations, whole, tmp_path):
+def test_a_crash_at_any_operation_loses_no_checkpoint(every, half, operations, whole, tmp_path):
     """By default where names change, else at every third: `every` operation of one save is above."""
     few = [k for k, line in enumerate(operations, 1) if re.search("rename|MANIFEST", line)]
     assert 30 < len(operations) < 80 and len(few) > 3
@@ -346,9 +346,7 @@ def test_a_crash_at_every_operation_of_a_save_loses_nothing_that_was_verified(ev
     assert {*found} == {3, 6} and found == sorted(found)
 
 
-def test_a_disk_that_is_full_is_an_error_a_step_later_at_most_and_the_older_checkpoint_loads(
-    half, operations, tmp_path
-):
+def test_a_full_disk_is_an_error_and_the_older_one_loads(half, operations, tmp_path):
     begun = next(i for i, line in enumerate(operations, 1) if ".tmp-" in line)
     named = next(i for i, line in enumerate(operations, 1) if line.startswith("os.rename checkpoints/.tmp-"))
     for at in (1, begun, (begun + named) // 2, named):
@@ -369,7 +367,7 @@ def test_a_disk_that_is_full_is_an_error_a_step_later_at_most_and_the_older_chec
         assert files.newest(root / "checkpoints")[1] == []
 
 
-def test_with_on_save_error_warn_training_goes_on_and_saves_again_once_there_is_room(root, whole, caplog):
+def test_on_save_error_warn_continues_and_saves_again_later(root, whole, caplog):
     fault = faults(root / "checkpoints", at=1, kind="full")
     full = hooks(on_train_epoch_end=lambda t, m: fault.__enter__() if t.current_epoch == 1 else fault.__exit__())
     saver = jl.callbacks.ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
@@ -379,7 +377,7 @@ def test_with_on_save_error_warn_training_goes_on_and_saves_again_once_there_is_
     assert NEWER in warning and "No space left" in warning
 
 
-def test_what_crashes_have_left_is_deleted_at_the_next_start_and_never_taken_for_a_checkpoint(root, operations, whole):
+def test_what_crashes_left_is_deleted_at_the_next_start(root, operations, whole):
     folder = root / "checkpoints"
     (at,) = [i for i, line in enumerate(operations, 1) if line.startswith("os.remove") and ".probe-" in line]
     crash(root, at)
@@ -391,7 +389,7 @@ def test_what_crashes_have_left_is_deleted_at_the_next_start_and_never_taken_for
     assert names(folder) == ["notes", "step_00000009"] and [*folder.glob(".probe-*")] == []
 
 
-def test_after_an_older_checkpoint_and_a_crash_auto_goes_on_with_the_newer_history():
+def test_auto_continues_with_the_newer_history_after_a_crash():
     saves = lambda: keep_all(every_n_train_steps=1)  # noqa: E731
     train("run", 2, saves())
     older, folder = Path("run/checkpoints/step_00000001"), Path("run/checkpoints")
@@ -423,9 +421,7 @@ with jl.testing.faults("run/checkpoints", at=int(sys.argv[1]), kind="kill"):
 """
 
 
-def test_a_second_training_is_refused_until_the_first_is_killed_in_the_middle_of_a_save_which_loses_nothing(
-    root, operations, whole
-):
+def test_a_second_training_is_refused_until_the_first_ends(root, operations, whole):
     at = next(i for i, line in enumerate(operations, 1) if line.startswith("open") and "MANIFEST" in line)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", CHILD, str(at), *filter(None, sys.path)]

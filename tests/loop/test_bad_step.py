@@ -132,7 +132,7 @@ GONE_ON = list(dict.fromkeys([*SOME, *PAIRS_ON, *itertools.product(*GOING_ON.val
 @pytest.mark.parametrize(
     ("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::7])
 )
-def test_training_goes_on_behind_a_step_that_it_leaves_out_or_takes(kind, where, accumulate, strategy, policy) -> None:
+def test_training_continues_after_a_skipped_or_taken_step(kind, where, accumulate, strategy, policy) -> None:
     windows = [trapped(kind, where)[i : i + accumulate] for i in range(0, COUNT, accumulate)]
     given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, "nan_policy": policy}
     trainer = fit(Trapped(), [batch for window in windows for batch in window], **given)
@@ -146,7 +146,7 @@ def test_training_goes_on_behind_a_step_that_it_leaves_out_or_takes(kind, where,
 
 
 @pytest.mark.parametrize("accumulate", thinned([1, 2], 1))
-def test_what_was_saved_is_the_state_of_before_the_step_bit_by_bit(accumulate) -> None:
+def test_saved_state_is_bitwise_that_before_the_step(accumulate) -> None:
     """Statistics, counts and random keys with it: it is what training on the good batches alone leaves."""
     batches, good = random(7), 5 if accumulate == 1 else 4
     batches[5]["x"][2] = np.nan
@@ -216,7 +216,7 @@ def test_a_batch_that_is_another_one_the_second_time_is_told() -> None:
         fit(Trapped(), Loader())
 
 
-def test_a_step_that_nobody_has_looked_at_is_found_where_another_error_ends_training() -> None:
+def test_another_error_finds_an_unchecked_bad_step() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("mine")
 
@@ -233,7 +233,7 @@ def spoilt(count: int, bad: int) -> list[Any]:
     return batches
 
 
-def test_a_caught_error_leaves_nothing_to_save_but_the_last_good_state() -> None:
+def test_a_caught_error_leaves_the_last_good_state() -> None:
     def save(trainer: Any, *_: Any) -> None:
         for k in range(2):
             with pytest.raises(NonFiniteError, match="at optimizer step 3 "):
@@ -250,7 +250,7 @@ def test_a_caught_error_leaves_nothing_to_save_but_the_last_good_state() -> None
     assert float(resumed.module.w[...][0]) == mean([[k] for k in (1, 2, 3, 5, 6, 7, 8)])
 
 
-def test_a_hook_of_the_batches_that_run_again_sees_the_module_of_before_the_step() -> None:
+def test_hooks_of_batches_run_again_see_the_earlier_module() -> None:
     class Sees(Trapped):
         def on_before_batch_transfer(self, batch: Any, *_: Any) -> Any:
             seen.append(int(self.count[...]))
@@ -264,7 +264,7 @@ def test_a_hook_of_the_batches_that_run_again_sees_the_module_of_before_the_step
     assert seen[-3:] == [3, 2, 2]
 
 
-def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_time(capsys) -> None:
+def test_next_start_and_second_error_name_the_bad_step(capsys) -> None:
     given: Any = {"default_root_dir": "run", "resume": "auto"}
     for again in (False, True):
         with pytest.raises(NonFiniteError) as raised:
@@ -284,7 +284,7 @@ def test_the_next_start_says_what_happened_and_the_error_that_it_is_the_second_t
     assert "resume: step 1 (epoch 0, batches 2 to 3) was not finite" in capsys.readouterr().out
 
 
-def test_rows_and_means_of_hooks_are_those_of_a_training_that_skips_the_step_from_the_start() -> None:
+def test_rows_and_hook_means_match_a_training_that_skips() -> None:
     def table(folder: str) -> list[str]:
         return Path(folder, "metrics.csv").read_text().splitlines()
 
@@ -328,7 +328,7 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
 
 
 @pytest.mark.full
-def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoint_bit_by_bit() -> None:
+def test_a_bad_window_of_a_checkpoint_is_restored_from_it() -> None:
     save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's second batch
     batches = trapped("nan", "gradient")
     batches[4], batches[5] = batches[5], batches[4]
@@ -349,7 +349,7 @@ def test_in_a_window_that_a_checkpoint_began_training_goes_back_to_that_checkpoi
     )  # the momentum took nothing
 
 
-def test_a_window_that_was_bad_where_its_checkpoint_was_taken_is_told_so_and_skipped() -> None:
+def test_a_window_already_bad_in_its_checkpoint_is_skipped() -> None:
     save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's first batch
     given: Any = {"accumulate_grad_batches": 2}
     with pytest.raises(NonFiniteError, match="\nBatch 2, run again .* gave the same"):
@@ -360,7 +360,7 @@ def test_a_window_that_was_bad_where_its_checkpoint_was_taken_is_told_so_and_ski
     assert float(resumed.module.w[...][0]) == mean([[1, 2], [5, 6]])
 
 
-def test_what_the_first_hook_of_a_bad_batch_has_logged_counts_once() -> None:
+def test_values_logged_in_the_hook_of_a_bad_batch_count_once() -> None:
     log = hooks(on_train_batch_start=lambda t, m, batch, i: m.log("batch", float(i), on_step=False, on_epoch=True))
     given: Any = {"default_root_dir": "run", "resume": "auto"}
     with pytest.raises(NonFiniteError):
@@ -369,7 +369,7 @@ def test_what_the_first_hook_of_a_bad_batch_has_logged_counts_once() -> None:
     assert trainer.callback_metrics["batch"] == np.mean(range(6))
 
 
-def test_a_logger_that_meets_a_bad_step_does_not_stand_aside_for_it() -> None:
+def test_a_bad_step_does_not_disable_the_logger_that_meets_it() -> None:
     class Saves(jl.callbacks.Logger):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:

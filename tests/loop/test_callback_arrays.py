@@ -163,7 +163,7 @@ def test_a_callback_may_write_to_the_containers_that_it_is_given(strategy, polic
     assert int(trainer.callback_arrays(norms)[1]) == 3 and float(trainer.callback_arrays(norms)[0]) > 0
 
 
-def test_arrays_like_the_parameters_are_split_as_they_are_and_a_run_without_any_holds_no_more() -> None:
+def test_arrays_like_parameters_are_sharded_like_them() -> None:
     begin = {"count": jnp.zeros(8), "wide": {"kernel": jnp.zeros((8, 8))}}
     keeper = made(init_arrays=lambda self, params: {"slow": params} | begin, update_arrays=keep)
     trainer = train(keeper, batches_of(1), "fsdp")
@@ -200,7 +200,7 @@ def test_a_step_that_is_not_finite_leaves_the_arrays(policy, accumulate) -> None
     assert_close(trainer.callback_arrays(keeper), by_hand(counted, EMA(), accumulate)[1])
 
 
-def test_an_overflow_of_the_loss_scale_leaves_the_arrays_and_they_have_the_dtype_of_the_parameters() -> None:
+def test_an_overflow_of_the_loss_scale_leaves_the_arrays() -> None:
     keeper, large = Norms(), [{k: v * 10 for k, v in b.items()} for b in batches_of(3)]
     trainer = train(keeper, large, precision="16-mixed")
     assert int(trainer.callback_arrays(keeper)[1]) < 3
@@ -232,7 +232,7 @@ def test_arrays_are_restored_under_another_strategy(then, now) -> None:
     assert after.held["kernel"].sharding == later.state.params["kernel"].sharding
 
 
-def test_a_resume_tells_of_callbacks_that_are_new_or_gone_and_refuses_other_shapes(caplog) -> None:
+def test_a_resume_names_new_and_missing_array_keepers(caplog) -> None:
     batches, first, keeper = batches_of(3), EMA(), type("Slow", (EMA,), {})()
     trainer = train(first, batches)
     trainer.save_checkpoint("kept")

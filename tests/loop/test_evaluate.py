@@ -48,7 +48,7 @@ def test_one_name_for_two_loaders_is_refused() -> None:
     refuses(LogError, lambda: make_trainer().validate(model, [numbered(1), numbered(1)]), *words)
 
 
-def test_batch_hooks_log_by_loader_and_other_hooks_for_all_of_them() -> None:
+def test_batch_hooks_log_by_loader_other_hooks_for_all() -> None:
     callback = hooks(
         on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
         on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
@@ -79,9 +79,7 @@ def test_the_means_of_an_evaluation_weigh_batches_by_their_rows() -> None:
         (5, 2, [11, 12, 21]),
     ],
 )
-def test_the_sanity_check_takes_its_batches_of_each_loader_within_the_limit(
-    steps: int, limit: float, batches: list[int]
-) -> None:
+def test_the_sanity_check_respects_the_limit_of_each_loader(steps: int, limit: float, batches: list[int]) -> None:
     journal = Journal()
     arguments = {"num_sanity_val_steps": steps, "limit_val_batches": limit, "check_val_every_n_epoch": 5}
     fit(Mean(), numbered(1), [numbered(3, 11), numbered(1, 21)], journal, **arguments)
@@ -118,14 +116,14 @@ def test_the_sanity_check_is_no_first_lucky_best(arguments: dict[str, Any]) -> N
 # What it leaves as it was ----------------------------------------------------------------------------------
 
 
-def test_validation_inside_an_accumulation_window_leaves_the_window_alone() -> None:
+def test_validation_inside_a_window_does_not_change_it() -> None:
     model = Mean()
     fit(model, numbered(5), numbered(2), val_check_interval=1, accumulate_grad_batches=3)
     assert float(model.w[...][0]) == pytest.approx(mean([[1, 2, 3], [4, 5]]), rel=1e-6)
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
-def test_evaluation_before_fit_takes_the_first_weights_and_after_it_the_trained(is_lazy: bool) -> None:
+def test_evaluation_uses_the_weights_before_and_after_fit(is_lazy: bool) -> None:
     model: Any = jl.lazy(Mean) if is_lazy else Mean()
     trainer, batches = make_trainer(), numbered(2, 11)
     w = mean([[1], [2], [3]])
@@ -143,7 +141,7 @@ def test_evaluation_before_fit_takes_the_first_weights_and_after_it_the_trained(
 
 
 @pytest.mark.parametrize(("strategy", "verb"), [("single", "validate"), ("ddp", "test"), ("pmap", "validate")])
-def test_the_steps_of_an_evaluation_count_on_from_the_fit_before_it(strategy: str, verb: str) -> None:
+def test_an_evaluation_has_the_step_of_the_fit_before_it(strategy: str, verb: str) -> None:
     counts = lambda m, batch, i: m.log_dict({"at": m.global_step + 0.0, "in": m.current_epoch + 0.0})  # noqa: E731
     trainer, model = make_trainer(strategy=strategy, max_epochs=2), logging(validation=counts)
     assert getattr(trainer, verb)(model, numbered(3)) == [{"at": 0.0, "in": 0.0}]
@@ -164,7 +162,7 @@ def test_evaluation_between_two_fits_changes_neither() -> None:
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_an_evaluation_without_its_step_is_refused_by_the_name_of_the_step(verb: str) -> None:
+def test_an_evaluation_without_its_step_is_refused_by_name(verb: str) -> None:
     step = {"validate": "validation_step"}.get(verb, f"{verb}_step")
     model = type("Empty", (jl.TrainModule,), {"__init__": Mean.__init__})()
     call = lambda: getattr(make_trainer(), verb)(model, numbered(1))  # noqa: E731

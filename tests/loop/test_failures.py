@@ -61,7 +61,7 @@ def test_the_note_names_callback_hook_epoch_batch_and_step(hook: str, place: str
     assert note == f"It was raised by Made.{hook} {place}."
 
 
-def test_an_error_that_comes_through_several_hooks_names_the_one_that_raised_it_only() -> None:
+def test_an_error_through_nested_hooks_names_the_inner_one() -> None:
     def save(trainer: Any, *_: Any) -> None:
         trainer.saver.announce(trainer.callbacks[0], Path("any"))
 
@@ -70,7 +70,7 @@ def test_an_error_that_comes_through_several_hooks_names_the_one_that_raised_it_
     assert note == "It was raised by Inner.on_checkpoint_saved in epoch 0, batch 1 (global_step 1)."
 
 
-def test_hooks_that_return_something_and_states_are_named_as_well() -> None:
+def test_errors_of_loader_hooks_and_states_name_their_place() -> None:
     for name in ("train_dataloader", "configure_optimizers", "configure_callbacks"):
         made = module(**{name: raising})
         data = None if name == "train_dataloader" else numbered(1)
@@ -96,7 +96,7 @@ def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
     assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
 
 
-def test_states_that_do_not_come_back_and_those_of_data_are_named_as_well() -> None:
+def test_errors_of_loading_states_name_their_place() -> None:
     fit(Mean(), numbered(4), None, hooks(state_dict=lambda: {"a": 1}), default_root_dir="run")
     resumes: Any = {"default_root_dir": "run", "resume": "auto", "max_epochs": 2}
     taking = {"state_dict": lambda: {"a": 1}, "load_state_dict": raising}
@@ -123,7 +123,7 @@ OF_LOGGER = [hook for hook in HOOKS if not any(word in hook for word in ("sanity
         full=SELDOM,
     ),
 )
-def test_a_logger_that_raises_is_told_of_once_and_changes_nothing_else(hook: str, caplog: Any) -> None:
+def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
     torn: list[str] = []
     bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: raising})
     data = numbered(4), numbered(1)
@@ -177,7 +177,7 @@ class Seen(jl.Callback):
         assert self.steps == 4
 
 
-def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_the_next(caplog: Any) -> None:
+def test_a_disabled_logger_is_called_again_in_the_next_run(caplog: Any) -> None:
     calls: list[str] = []
 
     def row(*_: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_logger_that_stands_aside_is_called_no_more_in_this_run_and_again_in_t
     assert sum("is disabled" in text for text in warnings_of(caplog)) == 2
 
 
-def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(caplog: Any) -> None:
+def test_a_disabled_logger_gets_no_traced_values(caplog: Any) -> None:
     calls: list[int] = []
     functions = {"trace_step": lambda *_: {"seen": jnp.ones(2)}, "on_trace": lambda *_: calls.append(1)}
     bad = logger_with(on_train_start=raising, **functions)
@@ -211,7 +211,7 @@ def test_a_logger_that_stands_aside_is_not_given_what_its_trace_step_computes(ca
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])
-def test_an_error_comes_out_where_it_is_asked_for_and_an_interrupt_always(error: Any) -> None:
+def test_on_error_raise_and_interrupts_end_training(error: Any) -> None:
     def fail(*_: Any) -> None:
         raise error("now")
 
@@ -223,7 +223,7 @@ def test_an_error_comes_out_where_it_is_asked_for_and_an_interrupt_always(error:
     assert raised.value.__notes__ == ["It was raised by Mine.on_train_batch_end in epoch 0, batch 0 (global_step 1)."]
 
 
-def test_what_a_logger_refuses_before_training_is_raised_and_so_is_what_it_writes_to_the_module(caplog: Any) -> None:
+def test_errors_of_loggers_before_training_are_raised(caplog: Any) -> None:
     def refuse(*_: Any) -> None:
         raise LoggerError("give it a name")
 

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
 from kit.batches import Stream, numbered
@@ -42,19 +41,7 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
         trainer.history["los"]
 
 
-def test_it_reads_no_value_more(monkeypatch):
-    reads = []
-
-    def counted(add):
-        return lambda self, row, step: (reads.append({type(x) for x in row.values()}), add(self, row, step))
-
-    monkeypatch.setattr(History, "add", counted(History.add))
-    trainer = fit(Mean(), numbered(7), **BARE, log_every_n_steps=3)
-    assert reads == [{float}] * 2  # once for each row, and never an array
-    assert not any(isinstance(x, jax.Array) for steps, values in trainer.history.values() for x in (steps, values))
-
-
-def test_of_too_many_rows_it_keeps_every_second_and_then_every_fourth():
+def test_history_thins_out_when_it_has_too_many_rows():
     history = History()
     for step in range(4 * MOST):
         history.add({"x": -step}, step)
@@ -110,41 +97,13 @@ def test_a_stage_has_its_color_whatever_is_logged_first(names):
     assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
 
 
-@pytest.mark.parametrize(
-    ("values", "scale", "limits"),
-    [
-        ([4.0, 0.1], "log", None),
-        ([4.0, 0.2], "linear", None),
-        ([0.039], "linear", (0, 0.078)),
-        ([0.0], "linear", (0, 1)),
-    ],
-)
-def test_the_axis_suits_the_values(values, scale, limits):
+@pytest.mark.parametrize(("values", "scale"), [([4.0, 0.1], "log"), ([4.0, 0.2], "linear"), ([0.0], "linear")])
+def test_the_axis_suits_the_values(values, scale):
     history = History()
     for step, value in enumerate(values):
         history.add({"x": value}, 7 + step)
     (axes,) = history.plot().axes
     assert axes.get_yscale() == scale
-    assert limits is None or axes.get_ylim() == limits
-    assert len(values) > 1 or axes.get_xlim() == (6, 8)
-
-
-@pytest.mark.parametrize(("points", "marker"), [(29, "o"), (30, "")])
-def test_few_points_have_markers(points, marker):
-    history = History()
-    for step in range(points):
-        history.add({"x": 1.0}, step)
-    (line,) = history.plot().axes[0].lines
-    assert line.get_marker() == marker
-
-
-def test_a_value_between_nans_has_a_marker():
-    history = History()
-    for step in range(40):
-        history.add({"x": 1.0 if step in (7, 20, 21, 39) else float("nan")}, step)
-    (line,) = history.plot().axes[0].lines
-    assert line.get_marker() == "o"
-    assert line.get_markevery() == [7, 39]
 
 
 def test_the_title_names_the_module_and_the_run():
@@ -200,7 +159,7 @@ def test_rows_of_a_loader_without_a_length_are_ten_steps_apart():
     assert trainer.history["loss"][0].tolist() == [9, 19, 29]
 
 
-def test_a_loader_of_another_length_has_traced_values_in_each_row():
+def test_a_reloaded_loader_keeps_traced_values_in_each_row():
     class Growing(jl.DataModule):
         def train_dataloader(self):
             return numbered((16, 40)[self.trainer.current_epoch])

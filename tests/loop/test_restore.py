@@ -144,7 +144,7 @@ def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
 
 
 @pytest.mark.full
-def test_another_width_is_refused_with_the_leaves_that_differ_and_leaves_the_caller_its_module(folder: Path) -> None:
+def test_another_width_is_refused_with_the_leaves_that_differ(folder: Path) -> None:
     other = net(width=32)
     before = np.asarray(other.inner.kernel[...])
     found = refused(saved(folder)[0], "does not fit Net", module=other)
@@ -172,7 +172,7 @@ def test_a_layer_more_or_less_is_refused_by_name(folder: Path) -> None:
         (optax.adamw(optax.constant_schedule(1e-2)), "ScaleByScheduleState"),
     ],
 )
-def test_another_optimizer_is_refused_also_where_its_arrays_would_fit(tx: Any, now: str, folder: Path) -> None:
+def test_another_optimizer_is_refused_even_if_its_arrays_fit(tx: Any, now: str, folder: Path) -> None:
     row = refused(saved(folder)[0], "reset_optimizer=True", module=net(tx=tx))["the optimizer"]
     assert "ScaleByAdamState" in row[0] and now in row[1]
 
@@ -205,7 +205,7 @@ def test_without_strict_what_fits_is_taken_and_the_rest_is_told(folder: Path, ca
     assert told == ["module.more.bias", "module.more.kernel"]
 
 
-def test_a_layer_of_another_size_with_a_new_optimizer_begins_with_an_empty_window() -> None:
+def test_a_resized_layer_begins_with_an_empty_window() -> None:
     """The checkpoint is of an epoch's end; what fits of it trains on as if it had begun so."""
     given: Any = {"accumulate_grad_batches": 2}
     first = fit(Linear(3), random(3), default_root_dir="first", **given)

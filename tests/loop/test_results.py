@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from kit.batches import numbered, sized
@@ -11,9 +10,7 @@ from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, logging, module
 from kit.trainers import fit
 
-import jaxlit as jl
 from jaxlit.core.log import Metric
-from jaxlit.errors import LoggerError
 from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -31,7 +28,7 @@ def test_the_epoch_value_stays_readable_in_the_next_epoch() -> None:
     assert seen[3] == {"x": 10.0, "x_step": 10.0, "x_epoch": 1.0}
 
 
-def test_the_metrics_of_a_fit_do_not_outlive_the_start_of_the_next_and_are_read_only() -> None:
+def test_metrics_are_cleared_by_the_next_fit_and_read_only() -> None:
     trainer = fit(logging(lambda m, batch, i: m.log("train/loss", 1.0, prog_bar=True)), numbered(1))
     for name in MAPPINGS:
         with pytest.raises(TypeError):
@@ -43,7 +40,7 @@ def test_the_metrics_of_a_fit_do_not_outlive_the_start_of_the_next_and_are_read_
     assert set(trainer.callback_metrics) == {"other"}
 
 
-def test_a_value_behind_a_resume_is_another_than_those_of_the_checkpoint() -> None:
+def test_values_after_a_resume_have_new_versions() -> None:
     before, after = Results(), Results()
     for name in "ab":
         before.put_epoch(Metric(name), 1.0)
@@ -76,7 +73,7 @@ def test_rows_come_every_n_optimizer_steps(arguments: dict[str, Any], steps: lis
     assert ends == ([1] if "max_steps" in arguments else [size - 1, 2 * size - 1][: arguments.get("max_epochs", 2)])
 
 
-def test_rows_of_a_step_come_before_those_of_its_validation_and_its_epoch_as_python_floats() -> None:
+def test_rows_come_in_order_as_python_floats() -> None:
     rows = Rows()
     model = logging(position, lambda m, batch, i: m.log("v", 1.0))
     fit(model, numbered(2), numbered(2), rows, log_every_n_steps=1)
@@ -115,7 +112,7 @@ def test_a_parameter_logged_in_a_hook_is_the_one_of_that_step() -> None:
 
 
 @pytest.mark.parametrize(("reduce_fx", "expected"), [("mean", 54 / 26), ("sum", 6), ("min", 1), ("max", 3)])
-def test_values_of_batch_hooks_are_reduced_over_the_epoch_by_their_rows(reduce_fx: str, expected: float) -> None:
+def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: float) -> None:
     def log(trainer: Any, module: Any, outputs: Any, batch: Any, i: int) -> None:
         module.log("x", i + 1, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
 
@@ -130,14 +127,7 @@ def test_many_values_of_hooks_add_up_as_one() -> None:
     assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_average_of_nothing_is_nan() -> None:
-    logs = hooks(on_train_epoch_end=lambda t, m: m.log("a", nnx.metrics.Average()))
-    rows = Rows()
-    fit(Mean(), numbered(1), None, logs, rows)
-    assert np.isnan(rows.rows[-1][1]["a"])
-
-
-def test_on_step_in_a_validation_step_shows_each_batch_and_makes_no_row() -> None:
+def test_on_step_in_validation_makes_no_row() -> None:
     shown: list[dict[str, float]] = []
     look = hooks(on_validation_batch_end=lambda trainer, *_: shown.append(dict(trainer.logged_metrics)))
     model = logging(validation=lambda m, batch, i: m.log("v", batch["x"].sum(), on_step=True, on_epoch=False))
@@ -145,9 +135,3 @@ def test_on_step_in_a_validation_step_shows_each_batch_and_makes_no_row() -> Non
     fit(model, batches, batches, look, rows, num_sanity_val_steps=0)
     assert shown == [{"v": pytest.approx(float(batch["x"].sum()), rel=1e-5)} for batch in batches]
     assert not any("v" in row for _, row in rows.rows)
-
-
-def test_a_value_of_single_validation_steps_is_nothing_to_monitor() -> None:
-    model = logging(validation=lambda m, batch, i: m.log("v", 1.0, on_step=True, on_epoch=False))
-    with pytest.raises(LoggerError, match=r"EarlyStopping.*'v'"):
-        fit(model, numbered(1), numbered(1), jl.callbacks.EarlyStopping("v"))

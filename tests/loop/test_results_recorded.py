@@ -321,6 +321,6 @@ def test_rows_and_metrics_differ_from_lightning_only_as_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("hook", [name for name in CASES["log10_hooks"]["rows"][0][1] if name not in LOGGED])
-def test_a_hook_of_lightning_that_is_inside_the_compiled_step_is_refused_by_name(hook: str) -> None:
+def test_hooks_inside_the_compiled_step_are_refused_by_name(hook: str) -> None:
     with pytest.raises(ModuleError, match=hook):
         run(CASES["log11_where_setup"] | {"hook": hook}, Recorder())

@@ -125,7 +125,7 @@ def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_data_module_goes_on_with_its_state_and_its_reloaded_loaders(tmp_path: Path) -> None:
+def test_a_datamodule_resumes_its_state_and_loaders(tmp_path: Path) -> None:
     def run(name: str, seed: int, stop: Sequence[jl.Callback], **arguments: Any) -> jl.Trainer:
         data = Plain()
         trainer = make_trainer(
@@ -311,20 +311,20 @@ def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer,
 SAVE = kit_journal.at_batch(4, lambda t, m: t.save_checkpoint("at") if t.current_epoch == 0 else None)
 
 
-def test_an_epoch_that_is_longer_than_it_may_be_now_ends_and_training_goes_on() -> None:
+def test_an_epoch_beyond_the_new_limit_ends_after_a_resume() -> None:
     mean_fit(numbered(8), SAVE)
     trainer, batches = mean_fit(numbered(8), limit_train_batches=3, ckpt_path="at")
     assert batches == [1, 2, 3] and (trainer.global_step, trainer.current_epoch) == (5 + 3, 2)
 
 
 @pytest.mark.parametrize("count", [4, 5])  # less than what was seen, and just that
-def test_a_loader_that_has_become_shorter_ends_the_epoch_and_training_goes_on(count: int) -> None:
+def test_a_loader_that_is_shorter_now_ends_the_epoch(count: int) -> None:
     mean_fit(Stream(numbered(8)), SAVE)
     trainer, batches = mean_fit(Stream(numbered(count)), ckpt_path="at")
     assert batches == [*range(1, count + 1)] and (trainer.global_step, trainer.current_epoch) == (5 + count, 2)
 
 
-def test_another_accumulation_is_refused_in_the_middle_of_a_window_and_taken_behind_one() -> None:
+def test_another_accumulation_is_refused_inside_a_window() -> None:
     trainer, _ = mean_fit(numbered(8), SAVE, accumulate_grad_batches=3)
     trainer.save_checkpoint("end")
     for accumulate in (1, 2):

@@ -75,7 +75,7 @@ def probe(batch_idx: int) -> jl.Callback:
     return watch
 
 
-def test_half_a_window_goes_with_the_bad_one_and_the_module_is_that_of_the_checkpoint() -> None:
+def test_a_rollback_drops_half_a_window_and_resets_the_module() -> None:
     watch, values = probe(6), [1.0, 2.0, 3.0, 4.0, BAD, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
     trainer, made = train(
         values, watch, ModelCheckpoint(every_n_train_steps=2), accumulate_grad_batches=2, log_every_n_steps=50
@@ -91,13 +91,13 @@ def epoch_mean(self: Any, batch: Any) -> Any:
     return jnp.mean(self.error(batch) ** 2)
 
 
-def test_the_metrics_of_the_epoch_are_those_of_the_steps_that_count() -> None:
+def test_epoch_metrics_are_of_the_steps_that_count() -> None:
     rows, given = Rows(), {"log_every_n_steps": 50, "made": module(epoch_mean)}
     train([1.0, 2.0, BAD, 4.0, 5.0, 6.0], rows, probe(2), ModelCheckpoint(every_n_train_steps=2), **given)
     assert rows.of("seen") == [pytest.approx(3.6, rel=1e-6)]  # of all but the bad one
 
 
-def test_the_metrics_of_an_epoch_that_began_behind_the_checkpoint_begin_anew() -> None:
+def test_metrics_of_a_later_epoch_start_again() -> None:
     rows = Rows()
     loader = Stream(batches([1.0, 2.0, 3.0]), batches([BAD, 5.0, 6.0, 8.0]))
     given: Any = {"nan_policy": "rollback", "max_epochs": 2, "log_every_n_steps": 50, "default_root_dir": "run"}
@@ -157,7 +157,7 @@ def test_it_takes_no_checkpoint_of_an_earlier_fit() -> None:
         trainer.fit(Mean(), batches([1.0, 2.0, BAD, 4.0]))
 
 
-def test_it_takes_what_training_was_resumed_from_and_no_later_step_that_an_earlier_training_left() -> None:
+def test_rollback_ignores_later_steps_of_earlier_trainings() -> None:
     given: Any = {"default_root_dir": "run", "nan_policy": "rollback"}
     fit(Mean(), numbered(6), None, at_batch(1, lambda t, m: t.save_checkpoint("run/early")), **given)
     assert names() == ["step_00000006"]
@@ -169,7 +169,7 @@ def test_it_takes_what_training_was_resumed_from_and_no_later_step_that_an_earli
     assert float(made.w[...][0]) == mean([[1], [2]])
 
 
-def test_it_takes_the_checkpoint_that_training_was_resumed_from_and_not_the_newest_in_the_folder() -> None:
+def test_rollback_uses_the_resumed_checkpoint_not_the_newest() -> None:
     saver = lambda: ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)  # noqa: E731
     train([1.0] * 32, saver(), max_steps=8)
     assert names() == [f"step_0000000{k}" for k in (2, 4, 6, 8)]
@@ -178,7 +178,7 @@ def test_it_takes_the_checkpoint_that_training_was_resumed_from_and_not_the_newe
         train([1.0, 1.0] + [BAD] * 30, saver(), **resumed)
 
 
-def test_inside_a_save_no_state_comes_under_the_name_of_another_step_and_the_step_has_its_own_later() -> None:
+def test_a_rollback_inside_a_save_keeps_names_and_steps() -> None:
     values = [float(k) for k in range(20)]
     values[7] = BAD  # the eighth step is bad, and its checkpoint due
     trainer, _ = train(values, ModelCheckpoint(every_n_train_steps=4, save_top_k=-1), log_every_n_steps=50)
@@ -200,7 +200,7 @@ def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
     assert float(made.w[...][0]) == pytest.approx(by_hand([[1], [2], [5], [6]]), rel=1e-6)
 
 
-def test_on_load_checkpoint_finds_the_weights_of_the_checkpoint_in_a_module_that_was_just_read() -> None:
+def test_on_load_checkpoint_sees_the_restored_module() -> None:
     found: list[float] = []
     read = lambda module: float(module.w[...][0])  # noqa: E731
     watch = hooks(

@@ -71,7 +71,7 @@ def test_two_callbacks_of_a_class_get_each_its_own_state() -> None:
     assert (first.count, second.count) == (6, 16)
 
 
-def test_two_early_stoppings_in_another_order_keep_each_its_own_state() -> None:
+def test_two_early_stoppings_keep_their_states() -> None:
     pair = lambda: (EarlyStopping("val", patience=50), EarlyStopping("loss", patience=50))  # noqa: E731
     validation, training = pair()
     run = lambda *c, **given: fit(Mean(), numbered(3), numbered(1), *c, default_root_dir="run", **given)  # noqa: E731
@@ -94,7 +94,7 @@ def test_two_early_stoppings_in_another_order_keep_each_its_own_state() -> None:
         (lambda: None, "Counter.*kept.*function"),
     ],
 )
-def test_a_state_that_is_no_json_is_refused_by_name_before_the_first_step(kept: Any, match: str) -> None:
+def test_a_state_that_is_no_json_is_refused_before_training(kept: Any, match: str) -> None:
     counter = Counter(kept)
     with pytest.raises(CheckpointError, match=match):
         train(counter)
@@ -109,7 +109,7 @@ def test_a_json_state_comes_back_as_it_was() -> None:
     assert json.dumps(again.found) == json.dumps(expected)
 
 
-def test_callbacks_that_are_gone_are_told_and_new_ones_begin_empty(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_callbacks_are_named_and_new_ones_are_empty(caplog: pytest.LogCaptureFixture) -> None:
     class Other(Counter):
         pass
 
@@ -121,7 +121,7 @@ def test_callbacks_that_are_gone_are_told_and_new_ones_begin_empty(caplog: pytes
     assert other.calls == ["on_load_checkpoint 3", "on_fit_start 0"] and other.count == 3
 
 
-def test_hooks_of_callbacks_and_modules_put_values_in_and_find_them() -> None:
+def test_values_that_hooks_save_are_there_on_load() -> None:
     found: list[Any] = []
     own = hooks(
         on_save_checkpoint=lambda t, m, c: c.update(own={"step": c["global_step"], "val": t.callback_metrics["loss"]}),
@@ -138,7 +138,7 @@ def test_hooks_of_callbacks_and_modules_put_values_in_and_find_them() -> None:
     assert found == [("callback", 3, ["a", "b"]), ("module", 3, ["a", "b"])]
 
 
-def test_what_a_hook_puts_in_that_is_no_json_is_refused_when_it_does() -> None:
+def test_values_that_hooks_save_must_be_json() -> None:
     counter = Counter()
     with pytest.raises(CheckpointError, match="mine.*object"):
         train(counter, module=module(on_save_checkpoint=lambda self, c: c.update(mine=object())))
@@ -165,7 +165,7 @@ def test_a_datamodule_keeps_its_state() -> None:
     assert again.words == 7
 
 
-def test_an_error_in_load_state_dict_names_the_callback_and_keeps_what_it_raised() -> None:
+def test_an_error_in_load_state_dict_names_the_callback() -> None:
     class Strict(Counter):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             raise KeyError("an older version")
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_a_sanity_check_holds_no_validation() -> None:
     assert ends == [2, 4]
 
 
-def test_a_training_that_stopped_early_does_nothing_when_resumed_and_goes_on_with_more_patience() -> None:
+def test_a_stopped_training_resumes_with_more_patience() -> None:
     constant = module(validation=lambda self, batch: self.log("val", jnp.float32(1.0)))
 
     def ended(patience: int) -> tuple[int, int]:

@@ -82,7 +82,7 @@ def test_a_stop_holds_for_one_fit() -> None:
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
-def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: str) -> None:
+def test_minus_one_skips_the_rest_of_the_epoch(owner: str) -> None:
     skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 1 else None)
     model = (
         Mean() if owner == "callback" else module(on_train_batch_start=lambda self, batch, i: -1 if i == 1 else None)
@@ -100,7 +100,7 @@ def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(owner: 
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE, full=FOUR))
-def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strategy: str) -> None:
+def test_a_skip_drops_the_accumulation_window(strategy: str) -> None:
     drops = lambda trainer, module, batch, i: -1 if (trainer.current_epoch, i) == (0, 3) else None  # noqa: E731
     model, rows = Mean(), Rows()
     arguments = {"max_epochs": 2, "accumulate_grad_batches": 2, "strategy": strategy, "log_every_n_steps": 1}
@@ -121,9 +121,7 @@ def test_a_skip_drops_the_accumulation_window_and_the_next_epoch_is_clean(strate
         *[("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 5, "ddp")],
     ),
 )
-def test_the_window_in_which_an_epoch_ends_early_takes_no_step_and_is_in_no_row(
-    how: str, at: int, strategy: str
-) -> None:
+def test_a_window_cut_by_the_epoch_takes_no_step(how: str, at: int, strategy: str) -> None:
     def step(self: Any, batch: Any) -> Any:
         loss = jnp.mean(self.error(batch) ** 2)
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -165,7 +163,7 @@ def test_a_second_fit_of_a_trainer_is_that_of_a_fresh_one() -> None:
 
 
 @pytest.mark.smoke
-def test_a_second_fit_trains_on_from_the_weights_with_a_fresh_optimizer_and_the_first_batch() -> None:
+def test_a_second_fit_keeps_weights_and_resets_the_optimizer() -> None:
     model, batches = Linear(), random(4)
     loader = jl.ArrayLoader({key: np.concatenate([batch[key] for batch in batches]) for key in ("x", "y")}, 8)
     trainer = make_trainer(max_epochs=None, max_steps=2)
@@ -176,7 +174,7 @@ def test_a_second_fit_trains_on_from_the_weights_with_a_fresh_optimizer_and_the_
     assert_same(model, HandLoop(by_hand.module)(*batches[:2]).module)
 
 
-def test_a_trainer_may_fit_again_after_an_error_from_the_weights_of_the_last_step() -> None:
+def test_a_trainer_may_fit_again_after_an_error() -> None:
     failed: list[bool] = []
 
     def fail(trainer: jl.Trainer, *_: Any) -> None:

@@ -85,14 +85,14 @@ def test_a_checkpoint_or_a_run_can_be_named_by_its_path(argument, run) -> None:
         begins("c", **{argument: "run/checkpoints/step_2"})
 
 
-def test_another_folder_gets_the_rest_and_the_resumed_run_stays_as_it_was(run) -> None:
+def test_another_folder_leaves_the_resumed_run_unchanged(run) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert begins("other", 5, resume="run") == 3
     assert at(5, "other").exists()
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_fit_without_a_folder_goes_on_in_the_run_that_it_resumes(run) -> None:
+def test_a_fit_without_a_folder_continues_in_the_resumed_run(run) -> None:
     trainer = train(None, 4, resume="run")
     assert trainer.run_dir.resolve() == run.resolve() and at(4).exists() and not Path("runs").exists()
     trainer = train(None, 5, ckpt_path="run")  # which only begins with it
@@ -117,7 +117,7 @@ def test_an_evaluation_writes_to_the_run_of_its_checkpoint(path, step) -> None:
     assert resumed.run_dir == Path("runs/a")
 
 
-def test_an_evaluation_leaves_a_training_alone_and_a_folder_of_checkpoints() -> None:
+def test_an_evaluation_writes_to_no_other_runs_folder() -> None:
     def evaluate(*_: Any) -> None:
         (other := make_trainer()).validate(Line(), numbered(1), ckpt_path="run")
         assert not Path(other.run_dir, "checkpoints").exists()
@@ -141,7 +141,7 @@ def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     assert "resume: run/checkpoints/step_00000001 (step 1, epoch 1)" in capsys.readouterr().out
 
 
-def test_last_and_best_are_those_of_the_callback_and_in_another_process_those_of_the_folder() -> None:
+def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0, 4.0, 5.0][t.global_step - 1]))
     make = lambda: make_trainer(  # noqa: E731
         scores, ModelCheckpoint(monitor="score"), default_root_dir="run", max_epochs=3
@@ -157,7 +157,7 @@ def test_last_and_best_are_those_of_the_callback_and_in_another_process_those_of
     assert trainer.validate(Line(), numbered(1), ckpt_path="last") == [{"val": weight(4)}]
 
 
-def test_best_is_the_word_though_a_folder_has_that_name_and_a_subclass_saved_it() -> None:
+def test_best_is_a_word_even_if_a_folder_has_that_name() -> None:
     class Mine(ModelCheckpoint):
         pass
 
@@ -171,7 +171,7 @@ def test_best_is_the_word_though_a_folder_has_that_name_and_a_subclass_saved_it(
 @pytest.mark.parametrize(
     ("gone", "first"), thinned([("all", "one"), ("newest", "two"), ("newest", "one")], ("newest", "one"))
 )
-def test_auto_takes_the_checkpoint_that_has_seen_most_of_all_folders(gone, first) -> None:
+def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
     every = {"one": 3, "two": 2}
     order = [first, *({*every} - {first})]
 
@@ -189,7 +189,7 @@ def test_auto_takes_the_checkpoint_that_has_seen_most_of_all_folders(gone, first
     assert journal.batches["train"] == [1, 2, 3, 4]  # of the second epoch
 
 
-def test_a_folder_without_one_that_verifies_is_passed_over_where_another_has_one(run, caplog) -> None:
+def test_a_folder_of_damaged_checkpoints_is_skipped(run, caplog) -> None:
     shutil.copytree(at(2), "two/step_00000002")
     for step in (1, 2, 3):
         (at(step) / "state.json").unlink()
@@ -227,14 +227,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("given", "error", "match"), REFUSED, ids=range(len(REFUSED)))
-def test_what_names_no_checkpoint_is_refused_before_anything_runs(given, error, match, run) -> None:
+def test_what_names_no_checkpoint_is_refused_at_once(given, error, match, run) -> None:
     before = sorted(Path().rglob("*"))
     with pytest.raises(error, match=match):
         train(**({"default_root_dir": "other"} | given))
     assert sorted(Path().rglob("*")) == before
 
 
-def test_evaluation_takes_the_weights_of_a_checkpoint_and_the_module_keeps_its_own(run) -> None:
+def test_evaluating_a_checkpoint_leaves_the_module_unchanged(run) -> None:
     model, wide = Line(), module(base=Line, name="Wide", init=lambda self: setattr(self, "w", nnx.Param(np.zeros(2))))
     model.w[...] = np.full(1, 7.0, np.float32)
     trainer = make_trainer(default_root_dir="other", resume="nothing that a fit would find")
@@ -246,7 +246,7 @@ def test_evaluation_takes_the_weights_of_a_checkpoint_and_the_module_keeps_its_o
     assert not Path("other/checkpoints").exists()
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes() -> None:
+def test_a_relative_folder_survives_a_change_of_directory() -> None:
     home = os.getcwd()
 
     def move(*_: Any) -> None:
@@ -353,7 +353,7 @@ def begins_with(path: str) -> float:
     return found[0]
 
 
-def test_a_checkpoint_that_does_not_fit_a_resume_names_the_way_to_a_new_training(run) -> None:
+def test_a_misfitting_checkpoint_names_init_from(run) -> None:
     wide = module(base=Line, name="Wide", init=lambda self: setattr(self, "w", nnx.Param(np.zeros(2))))
     with pytest.raises(
         CheckpointError, match=r"For a new training .* pass fit\(init_from=path\)\. To continue with this"

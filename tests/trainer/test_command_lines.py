@@ -33,7 +33,7 @@ def told(path: Path, code: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("package", needing("jsonargparse"))
-def test_jsonargparse_makes_options_of_the_constructors_arguments(package: str, tmp_path: Path) -> None:
+def test_jsonargparse_makes_options_of_the_arguments(package: str, tmp_path: Path) -> None:
     from jsonargparse import ArgumentParser
 
     code = recipe(PAGE, package)

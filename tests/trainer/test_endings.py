@@ -143,7 +143,7 @@ def test_what_is_not_worth_a_checkpoint_writes_none(callbacks, left) -> None:
     assert names() == [f"step_{k:08d}" for k in left]
 
 
-def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog) -> None:
+def test_an_error_keeps_its_type_if_no_checkpoint_fits(caplog) -> None:
     def lose(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 4:
             trainer.checkpoint_callback.finish(trainer)  # that of the epoch before
@@ -185,7 +185,7 @@ def test_an_error_keeps_its_type_when_its_checkpoint_cannot_be_written(caplog) -
         ],
     ),
 )
-def test_an_error_or_a_signal_is_followed_by_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
+def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
     callback = ModelCheckpoint()
     act = meddler(hook, at, fail if number is None else lambda: signal.raise_signal(number))
     if number == signal.SIGINT:
@@ -199,7 +199,7 @@ def test_an_error_or_a_signal_is_followed_by_a_checkpoint_of_its_place(hook, at,
     assert_goes_on(whole)
 
 
-def test_what_is_not_among_the_best_is_written_where_training_ends_early(signals) -> None:
+def test_an_early_end_saves_what_is_not_among_the_best(signals) -> None:
     """`save_last=False` is about checkpoints along the way; the place of an error or a Ctrl-C is always kept."""
     callback = ModelCheckpoint(monitor="val", mode="max", save_last=False)
     with pytest.raises(RuntimeError, match="mine"):
@@ -222,7 +222,7 @@ def test_interrupted_again_and_again_training_ends_the_same(signals, whole) -> N
     assert_goes_on(whole)
 
 
-def test_a_working_folder_that_is_deleted_in_mid_run_does_not_break_the_end(tmp_path, monkeypatch, capsys) -> None:
+def test_a_deleted_working_folder_does_not_break_the_end(tmp_path, monkeypatch, capsys) -> None:
     Path("gone").mkdir()
     monkeypatch.chdir("gone")
     trainer = train(str(tmp_path / "run"), meddler("on_train_batch_end", 2, lambda: shutil.rmtree(tmp_path / "gone")))
@@ -272,7 +272,7 @@ EVALUATIONS += [("test", "on_test_batch_start"), ("predict", "on_predict_end")]
         *((RuntimeError, hook, False, verb) for verb, hook in EVALUATIONS),
     ],
 )
-def test_whatever_is_raised_finishes_every_logger_once_and_comes_out_as_it_is(kind, hook, of_module, verb) -> None:
+def test_any_error_finalizes_every_logger_once(kind, hook, of_module, verb) -> None:
     error, before, after = kind("the first"), Listener(), Listener()
     model = type("Fails", (Mean,), {hook: raising(error)})() if of_module else Mean()
     fails = [] if of_module else [hooks(**{hook: raising(error)})]
@@ -299,7 +299,7 @@ def test_whatever_is_raised_finishes_every_logger_once_and_comes_out_as_it_is(ki
         assert len(rows("run") if Path("run/metrics.csv").exists() else []) == len({step for step, _ in after.rows})
 
 
-def test_later_errors_are_notes_on_the_first_in_the_order_in_which_they_came() -> None:
+def test_later_errors_are_notes_on_the_first_in_order() -> None:
     first, listener = RuntimeError("the first"), Listener()
     one = {"on_train_start": first, "on_exception": KeyError("a"), "teardown": OSError("b")}
     other = {"on_exception": SystemExit(3), "teardown": KeyboardInterrupt("c")}
@@ -315,7 +315,7 @@ def test_later_errors_are_notes_on_the_first_in_the_order_in_which_they_came() -
 
 
 @pytest.mark.parametrize("error", [SystemExit(5), ValueError("in one")])
-def test_what_one_teardown_raises_keeps_no_other_from_its_own_and_comes_out(error) -> None:
+def test_an_error_in_one_teardown_does_not_stop_the_others(error) -> None:
     called: list[str] = []
     tears = module(teardown=lambda self, stage: called.append("module"))
     later = hooks(teardown=lambda *_: called.append("later"))
@@ -325,7 +325,7 @@ def test_what_one_teardown_raises_keeps_no_other_from_its_own_and_comes_out(erro
     assert raised.value is error and called == ["later", "module"] and trainer.global_step == 1
 
 
-def test_after_any_error_the_trainer_runs_again_as_if_it_had_not_happened() -> None:
+def test_the_trainer_runs_again_after_any_error() -> None:
     places = ["setup", "on_validation_start", "on_train_start", "teardown"]  # the second in the sanity check
     due: list[str] = []
 

@@ -169,7 +169,7 @@ def test_it_suggests_nothing_where_no_rate_learns(caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["single", "pmap"]))
-def test_a_training_behind_it_is_bit_by_bit_one_that_begins_with_that_rate(strategy: str) -> None:
+def test_a_training_after_lr_find_is_bit_identical(strategy: str) -> None:
     def train(model: Any, look: bool) -> tuple[list[bytes], dict[str, np.ndarray], float]:
         trainer = make_trainer(strategy=splitting(strategy), max_epochs=2, **BARE)
         loader = jl.ArrayLoader({k: np.concatenate([b[k] for b in LEARNED]) for k in "xy"}, 8, shuffle=True)
@@ -188,7 +188,7 @@ def test_a_training_behind_it_is_bit_by_bit_one_that_begins_with_that_rate(strat
     assert all(np.array_equal(x, plain[1][name]) for name, x in found[1].items())
 
 
-def test_it_takes_lazy_modules_and_datamodules_and_leaves_callbacks_and_files_out() -> None:
+def test_lr_find_takes_lazy_modules_and_writes_no_files() -> None:
     called: list[str] = []
 
     class Adds(Deep):
@@ -213,7 +213,7 @@ def test_it_takes_lazy_modules_and_datamodules_and_leaves_callbacks_and_files_ou
 
 
 @pytest.mark.parametrize("kind", ["trainer", "module", "lazy"])
-def test_what_changes_a_step_does_so_from_the_trainer_and_from_configure_callbacks(kind: str) -> None:
+def test_lr_find_keeps_callbacks_that_change_a_step(kind: str) -> None:
     def find(make: Any) -> list[float]:
         class Adds(Rated):
             def configure_callbacks(self) -> Any:

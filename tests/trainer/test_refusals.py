@@ -142,7 +142,7 @@ def arguments() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "given", "words"), [*arguments()])
-def test_an_argument_of_the_trainer_is_refused_by_name_with_what_was_given_and_what_to_do(kind, given, words) -> None:
+def test_a_wrong_argument_is_refused_in_three_parts(kind, given, words) -> None:
     fit_refuses(kind, *words, val=numbered(2), **given)
 
 
@@ -389,7 +389,7 @@ def test_the_error_of_a_loader_comes_through() -> None:
         fit(Mean(), broken())
 
 
-def test_each_mistake_that_lightning_was_tried_with_is_refused_or_exempt_for_a_reason() -> None:
+def test_each_recorded_mistake_is_refused_or_exempt() -> None:
     names = [row[0] for table in (FIT, OPTIMIZERS, CALLS) for row in table if row[0]]
     names += [f"{name}={x!r}" for table in (VALUES, TYPES) for name, _, *values in table for x in values]
     assert len(names) == len(set(names))

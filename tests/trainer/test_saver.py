@@ -63,7 +63,7 @@ def test_a_checkpoint_can_be_saved_in_hooks_and_after_fit() -> None:
     assert not trainer.module.w[...].any()
 
 
-def test_before_fit_and_while_a_second_one_is_set_up_there_is_nothing_to_save() -> None:
+def test_there_is_nothing_to_save_before_a_fit() -> None:
     told: list[Any] = []
 
     def ask(trainer: jl.Trainer, module: Any, stage: str) -> None:
@@ -91,7 +91,7 @@ def test_before_fit_and_while_a_second_one_is_set_up_there_is_nothing_to_save() 
     assert told == [(0, 0, False)] * 2 and not Path("kept").exists()
 
 
-def test_a_fit_that_could_not_begin_has_trained_nothing_and_loses_nothing_of_the_one_before(trained) -> None:
+def test_a_fit_that_could_not_begin_keeps_the_one_before(trained) -> None:
     class Bad(jl.DataModule):
         def setup(self, stage: str) -> None:
             raise ValueError("no data")
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_is_there_is_replaced_by_a_whole_one(trained) -> None:
     assert weight_in("mine") == 0.75 and names(".") == ["mine", "other", "run"]
 
 
-def test_a_checkpoint_taken_in_a_hook_has_what_the_hook_has_just_written_to_the_module() -> None:
+def test_a_checkpoint_has_what_its_hook_wrote_to_the_module() -> None:
     def write(trainer: Any, module: Any) -> None:
         module.w[...] = jnp.full(1, 7.0)
         trainer.save_checkpoint("mine")
@@ -138,7 +138,7 @@ def test_a_checkpoint_taken_in_a_hook_has_what_the_hook_has_just_written_to_the_
     assert weight_in("mine") == 7.0
 
 
-def test_a_hook_that_survives_an_error_inside_it_goes_on_as_itself() -> None:
+def test_a_hook_continues_after_an_error_that_it_catches() -> None:
     """A save in it fails in a hook of another name; what it writes and logs then is still its own."""
 
     def survive(trainer: Any, module: Any, *_: Any) -> None:
@@ -164,7 +164,7 @@ def of_the_docstring() -> Any:
 
 
 @pytest.mark.parametrize("at", thinned([0, 1, 10, 30], 0, 10))
-def test_the_writer_of_the_docstring_announces_what_is_there_and_nothing_else(at) -> None:
+def test_the_writer_of_the_docstring_announces_what_it_saved(at) -> None:
     heard: dict[str, bool] = {}
     hears = hooks(on_checkpoint_saved=lambda t, m, c, path: heard.update({path.name: path.name in written()}))
     with contextlib.ExitStack() as stack:
@@ -176,7 +176,7 @@ def test_the_writer_of_the_docstring_announces_what_is_there_and_nothing_else(at
     assert at or heard.keys() == {"at_2", "at_4", "at_6"}
 
 
-def test_the_end_of_a_run_waits_for_checkpoints_that_nobody_waits_for(monkeypatch) -> None:
+def test_the_end_of_a_run_waits_for_open_checkpoints(monkeypatch) -> None:
     seal, torn_down = files.manifest.seal, threading.Event()
 
     def late(*arguments: Any) -> None:
@@ -198,7 +198,7 @@ def full_in_background(trainer: jl.Trainer) -> Any:
 
 
 @pytest.mark.parametrize("other", [None, RuntimeError("the first")])
-def test_one_that_could_not_be_written_is_raised_behind_teardown_or_noted_on_the_error_of_the_fit(other) -> None:
+def test_a_failed_save_is_raised_or_noted_after_teardown(other) -> None:
     torn: list[str] = []
     stack = contextlib.ExitStack()
 
@@ -220,7 +220,7 @@ def test_one_that_could_not_be_written_is_raised_behind_teardown_or_noted_on_the
         assert "begun before failed as well: CheckpointError(" in note
 
 
-def test_every_wait_for_a_checkpoint_that_could_not_be_written_raises(trained) -> None:
+def test_every_wait_for_a_failed_save_raises(trained) -> None:
     with full_in_background(trained):
         saving = trained.saver.begin("kept/a")
         for _ in range(3):
@@ -228,7 +228,7 @@ def test_every_wait_for_a_checkpoint_that_could_not_be_written_raises(trained) -
     assert not Path("kept/a").exists()
 
 
-def test_an_order_is_as_given_or_behind_those_of_the_folder_and_of_what_is_being_written() -> None:
+def test_an_order_follows_those_of_the_folder() -> None:
     saved: list[tuple[Any, Any]] = []
     writer = hooks(on_checkpoint_saved=lambda t, m, callback, path: saved.append((callback, path)))
     trained = fit(Mean(), numbered(1), None, writer, enable_checkpointing=False)
@@ -244,7 +244,7 @@ def test_an_order_is_as_given_or_behind_those_of_the_folder_and_of_what_is_being
     assert saved == [(writer, path) for path in (*[x.path for x in savings], Path.cwd() / "kept" / "a")]
 
 
-def test_what_is_no_path_order_or_callback_is_refused_by_the_name_that_was_called(trained) -> None:
+def test_wrong_arguments_of_the_saver_are_refused_by_name(trained) -> None:
     saver, callback = trained.saver, jl.Callback()
     for path in (3, "", None):
         for name, call in (

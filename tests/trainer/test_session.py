@@ -19,7 +19,7 @@ def named(name: str, called: list[str]) -> jl.Callback:
     return hooks(on_train_start=lambda trainer, module: called.append(name))
 
 
-def test_configure_callbacks_adds_behind_the_users_for_one_run_and_drops_none_of_the_same_class() -> None:
+def test_configure_callbacks_adds_after_the_users_for_one_run() -> None:
     called: list[str] = []
     brings = module(configure_callbacks=lambda self: [named("module 1", called), named("module 2", called)])
     one = module(configure_callbacks=lambda self: named("alone", called))
@@ -34,7 +34,7 @@ def test_configure_callbacks_adds_behind_the_users_for_one_run_and_drops_none_of
     assert called[4:] == ["user 1", "user 2", "module 1", "module 2", "user 1", "user 2", "user 3", "alone"]
 
 
-def test_the_same_trainer_in_its_own_hook_is_refused_and_keeps_its_counts() -> None:
+def test_a_trainer_is_refused_in_its_own_hook() -> None:
     counts: list[Any] = []
 
     def again(trainer: jl.Trainer, model: Any) -> None:
@@ -62,7 +62,7 @@ def test_a_data_module_knows_its_trainer() -> None:
 
 
 @pytest.mark.parametrize("filename", ["metrics.csv", "other.csv"])
-def test_a_trainer_may_validate_and_fit_again_in_its_root_folder_and_another_is_refused_by_its_file(filename) -> None:
+def test_another_trainer_is_refused_in_a_used_root_folder(filename) -> None:
     def make() -> jl.Trainer:
         # Without checkpoints, which would be found first.
         arguments = {"log_every_n_steps": 1, "enable_checkpointing": False, "default_root_dir": "run"}

@@ -110,7 +110,7 @@ AGAIN = ["batch", "step 1", *TORN, "again False 1"]
         ),
     ],
 )
-def test_a_signal_finishes_the_step_tears_down_and_ends_fit_or_the_process(work, lines, code, tmp_path) -> None:
+def test_a_signal_finishes_the_step_and_tears_down(work, lines, code, tmp_path) -> None:
     (child,) = launch(work, tmp_path, count=1, devices=1, join=False)
     assert child.output.splitlines() == ["batch", "step 1", "batch", "step 2", *lines], child.errors
     assert child.code == code
@@ -142,7 +142,7 @@ def run(hook: str, *numbers: int) -> tuple[Any, list[str], Any]:
 
 
 @pytest.mark.parametrize(("second", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_second_signal_raises_at_once_after_on_exception_and_teardown(second, kind, signals) -> None:
+def test_a_second_signal_raises_at_once_after_teardown(second, kind, signals) -> None:
     trainer, called, error = run("on_train_batch_start", signal.SIGINT, second)
     assert type(error) is kind and getattr(error, "code", 143) == 143
     assert called == ["on_exception", "teardown"] and trainer.interrupted and trainer.global_step == 0
@@ -168,18 +168,18 @@ def test_a_ctrl_c_inside_validation_ends_after_its_batch(signals) -> None:
 
 
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 1), ("on_train_epoch_end", 3)])
-def test_the_step_that_a_signal_ends_training_behind_is_told_once(hook, step, signals, capsys) -> None:
+def test_the_last_step_before_a_signal_is_printed_once(hook, step, signals, capsys) -> None:
     run(hook, signal.SIGINT)
     assert capsys.readouterr().err.count(f"Ctrl-C: stopping after step {step}. Press Ctrl-C again") == 1
 
 
-def test_of_sigterm_and_sighup_machines_send_several_and_only_the_first_counts(signals) -> None:
+def test_only_the_first_sigterm_or_sighup_counts(signals) -> None:
     _, called, error = run("on_train_batch_start", signal.SIGHUP, signal.SIGTERM, signal.SIGHUP)
     assert type(error) is SystemExit and error.code == 129
     assert called == [*ENDED, "teardown"]
 
 
-def test_sighup_is_ignored_where_nohup_says_so_and_sigusr1_counts_in_a_job_of_slurm_only(signals, monkeypatch) -> None:
+def test_nohup_ignores_sighup_and_slurm_adds_sigusr1(signals, monkeypatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     trainer, _, error = run("on_train_batch_start", signal.SIGHUP)
     assert error is None and trainer.global_step == 6
@@ -192,7 +192,7 @@ def test_sighup_is_ignored_where_nohup_says_so_and_sigusr1_counts_in_a_job_of_sl
     assert error.code == 128 + signal.SIGUSR1 and trainer.global_step == 1
 
 
-def test_a_second_ctrl_c_that_something_swallows_comes_out_at_the_end(signals) -> None:
+def test_a_swallowed_second_ctrl_c_is_raised_at_the_end(signals) -> None:
     def swallows(*_: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         with contextlib.suppress(KeyboardInterrupt):
@@ -202,7 +202,7 @@ def test_a_second_ctrl_c_that_something_swallows_comes_out_at_the_end(signals) -
         fit(Mean(), numbered(3), None, hooks(on_train_batch_start=swallows), **BARE)
 
 
-def test_a_signal_that_comes_while_the_step_is_built_ends_training_behind_it(signals) -> None:
+def test_a_signal_during_compilation_ends_after_the_step(signals) -> None:
     def step(self: Any, batch: Any) -> Any:
         if left:
             signal.raise_signal(left.pop())
@@ -216,7 +216,7 @@ def test_a_signal_that_comes_while_the_step_is_built_ends_training_behind_it(sig
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, NonFiniteError)])
-def test_behind_a_step_that_was_not_finite_sigterm_keeps_its_exit_code(number, kind, signals, capsys) -> None:
+def test_sigterm_keeps_its_exit_code_after_a_bad_step(number, kind, signals, capsys) -> None:
     def send(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             signal.raise_signal(number)
@@ -232,9 +232,7 @@ def test_behind_a_step_that_was_not_finite_sigterm_keeps_its_exit_code(number, k
 
 
 @pytest.mark.parametrize("is_ready", [True, False])
-def test_a_second_ctrl_c_goes_back_before_a_bad_step_unless_it_would_have_to_wait(
-    is_ready, signals, monkeypatch
-) -> None:
+def test_a_second_ctrl_c_ends_before_a_bad_step_if_ready(is_ready, signals, monkeypatch) -> None:
     def end(trainer: Any, module: Any) -> None:
         jax.block_until_ready(module.w[...])
         for _ in range(2):
@@ -287,7 +285,7 @@ class Waits:
 
 @pytest.mark.parametrize("stage", ["training", "validation"])
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_signal_cuts_a_wait_for_data_and_the_batch_comes_after_the_resume(at, stage, signals) -> None:
+def test_a_signal_cuts_a_wait_for_data_without_losing_it(at, stage, signals) -> None:
     def train(loader: Any, **arguments: Any) -> Any:
         model, plain = Mean(), numbered(4)
         loaders = (loader, plain) if stage == "training" else (plain, loader)
@@ -305,7 +303,7 @@ def test_a_signal_cuts_a_wait_for_data_and_the_batch_comes_after_the_resume(at, 
     assert float(model.w[...][0]) == mean([[1], [2], [3], [4]]) and trainer.global_step == 4
 
 
-def test_a_second_ctrl_c_while_a_checkpoint_is_handed_over_waits_for_that(signals, monkeypatch) -> None:
+def test_a_second_ctrl_c_waits_while_a_save_begins(signals, monkeypatch) -> None:
     def save(*arguments: Any) -> Any:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
@@ -318,7 +316,7 @@ def test_a_second_ctrl_c_while_a_checkpoint_is_handed_over_waits_for_that(signal
     assert names() == ["step_00000003"] and (Path("run/checkpoints") / names()[0] / "MANIFEST.json").exists()
 
 
-def test_a_folder_is_not_free_while_a_writer_works_though_its_fit_was_cut_short(signals, monkeypatch) -> None:
+def test_a_folder_stays_locked_while_a_writer_works(signals, monkeypatch) -> None:
     def seal(*arguments: Any) -> None:
         assert go.wait(60)
         real_seal(*arguments)
