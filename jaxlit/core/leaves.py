@@ -42,7 +42,8 @@ def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
             kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
-            leaves.append(Leaf(leaf_name(path), kind, *owners.get(id(leaf), ())))
+            owner, group = owners.get(id(leaf), ("", 0))
+            leaves.append(Leaf(leaf_name(path), kind, owner, group))
     return leaves
 
 

@@ -22,8 +22,8 @@ class Passes:
     Args:
         step: The training step.
         written: The places in the state of what the user's step writes.
-        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues, "look"
-            for nothing that lasts.
+        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
+            "diagnose" for nothing that lasts.
 
     Attributes:
         params: The places in the state of the parameters.
@@ -101,8 +101,8 @@ class Passes:
             now[i] = x
         new = step.layout.unflatten(now)
         total = jax.tree.unflatten(jax.tree.structure(old.params), grads)
-        if self.end == "look":
-            return self._look(new, grads, table)
+        if self.end == "diagnose":
+            return self._diagnose(new, grads, table)
         loss = None if old.window is None else table[0, 0] / table[1, 0]
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
@@ -117,7 +117,7 @@ class Passes:
         made, logs, *seen = step.apply(leaves, step.layout.flatten(new), grads_, table)
         return made, logs, loss, outputs, *seen
 
-    def _look(self, new: TrainState, grads: Sequence[jax.Array], table: jax.Array) -> tuple[Any, ...]:
+    def _diagnose(self, new: TrainState, grads: Sequence[jax.Array], table: jax.Array) -> tuple[Any, ...]:
         bad = jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads])
         flat = self.step.layout.flatten(new.advance(steps=0))
         return [flat[i] for i in (self.at.counters, *self.written)], table, bad  # type: ignore[call-overload]

@@ -123,7 +123,7 @@ class TrainStep:
         rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step, before.epoch)
         return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
 
-    def look(
+    def diagnose(
         self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
     ) -> tuple[list[Any], jax.Array, jax.Array]:
         """Take the gradient of one batch, and no step.

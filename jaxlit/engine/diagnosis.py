@@ -16,7 +16,7 @@ from jaxlit.engine.flat_state import FlatState
 from jaxlit.strategies.program import SHARED, Program
 
 
-class Look:
+class Diagnosis:
     """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
 
     Args:
@@ -24,7 +24,7 @@ class Look:
         train: Its program.
         state: The training state.
         written: The places in it of what the user's step writes.
-        compile: Compiles a program, at the first look only.
+        compile: Compiles a program, when it is first needed.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Look:
         counters: Any = state.index.counters
         self._state, self._step, self._written = state, step, [counters, *written]
         outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
-        look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
+        diagnose = replace(train, name="diagnose", fn=partial(step.diagnose, self._written), outputs=outputs)
         self._compile = partial(
-            compile, replace(look, parts=None, donate=(), passes=Passes(step, tuple(written), "look"))
+            compile, replace(diagnose, parts=None, donate=(), passes=Passes(step, tuple(written), "diagnose"))
         )
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
