@@ -179,7 +179,7 @@ class Engine:
         # Under "raise" a bad window is undone: what its batches have written is restored.
         restores = index.window is not None and written and self.nan_policy == "raise"
         self.window_start = WindowStart(state, written) if restores else None
-        self.diagnose = Diagnosis(step, train, state, written, self._compile)
+        self.diagnose = Diagnosis(train, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
     def _written(self) -> tuple[int, ...]:
