@@ -1,4 +1,4 @@
-"""What each leaf of a module's state is, by its place: its name, its kind of Variable, and whose it is."""
+"""What each leaf of a module's state is, by index: its name, its kind of Variable, and whose it is."""
 
 from dataclasses import dataclass
 from typing import Any

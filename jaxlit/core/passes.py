@@ -21,12 +21,12 @@ class Passes:
 
     Args:
         step: The training step.
-        written: The places in the state of what the user's step writes.
+        written: The indices in the state of what the user's step writes.
         end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
             "diagnose" for nothing that lasts.
 
     Attributes:
-        params: The places in the state of the parameters.
+        params: The indices in the state of the parameters.
         scale: That of the loss scale, None without one.
     """
 
@@ -36,18 +36,18 @@ class Passes:
 
     @cached_property
     def at(self) -> TrainState:
-        """The places of the state's arrays in the flat list."""
+        """The indices of the state's arrays in the flat list."""
         treedef = self.step.layout.treedef
         return jax.tree.unflatten(treedef, range(treedef.num_leaves))
 
     @cached_property
     def params(self) -> list[int]:
-        """The places of the parameters."""
+        """The indices of the parameters."""
         return jax.tree.leaves(self.at.params)
 
     @property
     def scale(self) -> int | None:
-        """The place of the loss scale, None without one."""
+        """The index of the loss scale, None without one."""
         return self.at.loss_scale  # type: ignore[return-value]
 
     def forward(
@@ -61,7 +61,7 @@ class Passes:
             batch: The part.
 
         Returns:
-            What is to be differentiated by the parameters, () float32, what is at the `written` places after it, the
+            What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
             part's table, and its outputs.
         """
         old = self.step.layout.unflatten(leaves)
@@ -90,7 +90,7 @@ class Passes:
 
         Args:
             leaves: The flat state as it was before the batch.
-            written: What is at the `written` places now.
+            written: What is at the `written` indices now.
             grads: The sum of `add` for each parameter.
             rows: () float32, rows of the batch.
             table: Its table.

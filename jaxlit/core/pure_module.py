@@ -108,7 +108,7 @@ class PureModule:
 
         It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns (loss, (state, values,
         weights, outputs)). In training `state` is the (params, frozen, model_state) that the step leaves; in an
-        evaluation it is a dict of the leaves that came out as other values, by their place.
+        evaluation it is a dict of the leaves that came out as other values, by index.
         """
         key = (stage, replica, loader)
         if key not in self._bodies:

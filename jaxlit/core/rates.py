@@ -38,7 +38,7 @@ class Rates:
 def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
     """Return the learning rates of an optimizer, none where they cannot be read.
 
-    optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update shows it:
+    optax keeps a rate inside of closures, each optimizer elsewhere. The program of the update shows it:
     a rate is what an array of updates is multiplied with at the end, a number or one computed of the optimizer's state.
     So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until the epoch that
     trains it.

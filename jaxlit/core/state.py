@@ -120,7 +120,7 @@ class Layout:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
 
     Attributes:
-        key_impls: The implementation of each leaf that is a key, by its place.
+        key_impls: The implementation of each leaf that is a key, by index.
     """
 
     def __init__(self, tree: Any) -> None:

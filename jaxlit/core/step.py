@@ -129,13 +129,13 @@ class TrainStep:
         """Take the gradient of one batch, and no step.
 
         Args:
-            written: The places in the state of what the user's step writes, and of the counters.
+            written: The indices in the state of what the user's step writes, and of the counters.
             replica: What this body sees.
             leaves: The flat state.
             batch: The batch.
 
         Returns:
-            What is at those places after the batch, the batch's table, and for each parameter how many numbers of its
+            What is at those indices after the batch, the batch's table, and for each parameter how many numbers of its
             gradient are not finite. They are those of all replicas.
         """
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)

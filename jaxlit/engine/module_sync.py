@@ -136,5 +136,5 @@ class ModuleSync:
 def _differ(one: Any, other: Any) -> bool:
     try:
         return one != other
-    except Exception:  # an attribute's own comparison, of arrays say; one that is set was refused already
+    except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
         return one.nodes != other.nodes
