@@ -52,7 +52,7 @@ def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: An
         closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then distributed in
             their order, by their bytes.
     """
-    module = state.params, state.frozen, state.model_state
+    module = state.variables
     leaves, treedef = jax.tree.flatten(module)
     names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(module)]
     num_weights, sizes, facts = len(jax.tree.leaves(module[:2])), None, None
