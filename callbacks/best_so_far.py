@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.reporting.epoch_line import number
 
@@ -21,12 +21,12 @@ class BestSoFar:
     def recall(self, trainer: "Trainer") -> None:
         """Take the best value that a callback knows: of a resumed training, or of the middle of an epoch."""
         # Checkpoints before others.
-        callbacks = [c for c in (*trainer.checkpoint_callbacks, *trainer.callbacks) if hasattr(c, "monitor")]
-        named = [c for c in callbacks if isinstance(c.monitor, str)]
-        if not named:
+        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.callbacks]
+        callbacks = [c for c in callbacks if isinstance(getattr(c, "monitor", None), str)]
+        if not callbacks:
             return
-        self._name, self._mode = named[0].monitor, getattr(named[0], "mode", "min")
-        for callback in (c for c in named if c.monitor == self._name):
+        self._name, self._mode = callbacks[0].monitor, getattr(callbacks[0], "mode", "min")
+        for callback in (c for c in callbacks if c.monitor == self._name):
             score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
             if score is not None and math.isfinite(score):
                 digits = Path(getattr(callback, "best_model_path", "")).name.removeprefix("step_").split("-")[0]

@@ -178,14 +178,13 @@ class ModelCheckpoint(Callback):
         """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
         if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
             self.finish(trainer)
-        if not trainer.saver.may_begin:
-            return
-        step, due = trainer.global_step, training_over
-        if (every := self.every_n_train_steps) is not None and step != self._step and step % every == 0:
-            self._step, due = step, True
+        step, every = trainer.global_step, self.every_n_train_steps
+        fires = every is not None and step != self._step and step % every == 0
+        due = training_over or fires
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
             due = due or not self._relaxed or self._has_rested(trainer)
-        if due or time.monotonic() >= self._deadline:
+        if (due or time.monotonic() >= self._deadline) and trainer.saver.may_begin:
+            self._step = step if fires else self._step
             self._save(trainer, epoch_over, forced=training_over)
             self._restart_clock()
 

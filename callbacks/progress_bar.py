@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
+_EVALUATION = {"fit": "validat", "validate": "validat", "test": "test"}  # with "ing" and "ed"
+
+
 class ProgressBar(Callback):
     """Show a header, a live line for each epoch and closing lines; without a terminal plain lines.
 
@@ -67,7 +70,7 @@ class ProgressBar(Callback):
         self._interval = 1 / refresh_rate
         self._line: LiveLine | None = None
         self._next = math.inf  # when to draw next; never where nothing can change in place
-        self._active = self._fitting = self._compiled = False
+        self._active, self._compiled, self._stage = False, False, "fit"
         self._start, self._from_validation = 0.0, set[str]()
         self._error: BaseException | None = None
         self._best, self._compiles, self._header = BestSoFar(), CompileLines(), ""
@@ -77,7 +80,7 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Print the header line."""
-        self._active, self._fitting, self._compiled = trainer.is_global_zero, stage == "fit", False
+        self._active, self._stage, self._compiled = trainer.is_global_zero, stage, False
         self._start = time.monotonic()
         self._next = self._start if self._active and is_terminal() else math.inf
         self._error, self._best, self._from_validation = None, BestSoFar(), set()
@@ -175,10 +178,10 @@ class ProgressBar(Callback):
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done its steps by now."""
-        if self._fitting and not trainer.sanity_checking:
+        if self._stage == "fit" and not trainer.sanity_checking:
             self._last, self._validating = time.monotonic(), True
 
-    def on_validation_batch_end(
+    def _on_evaluation_batch_end(
         self,
         trainer: "Trainer",
         module: "TrainModule",
@@ -187,46 +190,27 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Draw when it is time."""
-        self._evaluating(
-            trainer, "validating", trainer.num_val_batches if self._fitting else (), batch, batch_idx, dataloader_idx
-        )
+        """Count the batch; draw when it is time."""
+        totals = trainer.num_val_batches if self._stage == "fit" else ()
+        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
+        self._print_compiled(self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == total))
+        if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
+            self._next = now + self._interval
+            doing = "predicting" if self._stage == "predict" else f"{_EVALUATION[self._stage]}ing"
+            self._draw(trainer, f"{doing} {batch_idx + 1}" + (f"/{total}" if total != math.inf else ""))
 
-    def on_test_batch_end(
-        self,
-        trainer: "Trainer",
-        module: "TrainModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw when it is time."""
-        self._evaluating(trainer, "testing", (), batch, batch_idx, dataloader_idx)
-
-    def on_predict_batch_end(
-        self,
-        trainer: "Trainer",
-        module: "TrainModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Draw when it is time."""
-        self._evaluating(trainer, "predicting", (), batch, batch_idx, dataloader_idx)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Print the metrics if validation is all that runs, or let the clock of the rate continue."""
-        if not self._fitting:
-            self._close(self._results(trainer, "validated"))
+        """Print the metrics of an evaluation, or let the clock of the rate continue."""
+        if self._stage != "fit":
+            metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
+            self._close(f"{_EVALUATION[self._stage]}ed{metrics}")
         elif not trainer.sanity_checking:
             now, self._validated, self._paused, self._validating = time.monotonic(), True, True, False
             self._epoch_start, self._last = self._epoch_start + now - self._last, now
 
-    def on_test_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Print the metrics."""
-        self._close(self._results(trainer, "tested"))
+    on_test_end = on_validation_end
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -239,21 +223,10 @@ class ProgressBar(Callback):
         self._shown: dict[str, float] = {}
         self._last = self._epoch_start  # when the newest batch was done
 
-    def _evaluating(
-        self, trainer: "Trainer", what: str, totals: Any, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
-        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
-        last = batch_idx + 1 == total
-        self._print_compiled(self._compiles.update(trainer, batch, last=lambda: last))
-        if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
-            self._next = now + self._interval
-            count = f"{what} {batch_idx + 1}" + (f"/{total}" if total != math.inf else "")
-            self._draw(trainer, count)
-
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
         text, total = doing, trainer.num_training_batches
-        if self._fitting:
+        if self._stage == "fit":
             numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, (), live=True), self._waiting(trainer)]))
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
@@ -308,13 +281,10 @@ class ProgressBar(Callback):
 
     def _print_compiled(self, lines: list[str]) -> None:
         # Programs compiled before the first training step are printed with it.
-        if self._compiled or not self._fitting:
+        if self._compiled or self._stage != "fit":
             lines = [*lines, self._compiles.first()]
         if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
             self._close(text)
-
-    def _results(self, trainer: "Trainer", done: str) -> str:
-        return done + "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
 
     def _conclude(self, trainer: "Trainer") -> None:
         if text := self._compiles.first():  # no step came after it

@@ -21,6 +21,7 @@ from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
 from jaxlit.reporting.terminal import absolute, clock, short_path
 from jaxlit.table import count
+from jaxlit.to_json import to_json
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -93,10 +94,11 @@ class RunReport(Callback):
 
 def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None, began: str) -> str:
     curves, config, watched = _curves(trainer), config_of(trainer, module, {}), monitored(trainer)
-    ours = {name: config.get(f"jaxlit/{name}", config.get(name)) for name in ("trainer", "versions", "num_params")}
+    ours = {name: config.get(f"jaxlit/{name}") or config[name] for name in ("trainer", "versions", "num_params")}
     hparams = {name: config[name] for name in module.hparams if name in config}
     defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
-    chosen = {name: value for name, value in ours["trainer"].items() if str(value) != str(defaults.get(name))}
+    is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
+    chosen = {name: value for name, value in ours["trainer"].items() if not is_default(name, value)}
     rest = {name: value for name, value in ours["trainer"].items() if name not in chosen}
     state = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:

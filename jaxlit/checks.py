@@ -83,7 +83,8 @@ def number(name: str, value: Any, *, low: float = -math.inf, owner: str = "Train
     """Return a finite number of at least `low`."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     rule = "a number" if low == -math.inf else f"a number of at least {low:g}"
-    require(is_number and max(low, -sys.float_info.max) <= value < math.inf, name, value, f"takes {rule}", owner=owner)
+    finite = is_number and bool(max(low, -sys.float_info.max) <= value < math.inf)
+    require(finite, name, value, f"takes {rule}", owner=owner)
     return float(value)
 
 

@@ -1,5 +1,6 @@
 """How the leaves of a pytree are called."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,11 +17,15 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def leaf_name(path: tuple[Any, ...]) -> str:
+def keys_of(path: Sequence[Any]) -> list[Any]:
+    """Return the names and indices in a pytree path."""
+    return [getattr(x, "key", getattr(x, "name", getattr(x, "idx", x))) for x in path]
+
+
+def leaf_name(path: Sequence[Any]) -> str:
     """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
     name = ""
-    for entry in path:
-        key = getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", entry)))
+    for key in keys_of(path):
         if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like several
             name += f"[{key!r}]"
         else:

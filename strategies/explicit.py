@@ -71,7 +71,7 @@ class ExplicitBody(ShardMapDDP):
             out = state_shardings(program)
             return jit(self.mesh, named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
-        return ByDivision(step(self.replica), step(replace(self.replica, whole=True)))
+        return ByDivision(step(self.replica), step(replace(self.replica, sees_all_rows=True)))
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
         """Return the body of a program, which gathers what is split."""

@@ -51,7 +51,9 @@ class PMap(PerReplica):
         def call(*args: Any) -> Any:
             *states, batch = args
             # Each leaf of the batch is stacked already, one a replica.
-            shares = self.local(program, replace(replica, whole=True), states, jax.tree.map(lambda x: x[0], batch))
+            shares = self.local(
+                program, replace(replica, sees_all_rows=True), states, jax.tree.map(lambda x: x[0], batch)
+            )
             mapped = jax.pmap(
                 self.on_replica(program, replica, *shares),
                 axis_name=self.axis,

@@ -158,7 +158,7 @@ class PerReplica(Strategy, ABC):
     def compile(self, program: Program) -> "ByDivision":
         """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""
         # In the second no key is folded and nothing is summed: every replica computes the same.
-        return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, whole=True)))
+        return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, sees_all_rows=True)))
 
     def out_tree(self, program: Program, replica: Replica, per_replica: Any, shared: Any) -> tuple[Any, ...]:
         """Return the results' layout: `per_replica` where each replica has its own part, else `shared`."""

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlit.leaf_names import keys_of
+
 _NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
 _VALUE = ("value", "raw_value")  # of a Variable
 
@@ -30,8 +32,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def _may_decay(path: tuple[Any, ...]) -> bool:
-    keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    names = [key for key in keys if not key.isdigit()]  # of a list of arrays, its own name
+    names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
     names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
     name = names[-1].lower() if names else ""
     return name not in _NEVER and "embed" not in name and not name.endswith("emb")

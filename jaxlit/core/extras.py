@@ -113,10 +113,12 @@ def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:
         )
     for what, before, after in (("arrays", arrays, made[0]), ("params", params, made[1])):
         old, new = ({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)} for tree in (before, after))
-        name = next((name for name in (old | new) if old.get(name) != new.get(name)), None)
-        if name is not None or jax.tree.structure(before) != jax.tree.structure(after):
-            kinds = [jax.tree.structure(before), jax.tree.structure(after)] if name is None else None
-            was, now = kinds or (old.get(name, "nothing"), new.get(name, "nothing"))
+        changed = [name for name in old | new if old.get(name) != new.get(name)]
+        if changed or jax.tree.structure(before) != jax.tree.structure(after):
+            name = changed[0] if changed else ""
+            was, now = jax.tree.structure(before), jax.tree.structure(after)
+            if changed:
+                was, now = old.get(name, "nothing"), new.get(name, "nothing")
             raise ModuleError(
                 f"{where} changed {what}{f' at {name}' if name else ''} from {was} to {now}. They must keep their "
                 "structure, kinds of containers, shapes and dtypes: init_arrays makes them as they stay."

@@ -88,17 +88,15 @@ def metric_of(where: str, name: Any, **how: Any) -> Metric:
     if "/dataloader_idx_" in name:
         raise LogError(f"self.log({name!r}, ...): '/dataloader_idx_<i>' is added by jaxlit. Log it without.")
     by_step, by_epoch = HOOKS[where]
-    for argument, value in how.items():
-        optional = argument in ("on_step", "on_epoch")
-        if argument == "reduce_fx" and value not in REDUCTIONS:
-            raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {value!r}.")
-        if argument != "reduce_fx" and not (isinstance(value, bool) or (optional and value is None)):
-            allowed = "True, False or None" if optional else "True or False"
-            raise LogError(f"self.log({name!r}, {argument}=...) must be {allowed}, got {shown(value)}.")
+    if how.get("reduce_fx", "mean") not in REDUCTIONS:
+        raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    defaults = {"on_step": bool(by_step), "on_epoch": by_epoch}
-    metric = Metric(name, **defaults | {key: value for key, value in how.items() if value is not None})
+    defaults: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    given: dict[str, Any] = {
+        key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None
+    }
+    metric = Metric(name, **defaults | given)
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric

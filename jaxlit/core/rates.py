@@ -183,9 +183,10 @@ class _Program:
         """Return whether a factor changes the sign, by how it is written."""
         if factor is None or isinstance(factor, Literal):
             return factor is None or bool(factor.val < 0)
-        eqn = self.made_by.get(factor)
-        name = eqn.primitive.name if eqn else ""
-        return name == "neg" or (name == "mul" and any(isinstance(x, Literal) and x.val < 0 for x in eqn.invars))
+        if (eqn := self.made_by.get(factor)) is None:
+            return False
+        literals = [x for x in eqn.invars if isinstance(x, Literal)]
+        return eqn.primitive.name == "neg" or (eqn.primitive.name == "mul" and any(x.val < 0 for x in literals))
 
     @staticmethod
     def _is_of_step(x: Any, of_step: dict[Any, bool]) -> bool:

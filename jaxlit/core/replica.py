@@ -21,7 +21,7 @@ class Replica:
     Attributes:
         axis: The mapped axis of the replicas; None when the body sees the global batch.
         count: Replicas on the axis.
-        whole: Every replica sees all rows, for a batch that does not divide among them.
+        sees_all_rows: Every replica sees all rows, for a batch that does not divide among them.
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
         loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
         constrain_batch: Shards a global batch inside the step.
@@ -33,7 +33,7 @@ class Replica:
     # global batch, sums over its rows are global already, and everything below is the identity.
     axis: str | None = None
     count: int = 1
-    whole: bool = False
+    sees_all_rows: bool = False
     sync_batchnorm: bool = True
     loss_reduction: str = "mean"
     constrain_batch: Callable[[Any], Any] = same
@@ -43,8 +43,9 @@ class Replica:
     @property
     def splits(self) -> bool:
         """Whether this body sees its own share of the rows."""
-        return self.axis is not None and not self.whole
+        return self.axis is not None and not self.sees_all_rows
 
+    # Sums over batches differ between replicas until they are reduced, once, in the update step.
     @property
     def stack_size(self) -> int | None:
         """Size of the leading dim of arrays of which each replica has its own; None if there is one copy of them."""
@@ -54,7 +55,7 @@ class Replica:
     def share(self) -> float:
         """The part of this body's rows that counts in a sum over replicas."""
         # All n replicas have the same rows: each counts for one n-th, or their sum would count the rows n times.
-        return 1 / self.count if self.axis is not None and self.whole else 1.0
+        return 1 / self.count if self.axis is not None and self.sees_all_rows else 1.0
 
     @property
     def loss_factor(self) -> float:
@@ -97,6 +98,7 @@ class Replica:
         """
         return sharding.constrain(self.reduce(grads, how), shardings)
 
+    # Tracing must see as many rows as a pass does: a program is of one shape.
     def part_of(self, batch: Any) -> Any:
         """Return a batch, or the shapes of the part of it that one pass of a training step sees."""
         return batch if self.passes == 1 else with_rows(batch, -(-num_rows(batch) // int(self.passes)))

@@ -32,7 +32,7 @@ def set_modes(module: nnx.Module, training: bool) -> None:
         module.train()
 
 
-def evaluates_wholly(module: nnx.Module) -> bool:
+def is_in_eval_mode(module: nnx.Module) -> bool:
     """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
 
     That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.

@@ -109,10 +109,10 @@ def note_step_error(error: Exception, step: str, batch: Any) -> None:
             add_note(error, note)
 
 
-def _in_place_of(name: str) -> str | None:
+def _in_place_of(name: str | None) -> str | None:
     """Return what an array has in place of a tensor's method; None for a name that neither has."""
-    if name in _METHODS:
-        return _METHODS[name]
+    if name is None or name in _METHODS:
+        return _METHODS.get(name or "")
     modules = {"jnp": jnp, "jnp.linalg": jnp.linalg, "jax.nn": jax.nn}
     return next((f"{key}.{name}(x)" for key, module in modules.items() if callable(getattr(module, name, None))), None)
 

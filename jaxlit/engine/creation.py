@@ -30,9 +30,7 @@ def init_state(
     tx: optax.GradientTransformation,
     window_replicas: int | None,
     precision: Precision,
-    params: Any,
-    frozen: Any,
-    model_state: Any,
+    *variables: Any,
     extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
     undone: Sequence[str] = (),
 ) -> TrainState:
@@ -42,14 +40,12 @@ def init_state(
         tx: The optimizer.
         window_replicas: Size of the accumulation window's leading dim, None if it has none, 0 for no window.
         precision: The dtypes.
-        params: Trained variables.
-        frozen: Other parameters.
-        model_state: Other state.
+        *variables: Trained variables, other parameters, and other state.
         extras: The callbacks that keep arrays in it.
         undone: The paths of the module's arrays that a window which is left out puts back.
     """
-    params, frozen = cast(params, precision.held), cast(frozen, precision.held)
-    window = None
+    params, frozen, model_state = variables
+    params, frozen, window = cast(params, precision.held), cast(frozen, precision.held), None
     if window_replicas != 0:
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(

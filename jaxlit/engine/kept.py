@@ -31,6 +31,10 @@ class EvalCache:
         """Release the engine and its arrays."""
         self._engine, self._copied_from = None, {}
 
+    def forget_sources(self) -> None:
+        """Place all of the module's arrays again next time, as a checkpoint's will replace those of the engine."""
+        self._copied_from = {}
+
     def evaluator(
         self,
         module: TrainModule,
@@ -39,7 +43,6 @@ class EvalCache:
         *,
         debug: bool = False,
         take_ownership: bool = False,
-        restores: bool = False,
         fitted: Engine | None = None,
     ) -> Engine:
         """Return an engine that evaluates the module with the arrays that it holds now.
@@ -50,14 +53,14 @@ class EvalCache:
             precision: The dtypes.
             debug: See `Engine`.
             take_ownership: See `Engine`.
-            restores: Whether a checkpoint's arrays will replace the module's.
             fitted: The engine of the last fit, whose state stays as it is.
         """
         key = program_key(module, strategy, precision)
 
         def serves(engine: Engine | None) -> bool:
-            known = engine is not None and engine.module is module and engine.debug == debug
-            return known and same_key(engine.key, key) and _fits(module, engine)
+            if engine is None or engine.module is not module or engine.debug != debug:
+                return False
+            return same_key(engine.key, key) and _fits(module, engine)
 
         if not serves(self._engine):
             self.forget()  # first, so that its arrays are not held as well as the new ones
@@ -74,8 +77,6 @@ class EvalCache:
         self._engine = self._engine.evaluator()
         if not take_ownership:
             self._place(module, self._engine)
-        if restores:
-            self._copied_from = {}
         return self._engine
 
     def _place(self, module: TrainModule, engine: Engine) -> None:

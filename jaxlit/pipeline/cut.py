@@ -163,7 +163,7 @@ class _Cutting:
         """Return the pieces."""
         self._place()
         wanted = self._wanted()
-        for piece in reversed(self.pieces):
+        for piece in reversed(self.pieces):  # a stage asks the ones before it, so the last comes first
             self._collect(piece, wanted)
         homes = self.homes()
         made_at = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
@@ -192,13 +192,15 @@ class _Cutting:
         roots = frozenset[int]().union(*(x.weights for x in given))
         of_batch = any(x.of_batch for x in given)
         mark = None if self.segments is None else self.segments.stage_after(eqn)
+        # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
         if placed or mark is not None or (roots and of_batch):
             at = max([*placed, 0 if mark is None else mark])
+        # A norm is sent as one number, where the weights would be sent otherwise.
         elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
             at = max((self.known[i] or 0 for i in roots), default=0)
         else:
             at = None
-        if eqn.effects:
+        if eqn.effects:  # a print runs once, though what it reads may be computed on every stage
             self.effects[id(eqn)] = self.last if at is None else at
         return [_Place(at, roots if at is None else frozenset(), of_batch)] * len(eqn.outvars)
 

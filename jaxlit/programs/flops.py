@@ -113,28 +113,25 @@ def _convolution(eqn: Any) -> int:
     params, (image, kernel), (out,) = eqn.params, (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars)
     numbers = params["dimension_numbers"]
     _, features, *spatial = numbers.rhs_spec
-    pairs = math.prod(
-        _pairs(image.shape[at], kernel.shape[dim], out.shape[to], *settings)
-        for at, dim, to, *settings in zip(
-            numbers.lhs_spec[2:],
-            spatial,
-            numbers.out_spec[2:],
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
+    sizes = zip(
+        *(
+            [array.shape[dim] for dim in dims]
+            for array, dims in ((image, numbers.lhs_spec[2:]), (kernel, spatial), (out, numbers.out_spec[2:]))
+        ),
+        strict=True,
     )
+    settings = zip(*(params[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
+    pairs = math.prod(map(_pairs, sizes, settings))
     rows, channels = (out.shape[dim] for dim in numbers.out_spec[:2])
     return rows * channels * kernel.shape[features] * pairs
 
 
-def _pairs(size: int, window: int, out: int, stride: int, padding: Any, hole: int, spread: int) -> int:
+def _pairs(sizes: tuple[int, ...], settings: tuple[Any, ...]) -> int:
     """Return how many (output, weight) pairs of a dim meet an entry of the image, not padding or a hole.
 
     So a convolution's two gradients, convolutions themselves of padded and spread arrays, count as much as it does.
     """
+    (size, window, out), (stride, padding, hole, spread) = sizes, settings
     at = np.arange(out)[:, None] * stride + np.arange(window) * spread - padding[0]
     return int(np.count_nonzero((at >= 0) & (at <= (size - 1) * hole) & (at % hole == 0)))
 

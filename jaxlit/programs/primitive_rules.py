@@ -1,12 +1,14 @@
 """The relation of each primitive's output, given those of its inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import jax.numpy as jnp
 
 from jaxlit.programs.jaxpr import COPIES, overwrites
 from jaxlit.programs.relation import SAME, UNKNOWN, ZERO, Equation, Relation, join
+
+Pairs = Sequence[tuple[int, int]]  # of dims of two inputs
 
 # By name, since jax does not export all of them. Functions of single numbers, and of entries along dims:
 _ELEMENTWISE = (
@@ -115,25 +117,37 @@ def _add(eqn: Equation) -> Relation:
     return rows.pop() if fit else UNKNOWN
 
 
-def _multiply(eqn: Equation) -> Relation:
-    a, b = eqn.ins
+def _product(eqn: Equation, b: Relation, contracted: Pairs = (), paired: Pairs = ()) -> Relation:
+    """A bilinear function of the first input and one that relates as `b`, given the dims that it joins."""
+    a, power = eqn.ins[0], eqn.ins[0].power + b.power
     if ZERO in (a, b):
         return eqn.rows() if eqn.grows else ZERO
+    if a.kind == b.kind == "rows":
+        if (a.dim, b.dim) in contracted:
+            return Relation("total", power)
+        return eqn.rows(power) if (a.dim, b.dim) in paired else UNKNOWN
     a, b = (b, a) if a.kind == "same" else (a, b)
-    paired = (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows")
-    return a.times(b.power) if paired or b.kind == "same" else UNKNOWN
+    if b.kind != "same":
+        return UNKNOWN
+    return eqn.rows(power) if a.kind == "rows" else a.times(b.power)
+
+
+def _multiply(eqn: Equation) -> Relation:
+    return _product(eqn, eqn.ins[1], paired=[(dim, dim) for dim in range(len(eqn.out.shape))])
 
 
 def _divide(eqn: Equation) -> Relation:
-    a, b = eqn.ins
+    by, dims = eqn.ins[1], range(len(eqn.out.shape))
     if not jnp.issubdtype(eqn.out.dtype, jnp.inexact):
         return _local(eqn)
-    if a == ZERO:
-        return eqn.rows() if eqn.grows else ZERO
-    if (a.kind, b.kind) == ("same", "rows"):
-        return Relation("rows", a.power - b.power, b.dim)
-    paired = (a.kind, a.dim, b.kind) == ("rows", b.dim, "rows")
-    return a.times(-b.power) if paired or b.kind == "same" else UNKNOWN
+    # One over a sum is none.
+    known = by.kind in ("same", "rows")
+    return _product(eqn, by.times(-2 * by.power), paired=[(dim, dim) for dim in dims]) if known else UNKNOWN
+
+
+def _dot(eqn: Equation) -> Relation:
+    contracted, batch = (list(zip(*dims, strict=True)) for dims in eqn.params["dimension_numbers"])
+    return _product(eqn, eqn.ins[1], contracted, batch)
 
 
 def _select(eqn: Equation) -> Relation:
@@ -174,22 +188,6 @@ def _reshape(eqn: Equation) -> Relation:
         kept = prod(eqn.out.shape[: rows.dim]) == prod(eqn.shape(0)[: relation.dim])
         return rows.times(relation.power) if kept else UNKNOWN
     return _linear(eqn)
-
-
-def _dot(eqn: Equation) -> Relation:
-    a, b = eqn.ins
-    if ZERO in (a, b):
-        return eqn.rows() if eqn.grows else ZERO
-    (contracted_a, contracted_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
-    power = a.power + b.power
-    if a.kind == b.kind == "rows":
-        if (a.dim, b.dim) in zip(contracted_a, contracted_b, strict=True):
-            return Relation("total", power)
-        return eqn.rows(power) if (a.dim, b.dim) in zip(batch_a, batch_b, strict=True) else UNKNOWN
-    a, b = (b, a) if a.kind == "same" else (a, b)
-    if b.kind != "same":
-        return UNKNOWN
-    return eqn.rows(power) if a.kind == "rows" else a.times(b.power)
 
 
 def _convolve(eqn: Equation) -> Relation:

@@ -81,7 +81,9 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
     for name, curve in curves.items():
         color, (at, values) = f"var(--c{number_of[name]})", thinned(*curve)
         for piece in np.ma.clump_unmasked(np.ma.masked_invalid(values)):
-            points = [(f"{x(s):.1f}", f"{y(scale(v)):.1f}") for s, v in zip(at[piece], values[piece], strict=True)]
+            points = [
+                (f"{x(s):.1f}", f"{y(float(scale(v))):.1f}") for s, v in zip(at[piece], values[piece], strict=True)
+            ]
             line = f'<polyline class="curve" stroke="{color}" points="{" ".join(map(",".join, points))}">'
             parts.append(f"{line}<title>{escape(name)}</title></polyline>")
             if len(at) < 30 or len(points) == 1:

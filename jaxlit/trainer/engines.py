@@ -90,12 +90,12 @@ class Engines:
         if fitting:
             engine = self._of_fit(run, take_ownership)
         else:
-            engine = self.evaluator(
-                run.module, settings, fitted, take_ownership=take_ownership, restores=resume is not None
-            )
+            engine = self.evaluator(run.module, settings, fitted, take_ownership=take_ownership)
         if resume is not None:
             if fitting:
                 check_window(resume.checkpoint, run)
+            else:
+                self._kept.forget_sources()
             load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
         if take_ownership and built is not None and (fitting or resume is None):
             self._built, built.seed = built, None if fitting else built.seed
@@ -108,13 +108,10 @@ class Engines:
         fitted: Engine | None,
         *,
         take_ownership: bool = False,
-        restores: bool = False,
     ) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
         given = module, self._strategy, Precision(settings.precision)
-        return self._kept.evaluator(
-            *given, debug=settings.debug, take_ownership=take_ownership, restores=restores, fitted=fitted
-        )
+        return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
     def _of_fit(self, run: Run, take_ownership: bool) -> Engine:
         settings = run.settings

@@ -6,7 +6,7 @@ import jax
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import call_step, is_overridden
-from jaxlit.core.step_module import evaluates_wholly
+from jaxlit.core.step_module import is_in_eval_mode
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
@@ -62,7 +62,7 @@ def check_training(run: Run, *, logs: bool) -> None:
         run: The fit.
         logs: Whether there is a logger.
     """
-    if evaluates_wholly(run.module):
+    if is_in_eval_mode(run.module):
         _logger.warning(
             "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
             "not move. Call module.train() before fit, and eval() on the parts that are frozen.",

@@ -18,7 +18,7 @@ def log(logger, values, step):
         return list(csv.reader(file))
 
 
-def test_columns_come_in_order_of_first_appearance_also_those_of_a_later_fit():
+def test_columns_come_in_order_of_first_appearance():
     logger = CSVLogger()
     log(logger, {"z": 0.1 + 0.2, "epoch": 0}, 0)
     logger.teardown(None, None, "fit")

@@ -72,7 +72,7 @@ def lightnings(values: Any, mode: str, min_delta: float, patience: int, **rules:
     return None, "NOT_STOPPED", best, wait
 
 
-def test_random_sequences_stop_where_lightnings_rule_stops_them_for_its_reason(make_trainer) -> None:
+def test_random_sequences_stop_where_lightnings_rule_stops(make_trainer) -> None:
     rng, reasons = random.Random(0), set()
     for _ in range(400):
         arguments = {
@@ -101,7 +101,7 @@ def test_verbose_tells_of_improvements(make_trainer, caplog) -> None:
         assert [r.getMessage() for r in caplog.records] == [f"val/loss {words}" for words in said]
 
 
-def test_attributes_tell_what_happened_and_a_second_fit_counts_from_zero(make_trainer) -> None:
+def test_a_second_fit_counts_from_zero(make_trainer) -> None:
     callback, trainer = EarlyStopping("val/loss", patience=2), make_trainer()
     assert stopped_at(callback, trainer, [3, 1, 2, 2]) == 3
     assert (callback.wait_count, callback.stopped_epoch, callback.best_score) == (2, 3, 1)
@@ -111,7 +111,7 @@ def test_attributes_tell_what_happened_and_a_second_fit_counts_from_zero(make_tr
     assert callback.stopping_reason is EarlyStoppingReason.NOT_STOPPED and callback.stopping_reason_message is None
 
 
-def test_patience_does_not_run_while_min_epochs_or_min_steps_blocks(make_trainer) -> None:
+def test_patience_does_not_run_while_min_epochs_blocks(make_trainer) -> None:
     # Epochs 0 to 3 are blocked: the first check that counts is that of the epoch that ends min_epochs.
     assert stopped_at(EarlyStopping("val/loss", patience=2), make_trainer(min_epochs=5), [1] * 9) == 5
     # Epochs of 4 steps: the check that ends epoch 2 is the first one with 10 steps after it.
@@ -143,7 +143,7 @@ def test_the_default_checks_where_lightning_does(make_trainer, arguments, asked,
     assert (callback.wait_count, callback.best_score) == ((checks - 1, 1.0) if checks else (0, INF))
 
 
-def test_a_missing_metric_is_an_error_unless_it_is_not_strict_or_the_epoch_was_cut_short(make_trainer) -> None:
+def test_a_missing_metric_is_an_error_if_strict(make_trainer) -> None:
     def train(callback: Any, *values: Any, **arguments: Any) -> Any:
         trainer = make_trainer(**arguments)
         trainer.start(callback)
@@ -181,7 +181,7 @@ def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> N
 # As a Trainer runs it
 
 
-def test_without_validation_it_watches_the_epochs_also_what_the_module_logs_at_their_end() -> None:
+def test_without_validation_it_watches_the_epochs() -> None:
     late = module(on_train_epoch_end=lambda self: self.log("flat", 1.0))
     logged = module(lambda self, batch: self.log("flat", 1.0, on_step=False, on_epoch=True) or jnp.sum(self.w[...]))
     for made in (late, logged):

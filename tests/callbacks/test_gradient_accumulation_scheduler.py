@@ -52,7 +52,7 @@ def test_each_epoch_has_the_windows_of_the_nearest_key_below_it(schedule: Any, l
     assert known == [steps[-1]] * 2
 
 
-def test_a_rule_of_ones_own_is_a_subclass_that_need_not_know_its_numbers_before() -> None:
+def test_a_users_rule_is_a_subclass() -> None:
     class Grows(GradientAccumulationScheduler):
         def get_accumulate_grad_batches(self, epoch: int) -> int:
             return 1 + epoch
@@ -82,9 +82,7 @@ STOPS = [(name, stop) for name in STRATEGIES for stop in ((0, 1), (1, 3), (2, 0)
     ("strategy", "stop"),
     thinned(STOPS, ("fsdp", (1, 3)), full=STOPS[::10]),
 )
-def test_a_training_resumed_in_any_window_ends_bit_by_bit_as_one_that_was_not_stopped(
-    strategy: str, stop: tuple[int, int]
-) -> None:
+def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tuple[int, int]) -> None:
     epoch, batch = stop
     end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)
     batches, found = sized(8, 16, 8, 8, 16), []
@@ -99,7 +97,7 @@ def test_a_training_resumed_in_any_window_ends_bit_by_bit_as_one_that_was_not_st
     assert found[0] == found[1]
 
 
-def test_a_window_that_a_stop_has_cut_is_gone_on_with_from_a_checkpoint_behind_the_fit() -> None:
+def test_a_window_cut_by_a_stop_continues_from_a_checkpoint() -> None:
     stop = at_batch(1, lambda trainer, module: trainer.stop("enough"))
     schedule = GradientAccumulationScheduler({0: 4})
     trainer = fit(Mean(), numbered(5), None, schedule, stop, max_epochs=1, **BARE)
@@ -121,7 +119,7 @@ def test_without_it_a_resume_goes_by_the_trainers_number(accumulate: int) -> Non
     assert fit(Mean(), numbered(8), ckpt_path="after", **arguments).global_step == 2 + 4 + 8 // accumulate
 
 
-def test_without_it_a_resume_in_an_epoch_goes_by_the_trainers_number_and_ends_no_window_it_has_no_room_for() -> None:
+def test_a_resume_in_an_epoch_without_it_keeps_whole_windows() -> None:
     schedule = GradientAccumulationScheduler({0: 2})
     for batches in (2, 3):
         saves = at_batch(batches - 1, lambda trainer, module: trainer.save_checkpoint("at"))
@@ -148,7 +146,7 @@ def test_an_average_that_starts_at_an_epoch_counts_its_steps() -> None:
         assert float(model.w[...][0]) == pytest.approx(expected, rel=1e-5)
 
 
-def test_another_number_beside_it_is_refused_and_a_dict_for_the_trainer_names_it() -> None:
+def test_two_accumulation_numbers_are_refused() -> None:
     scheduler = GradientAccumulationScheduler({0: 2})
     words = "accumulate_grad_batches=3.*with a GradientAccumulationScheduler"
     trainer = fit_refuses(ArgumentError, words, callbacks=scheduler, accumulate_grad_batches=3)

@@ -25,7 +25,7 @@ def read():
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_rows_hold_what_was_logged_in_any_language_and_what_is_not_finite_as_text():
+def test_rows_hold_every_character_and_non_finite_as_text():
     logger, trainer = JSONLLogger(), make_trainer(default_root_dir="run")
     name = "verlust \u00e4\u2028\U0001f600"
     logger.on_log(trainer, {"loss": 0.1 + 0.2, name: 1e-300, "epoch": 3}, 7)
@@ -40,18 +40,6 @@ def test_rows_hold_what_was_logged_in_any_language_and_what_is_not_finite_as_tex
     (again := JSONLLogger()).on_log(trainer, {"loss": 1.0}, 10)  # reads what is there
     assert len(read()) == 4 and again.state_dict()["rows"] == 4
     again.teardown(trainer, None, "fit")
-
-
-@pytest.mark.parametrize("cut", [1, 2, 10])
-def test_a_torn_last_line_is_dropped_before_the_next_row(cut):
-    trainer, path = make_trainer(default_root_dir="run"), Path("run/metrics.jsonl")
-    for steps, left in (([0, 1, 2], -cut), ([9], None)):
-        logger = JSONLLogger()
-        for step in steps:
-            logger.on_log(trainer, {"loss": 0.5}, step)
-        logger.teardown(trainer, None, "fit")
-        path.write_bytes(path.read_bytes()[:left])
-    assert [row["step"] for row in read()] == [0, 1, 9] and logger.state_dict()["rows"] == 3
 
 
 def test_texts_tables_and_histograms_have_rows_of_their_own():

@@ -37,7 +37,7 @@ def test_the_rate_is_in_the_rows_of_steps_or_of_epochs(model: Any, monitors: Any
     assert {step: row["lr"] for step, row in rows.rows if "lr" in row} == pytest.approx(expected)
 
 
-def test_a_monitor_says_once_what_to_do_where_the_rate_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_rate_is_a_warning_with_a_cure(caplog: pytest.LogCaptureFixture) -> None:
     for monitors, told in (([], 0), ([LearningRateMonitor()], 1)):
         caplog.clear()
         fit(module(tx=optax.lars(0.1)), numbered(2), None, *monitors, max_epochs=2, **BARE)
@@ -46,7 +46,7 @@ def test_a_monitor_says_once_what_to_do_where_the_rate_cannot_be_read(caplog: py
         assert all("Made.configure_optimizers" in x and "lr_schedule=" in x and "inject_hyper" in x for x in found)
 
 
-def test_a_second_monitor_and_rows_that_there_are_none_of_are_refused() -> None:
+def test_a_second_monitor_and_missing_rows_are_refused() -> None:
     both = [LearningRateMonitor(), LearningRateMonitor("epoch")]
     fit_refuses(ArgumentError, "two LearningRateMonitors.*Leave one", callbacks=both)
     for monitor in (LearningRateMonitor(), LearningRateMonitor("step")):

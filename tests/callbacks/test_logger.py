@@ -42,7 +42,7 @@ class Mine(Logger):
         self.seen.append("on_fit_start")
 
 
-def test_a_logger_of_ones_own_is_given_the_modules_hyperparameters_before_the_fit_starts():
+def test_a_users_logger_gets_hyperparameters_before_the_fit():
     class Reads(Mine):  # them itself
         hyperparams_of_module = False
 
@@ -55,7 +55,7 @@ def test_a_logger_of_ones_own_is_given_the_modules_hyperparameters_before_the_fi
     assert seen == [TOLD] and module.hparams == GIVEN
 
 
-def test_it_is_given_those_of_the_datamodule_as_well_and_the_modules_win():
+def test_hyperparameters_of_the_datamodule_come_first():
     class Data(DataModule):
         def __init__(self, size=8, width=7):
             pass
@@ -133,7 +133,7 @@ class Lightnings(Logger):
         self.calls.append(status)
 
 
-def test_a_logger_with_lightnings_methods_is_called_as_lightning_calls_it():
+def test_lightnings_methods_are_called_as_by_lightning():
     logger = Lightnings()
     fit(Scaled(3), numbered(2), logger=logger, log_every_n_steps=1)
     losses = [1.0, (2 - mean([[1]])) ** 2]

@@ -41,5 +41,5 @@ def test_its_values_stand_in_the_row_of_their_step() -> None:
         (lambda row, step: row.__setitem__("mine", 1.0), r"could overwrite a value.*row\.put\(self, \{'mine'"),
     ],
 )
-def test_what_would_take_anothers_place_or_is_no_number_is_refused(add: Any, words: str) -> None:
+def test_a_taken_name_or_no_number_is_refused(add: Any, words: str) -> None:
     refuses((LogError, AttributeError), lambda: fit(Mean(), numbered(2), None, Adds(add), log_every_n_steps=1), words)

@@ -229,7 +229,7 @@ def test_checkpoints_are_artifacts(log_model: Any, kept: list[str]) -> None:
 
 
 @pytest.mark.parametrize("method", ["get_experiment_by_name", "log_batch", "log_artifacts", "set_terminated"])
-def test_what_fails_is_told_once_and_training_goes_on_to_the_same_weights(method: str, capsys: Any) -> None:
+def test_a_failure_is_printed_once_and_changes_no_weight(method: str, capsys: Any) -> None:
     def run(fails: str) -> bytes:
         STORES.clear()
         STORES["sqlite:///default.db"].fails, model = fails, Mean()

@@ -110,7 +110,7 @@ def rule(scores: Sequence[float], mode: str, top_k: int, save_last: bool) -> tup
         *(("min", 2, True), ("max", 3, False)),
     ),
 )
-def test_the_best_and_the_newest_are_on_the_disk_after_each_epoch(mode, top_k, save_last) -> None:
+def test_the_best_and_the_newest_are_on_disk_after_each_epoch(mode, top_k, save_last) -> None:
     scores = [3.0, 1.0, NAN, 2.0, 1.0, INF, -INF, 0.5, 4.0, 4.0, 2.0]
     callback = ModelCheckpoint(monitor="score", mode=mode, save_top_k=top_k, save_last=save_last)
     watch = train(callback, scores=scores)
@@ -136,7 +136,7 @@ def test_without_a_monitor_the_newest_or_all_are_kept(top_k, left) -> None:
     assert callback.best_model_score is None and callback.best_k_models == {}
 
 
-def test_a_value_of_an_earlier_validation_does_not_score_a_later_step_also_behind_a_resume() -> None:
+def test_an_earlier_validation_does_not_score_a_later_step() -> None:
     make = lambda: ModelCheckpoint(monitor="score", save_top_k=9, every_n_train_steps=1)  # noqa: E731
     given: Any = {"scores": [NAN, 7.0, NAN, 6.0, NAN, 5.0], "val_check_interval": 2, "check_val_every_n_epoch": None}
     callback = make()
@@ -164,21 +164,21 @@ def test_a_value_logged_by_the_module_at_the_epochs_end_is_known() -> None:
         ({"filename": "x" * 260}, CheckpointError, "(?i)too long.*Give a shorter name"),
     ],
 )
-def test_a_metric_that_nobody_logs_and_a_name_that_is_too_long_are_refused(arguments, kind, words) -> None:
+def test_an_unknown_metric_and_a_long_name_are_refused(arguments, kind, words) -> None:
     callback = ModelCheckpoint(**arguments)
     with pytest.raises(kind, match=words):
         train(callback, scores=[1.0, 2.0])
     assert kind is LoggerError or (callback.last_model_path == "" and names() == [])
 
 
-def test_the_last_finite_checkpoint_is_not_deleted_under_nan_policy_ignore() -> None:
+def test_the_last_finite_checkpoint_is_kept() -> None:
     poison = lambda t, m: t.current_epoch == 1 and m.w.set_value(jnp.full(1, NAN))  # noqa: E731
     train(hooks(on_train_epoch_start=poison), ModelCheckpoint(every_n_epochs=1), epochs=3, nan_policy="ignore")
     assert names() == [name(1), name(3)]
     assert float(Mean.load_from_checkpoint(f"run/checkpoints/{name(1)}").w[...][0]) == 0.5
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told_of(monkeypatch, caplog) -> None:
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(monkeypatch, caplog) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError("busy")
 
@@ -188,7 +188,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told_of(monkeypatch, c
 
 
 @pytest.mark.parametrize("epochs", thinned([2, 3], 2))  # nothing is left to do, or an epoch
-def test_an_old_checkpoint_that_a_crash_has_kept_is_deleted_after_the_resume(epochs) -> None:
+def test_an_old_checkpoint_kept_by_a_crash_is_deleted_later(epochs) -> None:
     run = lambda **given: fit(  # noqa: E731
         Mean(), numbered(1), None, ModelCheckpoint(every_n_epochs=1), **({"max_epochs": 2} | given)
     )
@@ -223,9 +223,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("triggers", "arguments", "written"), thinned(WRITTEN, *WRITTEN[::3]))
-def test_one_checkpoint_is_written_for_each_place_however_many_triggers_ask_for_it(
-    triggers, arguments, written, clock
-) -> None:
+def test_several_triggers_write_one_checkpoint_at_a_step(triggers, arguments, written, clock) -> None:
     tick = lambda *_: clock.__setitem__(0, clock[0] + 1.0)  # noqa: E731 - a batch takes a second
     callback = ModelCheckpoint(save_top_k=-1, **triggers)
     watch = train(hooks(on_train_batch_end=tick), callback, epochs=3, per_epoch=4, **arguments)
@@ -233,9 +231,7 @@ def test_one_checkpoint_is_written_for_each_place_however_many_triggers_ask_for_
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0.5, [1, 2, 3, 4, 5, 6]), (2.0, [1, 5, 6])])
-def test_where_only_the_newest_is_kept_writing_takes_a_tenth_of_the_time_at_most(
-    seconds, written, clock, monkeypatch
-) -> None:
+def test_writing_takes_a_tenth_of_the_time_at_most(seconds, written, clock, monkeypatch) -> None:
     """An epoch takes five seconds by the clock."""
     wait = model_checkpoint.Saving.wait
     monkeypatch.setattr(model_checkpoint.Saving, "wait", lambda self: (wait(self), setattr(self, "seconds", seconds)))
@@ -285,7 +281,7 @@ def test_a_checkpoint_that_does_not_verify_replaces_nothing(on_save_error, last,
     assert Path(callback.best_model_path, "MANIFEST.json").exists()
 
 
-def test_a_step_whose_checkpoint_failed_has_another_try_where_training_ends(monkeypatch, caplog) -> None:
+def test_a_failed_checkpoint_is_tried_again_at_the_end(monkeypatch, caplog) -> None:
     left, write = [OSError(28, "No space left")], files.manifest.write
 
     def full_once(path: Path, data: bytes) -> None:
@@ -319,7 +315,7 @@ def test_a_module_that_brings_one_has_no_other_beside_it() -> None:
 
 
 @pytest.mark.parametrize("where", ["a file", "denied", "held"])
-def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(where) -> None:
+def test_an_unwritable_folder_is_refused_before_the_first_step(where) -> None:
     began: list[int] = []
     savers, words = [ModelCheckpoint("taken")], "No checkpoint can be written in .*taken"
     if where == "a file":
@@ -335,7 +331,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(where)
     assert began == []
 
 
-def test_a_checkpoint_that_was_due_behind_a_bad_step_is_written_before_it() -> None:
+def test_a_checkpoint_due_after_a_bad_step_is_written_before() -> None:
     callback, batches = ModelCheckpoint(every_n_train_steps=4), numbered(8)
     batches[3]["x"][:] = NAN
     with pytest.raises(NonFiniteError):
@@ -344,7 +340,7 @@ def test_a_checkpoint_that_was_due_behind_a_bad_step_is_written_before_it() -> N
 
 
 @pytest.mark.parametrize(("good", "expected"), [(1, []), (2, [name(1)])])  # the first is before training
-def test_a_state_dict_that_raises_leaves_the_name_of_what_was_written(good, expected) -> None:
+def test_a_state_dict_that_raises_keeps_the_newest_name(good, expected) -> None:
     left = [{}] * good
     callback = ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
     with pytest.raises(IndexError, match="pop from empty"):
@@ -352,7 +348,7 @@ def test_a_state_dict_that_raises_leaves_the_name_of_what_was_written(good, expe
     assert [Path(callback.last_model_path).name] * bool(expected) == expected == names()
 
 
-def test_a_filename_is_a_suffix_with_the_metrics_that_it_names_and_found_by_a_resume() -> None:
+def test_a_filename_is_a_suffix_with_metrics() -> None:
     callback = ModelCheckpoint(filename="{epoch}-{score:.3f}")
     train(callback, scores=[0.12345])
     assert listing(callback) == [f"{name(1)}-epoch=0-score=0.123"]
@@ -362,7 +358,7 @@ def test_a_filename_is_a_suffix_with_the_metrics_that_it_names_and_found_by_a_re
     assert listing(slash) == [f"{name(1)}-a_b=1.0"]
 
 
-def test_a_second_fit_leaves_the_checkpoints_of_the_first_and_is_the_newest() -> None:
+def test_a_second_fit_keeps_the_checkpoints_of_the_first() -> None:
     callback = ModelCheckpoint()
     trainer = make_trainer(callback, default_root_dir="run", max_epochs=3)
     trainer.fit(Mean(), numbered(1))
@@ -380,7 +376,7 @@ def test_a_second_fit_leaves_the_checkpoints_of_the_first_and_is_the_newest() ->
 @pytest.mark.parametrize(
     ("mode", "cut"), thinned([("min", {"max_epochs": 3}), ("max", {"max_steps": 8})], ("max", {"max_steps": 8}))
 )
-def test_a_resumed_training_keeps_what_the_uninterrupted_one_keeps(mode, cut) -> None:
+def test_a_resumed_training_keeps_the_same_checkpoints(mode, cut) -> None:
     by_epoch = [3.0, 1.0, 2.0, 0.5, 4.0, 2.5]
 
     def run(folder: str, **limits: Any) -> Any:
@@ -397,7 +393,7 @@ def test_a_resumed_training_keeps_what_the_uninterrupted_one_keeps(mode, cut) ->
         assert Path(getattr(again, path)).name == Path(getattr(whole, path)).name
 
 
-def test_another_monitor_begins_without_the_scores_of_the_one_before_and_what_is_gone_is_forgotten() -> None:
+def test_another_monitor_begins_without_earlier_scores() -> None:
     first, other = ModelCheckpoint(monitor="loss"), ModelCheckpoint(monitor="score", save_top_k=2)
     train(first, scores=[1e9] * 2, epochs=2)  # any loss is less
     train(other, scores=[0.0, 0.0, 1e9, 2e9], resume="auto")

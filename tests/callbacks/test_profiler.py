@@ -104,5 +104,5 @@ def test_each_of_several_processes_has_a_folder(monkeypatch: pytest.MonkeyPatch)
     assert begun == [str(Path.cwd() / folder / "process_1") for folder in ("run/profile", "kept")]
 
 
-def test_the_trainers_profiler_is_refused_with_what_takes_its_place() -> None:
+def test_the_trainers_profiler_argument_is_refused() -> None:
     refuses(ArgumentTypeError, lambda: jl.Trainer(profiler="simple"), "profiler", "jl.callbacks.Profiler")

@@ -206,31 +206,6 @@ def test_a_long_line_breaks_between_metrics(make_trainer, open_terminal, width):
     assert re.findall(r"val/loss (\S+)", "\n".join(terminal.lines)) == ["0.5", "0.25"]
 
 
-@pytest.mark.parametrize(
-    ("width", "cells"),
-    [(160, 18), (101, 18), (89, 6), (88, 11), (86, 9), (83, 6), (82, 0), (76, 0), (75, 0), (50, 0)],
-)
-def test_spaces_go_before_the_bar_does(make_trainer, open_terminal, clock, width, cells):
-    """The parts next to the bar have 71 cells, padding among them; six gaps of two are first to go."""
-    terminal = open_terminal(width)
-    trainer, bar = make_trainer(max_epochs=9), ProgressBar()
-    monitoring(trainer, "val/accuracy", "max")
-    trainer.start(bar)
-    for loss, score in ((0.625, 0.5), (0.5, 0.25), (SEVENTEEN, 0.75)):
-        trainer.callback_metrics.values_of["train/loss"] = loss
-        bar.on_train_epoch_start(trainer, trainer.module)
-        for i in range(4):
-            clock.seconds += 0.0195
-            batch(trainer, bar, i)
-        trainer.validate(bar, {"val/accuracy": score})
-        bar.on_train_epoch_end(trainer, trainer.module)
-        trainer.current_epoch += 1
-    lines = [line for line in terminal.lines if re.match("epoch| +val/accuracy", line)]
-    assert max(map(len, lines)) <= width and [line.count("━") for line in lines if "epoch" in line] == [cells] * 3
-    words = "epoch 1/9 4/4 51.3 it/s train/loss 0.625 val/accuracy 0.5 * best epoch 2/9"
-    assert " ".join(" ".join(lines).replace("━", "").split()).startswith(words)
-
-
 def test_no_number_and_no_mark_moves_the_columns(open_terminal):
     numbers, names = [0.5, 0.1234567, -1.2345e-05, -0.0001234, -1234567.0, 3, NAN], ("━ ", "20/20", "train/", "val/")
     for width in range(50, 121):
@@ -242,24 +217,6 @@ def test_no_number_and_no_mark_moves_the_columns(open_terminal):
             assert max(map(len, lines)) <= width
             layouts.add(tuple(line.find(name) for line in lines for name in names))
         assert len(layouts) == 1, width
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0001234, "0.0001234"), (-0.0001234, "-0.0001234"), (1.25e-05, "1.25e-05"), (-1234567.0, "-1.235e+06")],
-)
-def test_a_number_has_four_significant_digits(value, shown):
-    assert number(value).rstrip() == shown
-
-
-def test_an_epoch_without_validation_has_the_columns_of_the_others(make_trainer, open_terminal):
-    terminal = open_terminal(66)
-    trainer = make_trainer(num_training_batches=1)
-    monitoring(trainer)
-    fit(trainer, {"val/loss": 0.5}, None, {"val/loss": 0.25})
-    lines = [line for line in terminal.lines if line.startswith("epoch")]
-    assert [line.count("━") for line in lines] == [8] * 3
-    assert ["val/loss" in line for line in lines] == [True, False, True]
 
 
 def test_a_mark_names_its_metric_if_the_line_does_not(make_trainer, capsys, open_terminal):
@@ -449,14 +406,6 @@ def test_a_loss_of_validation_does_not_replace_that_of_training(capsys):
 def test_without_a_bar_no_value_of_an_epoch_is_read(monkeypatch):
     monkeypatch.setattr(Engine, "epoch_values", lambda engine: pytest.fail("read"))
     trainers.fit(logging(), numbered(4), enable_progress_bar=False)
-
-
-def test_the_live_line_shows_the_loss(begin, open_terminal, clock):
-    terminal = open_terminal()
-    trainer, bar = begin(loss=0.03125)
-    clock.seconds += 1.0
-    batch(trainer, bar)
-    assert "loss 0.03125" in terminal.lines[-1]
 
 
 def test_sanity_validation_and_other_processes_print_nothing(make_trainer, open_terminal, clock):

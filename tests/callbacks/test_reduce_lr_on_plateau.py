@@ -123,7 +123,7 @@ def test_the_state_of_one_that_saw_nothing_survives_json(mode, worst) -> None:
         (0.5, -(2 * 1 + 2 * 1), 0.5),
     ],
 )
-def test_it_checks_after_every_validation_where_there_are_several_an_epoch(interval, weight, rate) -> None:
+def test_it_checks_after_every_validation_of_an_epoch(interval, weight, rate) -> None:
     model, plateau = sloping(sgd(learning_rate=1.0)), ReduceLROnPlateau("val", factor=0.5, patience=1)
     trainer = fit(model, numbered(4), numbered(1), plateau, val_check_interval=interval)
     assert (float(model.w[...][0]), trainer.hyperparams["learning_rate"]) == (weight, rate)
@@ -144,13 +144,13 @@ def test_another_hyperparameter_can_be_lowered() -> None:
     ],
     ids=["plain", "other", "scheduled"],
 )
-def test_a_hyperparameter_that_is_not_there_is_refused_before_training(tx, name, known) -> None:
+def test_an_unknown_hyperparameter_is_refused(tx, name, known) -> None:
     words = rf"{name}'.*{known}.*inject_hyperparams"
     fit_refuses(ArgumentError, words, model=sloping(tx), callbacks=[ReduceLROnPlateau("val", hyperparam=name)])
 
 
 @pytest.mark.parametrize(("val", "logged"), [(numbered(1), "loss, val"), (None, "loss")])
-def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(val, logged) -> None:
+def test_a_metric_that_is_not_logged_is_refused(val, logged) -> None:
     model = module(Mean.training_step, tx=sgd(learning_rate=1.0))
     call = lambda: fit(model, numbered(1), val, ReduceLROnPlateau("val/loss"))  # noqa: E731
     refuses(LoggerError, call, f"val/loss.*Logged: {logged}")

@@ -98,7 +98,7 @@ def test_the_page_needs_nothing_beside_itself(trained: Any) -> None:
     assert len(text.encode()) < 60_000
 
 
-def test_texts_of_the_user_are_shown_as_they_are_and_secrets_are_not(trained: Any) -> None:
+def test_texts_of_the_user_are_escaped_and_secrets_hidden(trained: Any) -> None:
     page, text, *_ = trained
     assert EVIL not in text and "<b>loss</b>" not in text
     assert page.rows("Hyperparameters")["note"] == [EVIL] and "<b>loss</b>" in page.rows("Metrics")
@@ -167,7 +167,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("case", ENDINGS)
-def test_however_a_fit_ends_the_page_says_so_and_the_closing_lines_name_it(case: str, capsys: Any) -> None:
+def test_however_a_fit_ends_the_page_says_so(case: str, capsys: Any) -> None:
     callback, state = ENDINGS[case]
     trainer = make_trainer(RunReport(), callback, default_root_dir="run", max_epochs=2, log_every_n_steps=1)
     model = logging(lambda module, batch, i: module.log("count", 1.0 * module.global_step))

@@ -111,7 +111,7 @@ def test_rows_and_what_is_no_number_are_in_the_file():
     assert logger.log_dir == Path("run").absolute() and logger.experiment is not None
 
 
-def test_what_is_resumed_takes_back_what_it_makes_again_also_within_a_second(monkeypatch):
+def test_a_resume_drops_rows_that_it_makes_again(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)  # which names the files
     train(max_epochs=1)
     train(max_epochs=2, logger=TensorBoardLogger(), resume="auto")
@@ -128,7 +128,7 @@ def test_folders_and_names_are_chosen():
     refuses(ArgumentError, lambda: TensorBoardLogger(name="x"), r"name='x'.* are folders in save_dir")
 
 
-def test_without_the_package_it_is_refused_by_name_before_anything_is_compiled(monkeypatch):
+def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     fit_refuses(LoggerError, r"needs tensorboardX.*pip install jaxlit\[tensorboard\]", logger=TensorBoardLogger())
 

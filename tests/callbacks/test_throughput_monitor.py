@@ -100,9 +100,7 @@ def rows_of(trainer: jl.Trainer, name: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single", "fsdp"))
-def test_operations_are_those_of_a_formula_also_under_scans_and_strategies(
-    kind: Any, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_those_of_a_formula(kind: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor = Clock(monkeypatch), ThroughputMonitor(available_flops=1e6)
     given = BARE | {"strategy": strategy, "log_every_n_steps": 1}
     trainer = fit(kind(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
@@ -125,9 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rates_are_what_was_taken_over_the_seconds_without_validations(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rates_do_not_count_validations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, sizes, every = CASES[case]
     clock, batches, window = Clock(monkeypatch), sized(*sizes), arguments.get("accumulate_grad_batches", 1)
     of = {"batch_size_fn": lambda batch: 2 * len(batch["y"])} if case == "functions" else {}
@@ -167,7 +163,7 @@ def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch
     assert rates == [None, ROWS, ROWS, None, ROWS, ROWS]
 
 
-def test_in_several_processes_counts_are_added_up_and_the_clock_is_the_firsts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_several_processes_counts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     first, told = throughput_monitor._Point(4, 8, 100, 300, 2.5), []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(
@@ -198,14 +194,14 @@ def test_counts_go_on_bit_by_bit_after_a_resume() -> None:
     assert run("again", 3, ckpt_path="row") == whole
 
 
-def test_a_monitor_works_beside_callbacks_that_look_into_every_step() -> None:
+def test_a_monitor_works_with_callbacks_that_trace() -> None:
     given = BARE | {"log_every_n_steps": 1}
     trainer = fit(MLP(), sized(*[ROWS] * 4), None, ThroughputMonitor(), jl.callbacks.GradientNorm(), **given)
     assert trainer.step_flops["train_step_traced"].count == FORMULAS[MLP]
     assert [*rows_of(trainer, "train/flops_per_sec")][-1] == 3 and "train/mfu" not in trainer.history
 
 
-def test_a_training_without_rows_a_taken_name_and_a_length_that_is_no_number_are_refused() -> None:
+def test_no_rows_a_taken_name_and_a_bad_length_are_refused() -> None:
     fit_refuses(ArgumentError, "log_every_n_steps", callbacks=ThroughputMonitor(), log_every_n_steps=0)
     taken = hooks(on_train_batch_end=lambda *_: None)
     taken.on_train_batch_end = lambda *_: taken.log("train/samples", 1.0)  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ DURATIONS = [
 
 
 @pytest.mark.parametrize(("duration", "arguments", "steps"), DURATIONS)
-def test_it_stops_behind_the_step_or_the_epoch_in_which_the_time_is_over(
+def test_it_stops_after_the_step_or_epoch_at_the_limit(
     clock: Clock, duration: Any, arguments: dict[str, Any], steps: int
 ) -> None:
     timer = Timer(duration, **arguments)
@@ -63,7 +63,7 @@ def test_a_second_fit_counts_anew_and_min_steps_keep_it_going(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single"))
-def test_a_resumed_training_has_what_its_checkpoint_left_of_the_time(clock: Clock, strategy: str) -> None:
+def test_a_resumed_training_has_the_rest_of_the_time(clock: Clock, strategy: str) -> None:
     def train(timer: Timer, *more: Any, **given: Any) -> Any:
         return fit(Mean(), numbered(4), None, timer, ticks(clock, 3), *more, strategy=strategy, max_epochs=9, **given)
 
@@ -126,6 +126,6 @@ def test_verbose_says_that_it_stopped_the_training(clock: Clock, caplog: pytest.
         ] == said
 
 
-def test_an_unknown_stage_and_a_time_outside_of_a_fit_are_refused() -> None:
+def test_an_unknown_stage_is_refused() -> None:
     refuses(ArgumentError, lambda: Timer().time_elapsed("training"), "'train', 'validate', 'test', 'predict'")
     refuses(ArgumentError, lambda: make_trainer().stop_after(1.0, "late"), "Call it in on_fit_start or later")

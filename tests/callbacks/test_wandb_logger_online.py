@@ -292,7 +292,7 @@ def small_disk(path):
 @pytest.mark.parametrize(
     "fault", [pytest.param("dies", marks=pytest.mark.full), pytest.param("full disk", marks=pytest.mark.sweep)]
 )
-def test_a_fault_of_wandb_changes_nothing_and_is_said_in_one_line(tmp_path, fault):
+def test_a_fault_of_wandb_changes_nothing_and_prints_one_line(tmp_path, fault):
     full = fault == "full disk"
     with Backend() as backend, small_disk(tmp_path / "disk") if full else contextlib.nullcontext():
         told = {} if full else {"DIE": f"{backend.url}/die"}

@@ -76,7 +76,7 @@ OFTEN = [("ema", "fsdp"), ("mean", "single")]
         full=[("seldom", "single"), ("ema", "pmap"), ("mean", "shard_map")],
     ),
 )
-def test_an_average_of_fifty_steps_is_numpys_also_in_validations_and_behind_the_fit(name: str, strategy: str) -> None:
+def test_an_average_is_that_of_numpy_everywhere(name: str, strategy: str) -> None:
     make, expected = AVERAGES[name]
     weights, model, rows = by_hand(50), Validated(), Rows()
     callback = make()
@@ -93,7 +93,7 @@ def test_an_average_of_fifty_steps_is_numpys_also_in_validations_and_behind_the_
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=FOUR))
-def test_a_resumed_training_has_the_same_average_and_weights_bit_by_bit(strategy: str) -> None:
+def test_a_resumed_training_has_the_same_average(strategy: str) -> None:
     def train(folder: str, *more: jl.Callback, **arguments: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
         held: list[Any] = []
         keep = hooks(
@@ -116,7 +116,7 @@ def test_a_resumed_training_has_the_same_average_and_weights_bit_by_bit(strategy
     assert not np.array_equal(whole[0][0], whole[1][0])
 
 
-def test_an_average_is_not_of_16_bits_and_an_evaluation_of_16_bits_sees_it() -> None:
+def test_an_average_of_16_bit_weights_has_32_bits() -> None:
     callback = EMA(0.999)
     seen: list[Any] = []
     apply = at_batch(
@@ -153,7 +153,7 @@ CHOICES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_a_choice_that_is_no_array_of_each_parameter_is_refused_before_the_first_step(case: str) -> None:
+def test_a_choice_that_does_not_match_parameters_is_refused(case: str) -> None:
     choose, words = CHOICES[case]
     fit_refuses(
         ModuleError, "Chooses.eval_params", words, model=Validated(), train=BATCHES, callbacks=[Chooses(choose)]

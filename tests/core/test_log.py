@@ -73,19 +73,6 @@ REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
         )
         for fx in ("median", jnp.mean, None)
     },
-    **{
-        f"{name}={value!r}": (
-            lambda m, x, a={name: value}: m.log("a", 1.0, **a),
-            (rf"{name}=\.\.\.", "True", repr(value)),
-        )
-        for name, value in (
-            ("prog_bar", 1),
-            ("logger", "yes"),
-            ("add_dataloader_idx", None),
-            ("on_step", 1),
-            ("on_epoch", 0),
-        )
-    },
     "nowhere": (lambda m, x: m.log("a", 1.0, on_step=False), ("on_step=False, on_epoch=False", "logs nothing")),
     "no mapping": (lambda m, x: m.log_dict([1.0]), (r"log_dict\(dictionary\) takes names and values, got list",)),
     "another metric": (

@@ -161,20 +161,6 @@ def test_what_no_optimizer_takes_is_refused_in_its_constructor(kind: Any, make: 
     refuses(kind, make, *words)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        [SGD],
-        pytest.param((SGD,), marks=pytest.mark.full),
-        pytest.param(((jl.Optimizer(SGD),),), marks=pytest.mark.full),
-    ],
-)
-def test_a_list_of_one_optimizer_is_that_one(made: Any) -> None:
-    model, batches = net(made), random()
-    fit(model, batches, **BARE)
-    assert_same(model, HandLoop(net(), SGD)(*batches).module)
-
-
 def test_several_optimizers_are_shown_as_groups_of_the_module() -> None:
     class Two(Linear):
         def configure_optimizers(self) -> Any:

@@ -128,7 +128,8 @@ def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCap
     assert len(told) == evaluating
     for message in told:  # once
         assert (
-            message.startswith("Dropping is wholly in evaluation mode") and "Call module.train() before fit" in message
+            message.startswith("Dropping is entirely in evaluation mode")
+            and "Call module.train() before fit" in message
         )
 
 
@@ -159,7 +160,7 @@ def test_a_part_in_eval_mode_stays_in_it_and_the_rest_trains(strategy: str, capl
     watches = outputs_of("frozen", frozen), outputs_of("trained", trained)
     trainer = fit(model, random(2, rows=64), random(1, rows=64), *watches, strategy=strategy)
     assert all((ones == 1).all() for ones in frozen) and all((ones == 0).any() for ones in trained)
-    assert trainer.callback_metrics["dropped"] == 0  # validation is in evaluation mode wholly
+    assert trainer.callback_metrics["dropped"] == 0  # validation is entirely in evaluation mode
     assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
     modes = model.backbone.layers[0].use_running_average, model.backbone.layers[1].deterministic
     assert (*modes, model.dropout.deterministic) == (True, True, None)

@@ -73,20 +73,6 @@ def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
     assert fit(jl.lazy(Chosen, 3), random(1)).module.hparams == {"width": 3}
 
 
-@pytest.mark.full
-def test_a_class_without_a_generator_is_built() -> None:
-    class Positional(Net):
-        def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-            super().__init__(width, rngs=rngs)
-
-    assert_bit_equal(first_params(jl.lazy(Linear, features=3)), Linear())
-    trainer = fit(jl.lazy(Net, 16, 2, rngs=0), random(1), strategy="fsdp")
-    assert {"width": 16, "depth": 2}.items() <= trainer.module.hparams.items() and type(trainer.module) is Net
-    itself = fit(Net(16, 2, rngs=nnx.Rngs(0)), random(1), strategy="fsdp").module
-    assert_bit_equal(params_of(trainer.module), itself)
-    assert_bit_equal(first_params(jl.lazy(Positional, 16, nnx.Rngs(7))), Net(16, rngs=nnx.Rngs(7)))
-
-
 def test_lazy_refuses_what_is_no_module_class() -> None:
     for cls in (nnx.Linear, Linear(), "Net", lambda: Linear()):
         words = r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule"

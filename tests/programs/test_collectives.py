@@ -114,6 +114,7 @@ ENTRY %main (a: f32[64,8], b: f32[8]) -> f32[64,8] {
   %rs-start = ((f32[64,8]{1,0}), f32[8,8]{1,0}) async-start(f32[64,8]{1,0} %a), calls=%scatter
   %rs-done = f32[8,8]{1,0} async-done(((f32[64,8]{1,0}), f32[8,8]{1,0}) %rs-start), calls=%scatter
   %sugar = ((f32[64,8]{1,0}), f32[8,8]{1,0}) reduce-scatter-start(f32[64,8]{1,0} %a), dimensions={0}, to_apply=%add
+  %sugar-done = f32[8,8]{1,0} reduce-scatter-done(((f32[64,8]{1,0}), f32[8,8]{1,0}) %sugar)
   %a2a = (pred[3], pred[3]) all-to-all(%b, %b), replica_groups={{0,1}}
   %start = (s32[], bf16[8,8]{1,0}) tuple(%a, %b)
   %loop = (s32[], bf16[8,8]{1,0}) while(%start), condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"12"}}

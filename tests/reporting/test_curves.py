@@ -54,7 +54,7 @@ def test_a_point_stands_where_its_value_says(kind: str) -> None:
     np.testing.assert_allclose(read, shown, atol=0.02 * (shown.max() - shown.min() or 1))
 
 
-def test_values_that_are_not_finite_are_gaps_and_a_curve_of_them_alone_is_no_picture() -> None:
+def test_values_that_are_not_finite_are_gaps() -> None:
     values = np.array([1.0, 2.0, np.nan, 3.0, np.inf, 4.0])
     svg = curves_svg("x", {"x": (np.arange(6), values)})
     assert [len(points) for _, points in lines_of(svg)] == [2, 1, 1]

@@ -67,7 +67,7 @@ def test_numbers_are_counted_as_by_numpy(case):
     check(*CASES[case])
 
 
-def test_a_constant_has_numpys_edges_half_beside_it_and_a_large_one_is_counted_too():
+def test_a_constant_has_the_edges_of_numpy():
     for value in (0.0, 3.0, -2.5):
         check(np.full(6, value, np.float32), 5)
         counts, edges = unpack(np.asarray(traced(np.full(6, value, np.float32), 5)))
@@ -78,7 +78,7 @@ def test_a_constant_has_numpys_edges_half_beside_it_and_a_large_one_is_counted_t
         assert packed[0] < packed[1] and packed[0] <= value <= packed[1] and packed[2:].sum() == 6
 
 
-def test_numbers_on_an_edge_lie_in_the_bin_above_and_the_highest_in_the_last():
+def test_numbers_on_an_edge_are_in_the_bin_above():
     x = np.arange(9, dtype=np.float32)  # each exactly an edge
     counts, edges = unpack(np.asarray(histogram(jnp.asarray(x), 8)))  # not traced
     assert counts.tolist() == [1] * 7 + [2] == np.histogram(x, 8)[0].tolist()
@@ -132,7 +132,7 @@ class Histograms(jl.Callback):
         self.seen = {**getattr(self, "seen", {}), step: values}
 
 
-def test_in_a_sharded_step_histograms_gather_nothing_and_count_what_one_device_counts():
+def test_histograms_of_a_sharded_step_gather_nothing():
     seen, batches = [], list(rng.normal(size=(4, 16, 16)).astype(np.float32))
     start = NORMAL.reshape(-1)[:512].reshape(16, 32)
     for strategy in (splitting("fsdp"), "single"):

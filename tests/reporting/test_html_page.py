@@ -18,5 +18,5 @@ SHOWN = [
 
 @pytest.mark.parametrize("kind", [float, np.float64, np.float32])
 @pytest.mark.parametrize(("value", "text"), SHOWN)
-def test_a_number_is_shown_in_few_digits_also_one_that_is_not_finite(value: float, text: str, kind: type) -> None:
+def test_a_number_is_shown_in_few_digits(value: float, text: str, kind: type) -> None:
     assert number(kind(value), " at 3") == (f"{text} at 3", "n")

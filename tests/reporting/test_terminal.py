@@ -126,7 +126,7 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
 
 
 @pytest.mark.full
-def test_a_file_has_a_line_for_each_epoch_and_no_control_codes_also_in_ascii(tmp_path):
+def test_a_file_has_plain_lines_also_in_ascii(tmp_path):
     """Under LANG=C; tests/test_examples.py has the lines of one in UTF-8."""
     # What Python does by itself under LANG=C is turned off: not every platform does it.
     ascii_only = {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
@@ -171,7 +171,7 @@ def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
     assert "widgets" not in notebook.metadata
 
 
-def test_a_notebooks_live_line_is_one_output_for_all_epochs_and_the_lines_of_epochs_stand_below(monkeypatch, capsys):
+def test_a_notebooks_live_line_is_one_output(monkeypatch, capsys):
     shown = []
 
     class Handle:

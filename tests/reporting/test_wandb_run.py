@@ -156,7 +156,7 @@ def upload(run, step, *, lasts=False):
     run.log_checkpoint(checkpoint(step), name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
 
 
-def test_checkpoints_arrive_and_one_may_be_deleted_once_it_is_taken():
+def test_a_checkpoint_may_be_deleted_once_it_is_taken():
     with held() as release:
         run = FakeRun(arrives=lambda: release.wait(30))
         found = WandbRun(run, 30.0, raises=False)

@@ -219,7 +219,7 @@ def test_a_batch_spec_of_a_replica_strategy_is_refused() -> None:
 def test_a_replica_has_one_body_for_each_of_its_two_programs() -> None:
     replica = Replica(axis="data", count=8)
     assert replica.splits and replica.share == 1.0
-    whole = replace(replica, whole=True)
+    whole = replace(replica, sees_all_rows=True)
     assert not whole.splits and whole.share == 1 / 8
 
 
