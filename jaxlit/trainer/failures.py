@@ -44,7 +44,7 @@ def _exhausted(error: BaseException, run: Setup) -> BaseException:
         return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
 
 
-def rescue(trainer: Any, run: Setup) -> str:
+def rescue(trainer: Any, run: Setup | None) -> str:
     """Write a checkpoint of a run that hangs, as after an error, from another thread.
 
     Args:

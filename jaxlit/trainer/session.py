@@ -137,12 +137,13 @@ class Session:
             warn_of_bad_step(checkpoint, self.settings.nan_policy)
         resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
         writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
+        # Signals are noted from here on, so that the lock is released and checkpoints are finished.
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
                 self.run(module, stage, loaders, loop_fit, take_ownership=take_ownership, resume=resume)
             finally:
-                if lock is not None:
+                if lock is not None:  # not before a writer in the background has finished
                     self.saver.when_written(lock.close)
 
     @out_of_meshes
@@ -232,8 +233,7 @@ class Session:
                     if run.hooks.bind("prepare_data"):
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
                     run.hooks("setup", stage.verb)
-                    # After setup, where a callback makes what its state goes into; before the loaders, whose hooks may
-                    # ask it.
+                    # After setup, where a callback makes what its state goes into, before the hooks of loaders.
                     if fitting and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
                     try:
@@ -280,13 +280,12 @@ class Session:
         return position
 
     def _watchdog(self) -> Watchdog:
-        run: Any = lambda: self.current  # noqa: E731
         return Watchdog(
             *self.settings.timeouts,
             control=self.control,
-            progress=lambda: run().progress,
-            place=lambda: run().place,
-            rescue=lambda: rescue(self._trainer, run()),
+            progress=lambda: self.current and self.current.progress,
+            place=lambda: self.current.place if self.current else "",
+            rescue=lambda: rescue(self._trainer, self.current),
         )
 
     def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
@@ -296,6 +295,7 @@ class Session:
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
     def _set_up(self, module: TrainModule, loaders: Loaders, position: Position) -> Setup:
+        # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
