@@ -29,6 +29,7 @@ from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
 from jaxlit.loop.run import Setup
+from jaxlit.pipeline.executor import BatchRun
 from jaxlit.pipeline.places import Places
 from jaxlit.strategies import registry
 from jaxlit.trainer import session
