@@ -142,7 +142,7 @@ class MLFlowLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        row, now, at = dict(metrics), int(time.time() * 1000), self._step(step)
+        row, now, at = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
         self._send(lambda: self._log_metrics(row, now, at))
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
@@ -201,7 +201,7 @@ class MLFlowLogger(Logger):
         """Send media as files."""
         if self._attached is None or not self._attached.is_global_zero:
             return
-        folder, at = self._stage(), self._step(step)
+        folder, at = self._stage(), self._step_or_newest(step)
         getattr(MediaFolder(lambda: folder, lambda: at, announces=False), method)(key, *args, **named)
         self._send(lambda: self._upload(folder / "media", "media"))
 

@@ -113,7 +113,7 @@ class TensorBoardLogger(Logger):
         """Write a row."""
         if (writer := self._opened()) is not None:
             for name, value in metrics.items():
-                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step(step))
+                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step_or_newest(step))
 
     def save(self) -> None:
         """Write out what has been logged."""
@@ -131,7 +131,7 @@ class TensorBoardLogger(Logger):
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
         if (writer := self._opened()) is not None:
-            writer.add_text(key, str(text), self._step(step))
+            writer.add_text(key, str(text), self._step_or_newest(step))
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
@@ -149,8 +149,8 @@ class TensorBoardLogger(Logger):
         x = np.asarray(values, np.float64)
         x = x[np.isfinite(x)]
         sums = float(x.sum()), float((x**2).sum())
-        limits = edges[1:].tolist()
-        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._step(step))
+        limits, at = edges[1:].tolist(), self._step_or_newest(step)
+        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), at)
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -162,7 +162,7 @@ class TensorBoardLogger(Logger):
             return
         for i, array in enumerate(arrays):
             name = f"{key}/{i}" if len(arrays) > 1 else key
-            writer.add_image(name, array, self._step(step), dataformats="HWC"[: array.ndim])
+            writer.add_image(name, array, self._step_or_newest(step), dataformats="HWC"[: array.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 
