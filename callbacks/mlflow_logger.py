@@ -85,12 +85,7 @@ class MLFlowLogger(Logger):
             raise ArgumentError(
                 f"MLFlowLogger(save_dir={str(save_dir)!r}, tracking_uri={tracking_uri!r}) are two places. Pass one."
             )
-        try:
-            import mlflow.tracking  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError as error:
-            raise LoggerError(
-                "MLFlowLogger needs MLflow, which is not installed. Run `pip install jaxlit[mlflow]`."
-            ) from error
+        check.import_package("mlflow.tracking", owner="MLFlowLogger", install="jaxlit[mlflow]")
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, dict(tags or {})
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location

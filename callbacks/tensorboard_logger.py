@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
@@ -85,12 +86,7 @@ class TensorBoardLogger(Logger):
         Raises:
             LoggerError: It is not installed.
         """
-        try:
-            import tensorboardX  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError as error:
-            raise LoggerError(
-                "TensorBoardLogger needs tensorboardX, which is not installed. Run `pip install jaxlit[tensorboard]`."
-            ) from error
+        check.import_package("tensorboardX", owner="TensorBoardLogger", install="jaxlit[tensorboard]")
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:

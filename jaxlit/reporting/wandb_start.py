@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit import checks as check
 from jaxlit.background import Background
 from jaxlit.errors import JaxlitError
 from jaxlit.reporting.terminal import join, say, short_path
@@ -134,15 +135,7 @@ def import_wandb() -> Any:
     Raises:
         WandbError: It is not installed.
     """
-    try:
-        import wandb
-        import wandb.errors
-    except ImportError as error:
-        raise WandbError(
-            "WandbLogger needs the wandb package, which is not installed. Run `pip install wandb`, or leave "
-            "WandbLogger out."
-        ) from error
-    return wandb
+    return check.import_package("wandb", owner="WandbLogger", install="wandb", kind=WandbError)
 
 
 @contextlib.contextmanager
