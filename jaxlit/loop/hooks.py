@@ -1,5 +1,6 @@
 """Which hooks are called, and what follows each call."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +20,7 @@ from jaxlit.porting import advice
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
-    from jaxlit.engine.live import Live
+    from jaxlit.engine.module_sync import ModuleSync
     from jaxlit.loop.host_sums import HostLog
 
 _HOOKS = {
@@ -128,7 +129,7 @@ class Hooks:
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
         self.datamodule, self.failed = datamodule, Failures(position, self._disable)
-        self.live: Live | None = None  # set while a run owns the arrays of the module
+        self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[Any, Hook] = {}  # by name
         # Of callbacks that measure; None where there are none, so that a row costs no call for them.
@@ -248,22 +249,13 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
-def fitting(callback: Callback, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
-    """Return a callback's method that can be called with these arguments; the default is those of the hook.
-
-    Raises:
-        ModuleError: It takes other arguments.
-    """
-    return _fitting(callback, hook, _arguments(hook) if arguments is None else arguments)
-
-
 def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
     method = fitting(callback, hook)
     return method if hook not in _WITHOUT_MODULE else lambda trainer, module, *args: method(trainer, *args)
 
 
 def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:
-    method = _fitting(owner, hook, [name for name in _arguments(hook) if name not in ("trainer", "module")])
+    method = fitting(owner, hook, [name for name in _arguments(hook) if name not in ("trainer", "module")])
     return lambda trainer, module, *args: method(*args)
 
 
@@ -273,29 +265,26 @@ def _arguments(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Callback, hook)).parameters)[1:] if hasattr(Callback, hook) else []
 
 
-def _fitting(owner: Any, hook: str, arguments: list[str]) -> Callable[..., Any]:
+def fitting(owner: Any, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
     """Return a hook that can be called with these arguments; it may leave out `dataloader_idx`, as in Lightning.
+
+    Args:
+        owner: The callback, module or DataModule.
+        hook: The hook.
+        arguments: The names of its arguments; None for those of a callback's hook.
 
     Raises:
         ModuleError: It takes others.
     """
-    method = getattr(owner, hook)
+    method, arguments = getattr(owner, hook), _arguments(hook) if arguments is None else arguments
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # a builtin may have none
         return method
-    if _takes(signature, arguments):
-        return method
-    if arguments[-1:] == ["dataloader_idx"] and _takes(signature, arguments[:-1]):
-        return lambda *args: method(*args[:-1])
+    for given in (arguments, arguments[:-1] if arguments[-1:] == ["dataloader_idx"] else arguments):
+        with contextlib.suppress(TypeError):
+            signature.bind(*given)
+            return method if given is arguments else lambda *args: method(*args[:-1])
     raise ModuleError(
         f"{type(owner).__name__}.{hook}{signature} is called with ({', '.join(arguments)}). Give it these arguments."
     )
-
-
-def _takes(signature: inspect.Signature, arguments: list[str]) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True

@@ -37,6 +37,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     """
     saved, wanted = checkpoint.specs, engine.state.specs
     evaluates = engine.evaluates_only
+    # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
     empty = not checkpoint.state["position"]["filled"]
 
@@ -52,6 +53,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
 
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
+    # The arrays of another optimizer may fit by name and shape, but mean something else.
     if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
@@ -60,6 +62,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     again = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
     pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
+    # The engine's arrays are freed first: both states together may not fit into the devices' memory.
     # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
     released = engine.state.release(pairs.values())
     target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)

@@ -52,9 +52,12 @@ class Limit(NamedTuple):
     at_epoch_end: bool  # or else after the step that runs
 
 
-@dataclass
-class Run:
-    """One fit, validate, test or predict: what its loops share."""
+Loader = tuple[Source, int | None]  # and its limit in batches
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a run has before its loaders are open and its engine is made, as in `prepare_data` and `setup`."""
 
     settings: Settings
     control: Control
@@ -65,23 +68,85 @@ class Run:
     loaders: Loaders
     max_in_flight: int  # steps that may be dispatched and not finished
     clock: Clock
-    # None until the loaders are open, so also in prepare_data and setup.
-    engine: Engine = None  # type: ignore[assignment]
-    feeder: Feeder = None  # type: ignore[assignment]
-    train: tuple[Source, int | None] | None = None  # a loader and its limit in batches
-    val: Sequence[tuple[Source, int | None]] = ()
-    evaluated: Sequence[tuple[Source, int | None]] = ()  # what validate, test or predict runs over
+    accumulate_given: int  # the Trainer's argument, before any hook
+    accumulate_left: int | None = None  # the argument when the loops ended, which teardown may set back
+    train: Loader | None = None
+    val: Sequence[Loader] = ()
+    evaluated: Sequence[Loader] = ()  # what validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
     val_every: int | None = None  # batches between validations; None for the end of the epoch
+    compiles: CompileLog = field(default_factory=CompileLog)
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    def end_clock(self) -> None:
+        """Stop the clock: the run is over."""
+        self.ended = self.ended or time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken so far."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.started
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """A value that changes whenever the run moves; any thread may read it."""
+        return self.hooks.log.hook, self.position.total_batch_idx, self.position.phase
+
+    @property
+    def place(self) -> str:
+        """How far the run is, in words."""
+        hook, position = self.hooks.log.hook, self.position
+        return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
+
+    def close(self) -> None:
+        """Close the loaders."""
+        self.accumulate_left = self.settings.accumulate_grad_batches
+        for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
+            source.close()
+
+    def count_batches(self) -> None:
+        """Count the batches that the loaders have, for hooks, schedules and the loop."""
+        assert self.train is not None
+        self.control.num_training_batches = count(self.train[1])
+        # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
+        known = self.epoch_steps < math.inf
+        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
+        self.control.num_val_batches = [count(limit) for _, limit in self.val]
+        self.validates = any(limit != 0 for _, limit in self.val)
+
+    @property
+    def epoch_steps(self) -> int | float:
+        """The optimizer steps of an epoch; inf where they are not known."""
+        steps = self.control.num_training_batches / self.accumulate_given
+        return math.ceil(steps) if steps < math.inf else steps
+
+    @property
+    def log_every(self) -> int:
+        """The optimizer steps between rows, 0 for none."""
+        every = self.settings.log_every_n_steps
+        return self.control.log_every if isinstance(every, str) else every
+
+    @property
+    def trains(self) -> bool:
+        """Whether `limit_train_batches` leaves anything to train on."""
+        # A loader that is empty itself is an error, not a limit.
+        return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
+
+
+@dataclass(kw_only=True)
+class Run(Setup):
+    """One fit, validate, test or predict: what its loops share."""
+
+    engine: Engine
+    feeder: Feeder
+    tracing: Tracing
     # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
     pending: tuple[Any, Mapping[str, Any], int] | None = None
     rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
-    tracing: Tracing = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training continues from a checkpoint, and has not begun an epoch since
     accumulate: int = 1  # batches of an optimizer step in this epoch
-    accumulate_given: int = 1  # the Trainer's argument, before any hook
-    accumulate_left: int | None = None  # the argument when the loops ended, which teardown may set back
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
     announced: bool = field(default_factory=is_announced_by_jax)  # jax announces a SIGTERM to all processes
@@ -91,14 +156,21 @@ class Run:
     starts: list[Start] = field(default_factory=list)  # of the steps that were not checked yet
     not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.rewind`
     resume: Resume | None = None  # the checkpoint that training continues from
-    compiles: CompileLog = field(default_factory=CompileLog)
-    _started: float = field(default_factory=time.monotonic)
-    _ended: float | None = None
     limits: list[Limit] = field(default_factory=list)  # of time
     is_timed: bool = False  # something waits for a time; an attribute, because each step reads it
     _next_validation: float | None = None  # seconds of the clock, if the interval is a time
     _stop_logged: bool = False
     _signal_printed: bool = False
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """A value that changes whenever the run moves; any thread may read it."""
+        return *super().progress, self.feeder.drawn
+
+    def count_batches(self) -> None:
+        """Count the batches of loaders that were opened again."""
+        super().count_batches()
+        self.tracing = Tracing(self.hooks, self.log_every)
 
     def start_clocks(self) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""
@@ -120,62 +192,6 @@ class Run:
         dues = [limit.due for limit in self.limits if not limit.at_epoch_end]
         dues += [] if self._next_validation is None else [self._next_validation]
         return self.clock.look(min((due for due in dues if due > self.clock.now), default=None), ask=ask)
-
-    def end_clock(self) -> None:
-        """Stop the clock: the run is over."""
-        self._ended = self._ended or time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """How long the run took, or has taken so far."""
-        return (time.monotonic() if self._ended is None else self._ended) - self._started
-
-    @property
-    def progress(self) -> tuple[Any, ...]:
-        """A value that changes whenever the run moves; any thread may read it."""
-        position = self.position
-        return self.hooks.log.hook, position.total_batch_idx, position.phase, self.feeder and self.feeder.drawn
-
-    @property
-    def place(self) -> str:
-        """How far the run is, in words."""
-        hook, position = self.hooks.log.hook, self.position
-        return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
-
-    def close(self) -> None:
-        """Close the loaders."""
-        self.accumulate_left = self.settings.accumulate_grad_batches
-        for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
-            source.close()
-
-    def count_batches(self) -> None:
-        """Count the batches that the loaders have, for hooks, schedules and the loop."""
-        assert self.train is not None
-        self.control.num_training_batches = count(self.train[1])
-        # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
-        known = self.epoch_steps < math.inf
-        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
-        self.tracing = Tracing(self.hooks, self.log_every)
-        self.control.num_val_batches = [count(limit) for _, limit in self.val]
-        self.validates = any(limit != 0 for _, limit in self.val)
-
-    @property
-    def epoch_steps(self) -> int | float:
-        """The optimizer steps of an epoch; inf where they are not known."""
-        steps = self.control.num_training_batches / self.accumulate_given
-        return math.ceil(steps) if steps < math.inf else steps
-
-    @property
-    def log_every(self) -> int:
-        """The optimizer steps between rows, 0 for none."""
-        every = self.settings.log_every_n_steps
-        return self.control.log_every if isinstance(every, str) else every
-
-    @property
-    def trains(self) -> bool:
-        """Whether `limit_train_batches` leaves anything to train on."""
-        # A loader that is empty itself is an error, not a limit.
-        return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
 
     @property
     def done(self) -> bool:

@@ -20,7 +20,7 @@ from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.failures import Failures
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
 
 
@@ -89,7 +89,7 @@ def load_position(state: Mapping[str, Any]) -> Position:
     return Position(**state["position"])
 
 
-def load_callbacks(run: Run, state: Mapping[str, Any]) -> list[str]:
+def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
     saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
     owners = [(callback, saved[key], key) for key, callback in known.items() if key in saved]
@@ -148,7 +148,7 @@ def _numbers_set(run: Run) -> tuple[int, int]:
     return run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches
 
 
-def keeps_accumulation(run: Run, state: Mapping[str, Any]) -> bool:
+def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
     """Return whether the number that hooks had set still holds: the Trainer has the same, and no `setup` set another.
 
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.

@@ -24,11 +24,11 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.restore import Resume, load_engine
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Setup
 from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import build
+from jaxlit.trainer.building import build, check_model
 from jaxlit.trainer.opening import check_window
 
 
@@ -61,6 +61,7 @@ class Engines:
 
         A lazy one is built, unless it has been: an evaluation takes what an earlier run has built, and a fit trained.
         """
+        check_model(model, stage)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
         last = self._built
         known = last is not None and last.model is model and last.seed in (None, settings.seed)
@@ -73,7 +74,7 @@ class Engines:
         return loaders.module, isinstance(model, lazy)
 
     def make(
-        self, run: Run, fitted: Engine | None, *, fitting: bool, take_ownership: bool, resume: Resume | None
+        self, run: Setup, fitted: Engine | None, *, fitting: bool, take_ownership: bool, resume: Resume | None
     ) -> Engine:
         """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
 
@@ -113,7 +114,7 @@ class Engines:
         given = module, self._strategy, Precision(settings.precision)
         return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
-    def _of_fit(self, run: Run, take_ownership: bool) -> Engine:
+    def _of_fit(self, run: Setup, take_ownership: bool) -> Engine:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()

@@ -10,7 +10,7 @@ import jax
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, Setup
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
@@ -79,7 +79,7 @@ class Explanation:
 
 
 @out_of_meshes
-def explain(run: Run | None) -> Explanation:
+def explain(run: Setup | None) -> Explanation:
     """Return where the time of a run went, how its state is sharded, and what its programs cost.
 
     Raises:
@@ -88,21 +88,21 @@ def explain(run: Run | None) -> Explanation:
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from a hook.")
     seconds, hooks = run.seconds, _times(run.hooks)
-    if (engine := run.engine) is None:  # the run has not begun its loops
+    if not isinstance(run, Run):  # its loops have not begun
         return Explanation(hooks, seconds, dict(run.compiles.seconds))
     # What jax has forgotten meanwhile is compiled again, which is not the run's.
     with run.compiles.paused():
-        programs = tuple(_numbered(program.cost for program in engine.programs))
-    return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, engine), programs)
+        programs = tuple(_numbered(program.cost for program in run.engine.programs))
+    return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
 
 
 @out_of_meshes
-def step_flops(run: Run | None) -> dict[str, Flops]:
+def step_flops(run: Setup | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
-    if run is None or (engine := run.engine) is None:
+    if not isinstance(run, Run):
         return {}
     with run.compiles.paused():
-        counted = [(program.name, program.flops) for program in reversed(engine.programs)]
+        counted = [(program.name, program.flops) for program in reversed(run.engine.programs)]
     return {name: flops for name, flops in counted if flops is not None}
 
 

@@ -10,10 +10,10 @@ from jaxlit.checkpoints import files
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import StateError
 from jaxlit.loop.rewind import end_before_bad_step
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, Setup
 
 
-def explained(error: BaseException, run: Run) -> BaseException:
+def explained(error: BaseException, run: Setup) -> BaseException:
     """Return the error that a run ends with: the one that was raised, or one that says more than jax's."""
     if is_exhausted(error):
         return _exhausted(error, run)
@@ -27,15 +27,16 @@ def explained(error: BaseException, run: Run) -> BaseException:
     return error
 
 
-def _exhausted(error: BaseException, run: Run) -> BaseException:
-    if (engine := run.engine) is None:
+def _exhausted(error: BaseException, run: Setup) -> BaseException:
+    if not isinstance(run, Run):
         return out_of_memory(error, "before the first step")
+    engine = run.engine
     failed, compiling = engine.failed, "compil" in str(error).lower()
     place, programs = run.place, engine.programs
     if failed is not None:  # to compile it again would only fail again, and may take minutes
         place = f"in {failed.name}, {'as it was compiled' if compiling else 'in its first call'}"
         programs = [] if compiling else [failed]
-    example, replicas, batch = run.feeder and run.feeder.example, engine.strategy.num_replicas, None
+    example, replicas, batch = run.feeder.example, engine.strategy.num_replicas, None
     if example is not None:  # rows are split over the devices where they divide
         leaves = jax.tree.leaves(example)
         batch = sum(x.nbytes // (replicas if x.ndim and x.shape[0] % replicas == 0 else 1) for x in leaves)
@@ -43,7 +44,7 @@ def _exhausted(error: BaseException, run: Run) -> BaseException:
         return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
 
 
-def rescue(trainer: Any, run: Run) -> str:
+def rescue(trainer: Any, run: Setup | None) -> str:
     """Write a checkpoint of a run that hangs, as after an error, from another thread.
 
     Args:
@@ -53,6 +54,8 @@ def rescue(trainer: Any, run: Run) -> str:
     Returns:
         What was saved, as a text.
     """
+    if not isinstance(run, Run):
+        return "Nothing was there to be saved."
     error = TimeoutError("nothing moves")
     with contextlib.suppress(Exception):  # else the checkpoint would be of after a step that was not finite
         end_before_bad_step(run, error)

@@ -11,14 +11,14 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.restore import Resume
-from jaxlit.loop.run import Run, validation_interval
+from jaxlit.loop.run import Setup, validation_interval
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 
 _logger = logging.getLogger("jaxlit")
 
 
-def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
+def open_fit(run: Setup, strategy: Strategy, resume: Resume | None) -> None:
     """Open the loaders of a fit.
 
     Raises:
@@ -55,7 +55,7 @@ def open_fit(run: Run, strategy: Strategy, resume: Resume | None) -> None:
         run.position.data = run.train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
-def check_training(run: Run, *, logs: bool) -> None:
+def check_training(run: Setup, *, logs: bool) -> None:
     """Warn of a module in evaluation mode, and of an epoch, or a training, without a step whose row is logged.
 
     Args:
@@ -83,7 +83,7 @@ def check_training(run: Run, *, logs: bool) -> None:
         )
 
 
-def check_loaders(run: Run, watchdog: Watchdog) -> None:
+def check_loaders(run: Setup, watchdog: Watchdog) -> None:
     """Refuse what no step could take before anything is compiled."""
     for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
         run.loaders.check_first(*pair, watchdog, required=pair is run.train)
@@ -92,7 +92,7 @@ def check_loaders(run: Run, watchdog: Watchdog) -> None:
             source.close()  # its threads and processes would wait until the first validation
 
 
-def restore_callbacks(run: Run, checkpoint: Checkpoint) -> None:
+def restore_callbacks(run: Setup, checkpoint: Checkpoint) -> None:
     """Give the callbacks their states, and warn of states that none takes."""
     of_defaults = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
     if left := [x for x in snapshot.load_callbacks(run, checkpoint.state) if not x.startswith(of_defaults)]:
@@ -118,7 +118,7 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then[nan_policy]}.{inside}")
 
 
-def check_window(checkpoint: Checkpoint, run: Run) -> None:
+def check_window(checkpoint: Checkpoint, run: Setup) -> None:
     """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
 
     Raises:

@@ -14,6 +14,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
+from jaxlit.loop.run import Run
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.terminal import short_path
 from jaxlit.trainer.arguments import TrainerArguments, notes_reads
@@ -197,8 +198,7 @@ class TrainerProperties(TrainerArguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        ready = run is not None and run.train is not None and run.feeder is not None
-        return run.feeder.waited(run.train[0]) if ready else 0.0  # type: ignore[union-attr, index]
+        return run.feeder.waited(run.train[0]) if isinstance(run, Run) and run.train is not None else 0.0
 
     @property
     def compile_seconds(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
-from jaxlit.engine.live import Live
+from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
@@ -31,15 +31,16 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Run, Setup
 from jaxlit.loop.settings import Settings
+from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, check_model, make_loaders
+from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
@@ -86,7 +87,7 @@ class Session:
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
-        self.current: Run | None = None
+        self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
         self.running = False
         # A trial run makes everything and writes nothing.
@@ -110,7 +111,7 @@ class Session:
     @property
     def active(self) -> Engine | None:
         """The engine of the run that continues, from before its first batch on."""
-        return self.current.engine if self.running and self.current is not None else None
+        return self.current.engine if self.running and isinstance(self.current, Run) else None
 
     # The verbs --------------------------------------------------------------------------------------
 
@@ -127,9 +128,8 @@ class Session:
         stage = STAGES["training"]
         check_fit(self.settings, self.callbacks, start)
         loaders = make_loaders(self.settings, stage, given, datamodule)
-        self._check_idle(stage)
         checkpoint, weights = self._claim(stage, start.ckpt_path, start.init_from)
-        module, take_ownership = self._module_of(model, stage, loaders)
+        module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
         check_fitting(self.settings, module, checkpoint, given["validation"][0])
         if weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
             load_variables(module, weights, strict=False, draws=False)
@@ -137,12 +137,13 @@ class Session:
             warn_of_bad_step(checkpoint, self.settings.nan_policy)
         resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
         writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
+        # Signals are noted from here on, so that the lock is released and checkpoints are finished.
         with interruptible(self.control):
             lock = self.folder.hold() if writes else None
             try:
                 self.run(module, stage, loaders, loop_fit, take_ownership=take_ownership, resume=resume)
             finally:
-                if lock is not None:
+                if lock is not None:  # not before a writer in the background has finished
                     self.saver.when_written(lock.close)
 
     @out_of_meshes
@@ -157,28 +158,25 @@ class Session:
     ) -> list[Any]:
         """Validate, test or predict; returns what the loop returns."""
         loaders = make_loaders(self.settings, stage, {stage.name: (dataloaders, "dataloaders")}, datamodule)
-        self._check_idle(stage)
         checkpoint, _ = self._claim(stage, ckpt_path)
         model = self.module if model is None else model
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
-        module, take_ownership = self._module_of(model, stage, loaders)
+        module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
         results: list[Any] = []
         resume = None if checkpoint is None else Resume(checkpoint)
         loops = lambda run: results.extend(work(run, stage.name, run.evaluated))  # noqa: E731
         self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
         return results
 
-    def _check_idle(self, stage: Stage) -> None:
-        if self.running:
-            raise ArgumentError(
-                f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
-            )
-
     def _claim(
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
     ) -> tuple[Checkpoint | None, Checkpoint | None]:
         """Return the checkpoint to continue from, or to take weights of, and make the run's folder this Trainer's."""
+        if self.running:
+            raise ArgumentError(
+                f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
+            )
         self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
         checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
@@ -188,10 +186,6 @@ class Session:
         several, fitting = jax.process_count() > 1, stage.verb == "fit"
         self.folder.claim(files, self.settings.resume, checkpoint, several=several, fitting=fitting)
         return checkpoint, weights
-
-    def _module_of(self, model: TrainModule | lazy, stage: Stage, loaders: Loaders) -> tuple[TrainModule, bool]:
-        check_model(model, stage)
-        return self._engines.module_of(model, stage, loaders, self.settings)
 
     # A run ------------------------------------------------------------------------------------------
 
@@ -232,21 +226,22 @@ class Session:
         outer = attach(module, self._trainer)
         position = self._reset(module, loaders, resume, fitting=fitting)
         try:
-            self.current = run = self._make_run(module, loaders, position)
-            with run.compiles, self._watchdog(run) as watchdog:
+            self.current = run = self._set_up(module, loaders, position)
+            with run.compiles, self._watchdog() as watchdog:
                 error: BaseException | None = None
                 try:
                     if run.hooks.bind("prepare_data"):
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
                     run.hooks("setup", stage.verb)
-                    # After setup, where a callback makes what its state goes into; before the loaders, whose hooks may
-                    # ask it.
+                    # After setup, where a callback makes what its state goes into, before the hooks of loaders.
                     if fitting and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
-                    with contextlib.closing(run):
+                    try:
                         self._run_loops(run, stage, work, take_ownership, resume, watchdog)
+                    finally:
+                        self.current.close()
                 except BaseException as raised:
-                    error = explained(raised, run)
+                    error = explained(raised, self.current)
                     # Every callback is called and torn down, whatever another one raises meanwhile.
                     run.hooks.call_all("on_exception", error, error)
                 error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
@@ -284,13 +279,13 @@ class Session:
             self.position = position
         return position
 
-    def _watchdog(self, run: Run) -> Watchdog:
+    def _watchdog(self) -> Watchdog:
         return Watchdog(
             *self.settings.timeouts,
             control=self.control,
-            progress=lambda: run.progress,
-            place=lambda: run.place,
-            rescue=lambda: rescue(self._trainer, run),
+            progress=lambda: self.current and self.current.progress,
+            place=lambda: self.current.place if self.current else "",
+            rescue=lambda: rescue(self._trainer, self.current),
         )
 
     def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
@@ -299,7 +294,8 @@ class Session:
             raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
-    def _make_run(self, module: TrainModule, loaders: Loaders, position: Position) -> Run:
+    def _set_up(self, module: TrainModule, loaders: Loaders, position: Position) -> Setup:
+        # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
@@ -310,40 +306,56 @@ class Session:
         for logger in loggers:
             logger.attach(self._trainer, self.media)
         hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
-        in_flight = self.settings.steps_in_flight(self.strategy.mesh.size)
-        clock = Clock(jax.process_count() > 1)
-        return Run(
-            *(self.settings, self.control, module, hooks, self.results, position, loaders, in_flight, clock),
+        return Setup(
+            settings=self.settings,
+            control=self.control,
+            module=module,
+            hooks=hooks,
+            results=self.results,
+            position=position,
+            loaders=loaders,
+            max_in_flight=self.settings.steps_in_flight(self.strategy.mesh.size),
+            clock=Clock(jax.process_count() > 1),
             accumulate_given=self.settings.accumulate_grad_batches,
         )
 
     def _run_loops(
         self,
-        run: Run,
+        setup: Setup,
         stage: Stage,
         work: Callable[[Run], object],
         take_ownership: bool,
         resume: Resume | None,
         watchdog: Watchdog,
     ) -> None:
-        hooks, fitting = run.hooks, stage.verb == "fit"
+        hooks, fitting = setup.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            open_fit(run, self.strategy, resume)
+            open_fit(setup, self.strategy, resume)
         else:
-            run.evaluated = run.loaders.open(stage.name, required=True)
+            setup.evaluated = setup.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
-        check_loaders(run, watchdog)
-        run.engine = self._engines.make(run, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
+        check_loaders(setup, watchdog)
+        engine = self._engines.make(setup, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
+        tracing = Tracing(hooks, setup.log_every if fitting else 0)
+        feeder = Feeder(
+            self.strategy.shard_batch,
+            intake_of=setup.loaders.intake_of,
+            splits=self.strategy.splits_by_process,
+            prefetch=self.settings.prefetch,
+            watchdog=watchdog,
+            control=self.control,
+            epoch=lambda: setup.position.epoch,
+        )
+        self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)
         if fitting:
             check_training(run, logs=bool(self._trainer.loggers))
             self.fitted = run
         else:
-            run.engine.state.count_from(run.position.global_step, run.position.epoch)
-        run.feeder = self._make_feeder(run, watchdog)
+            engine.state.count_from(run.position.global_step, run.position.epoch)
         # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
         put_back = not (fitting or take_ownership)
-        hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
+        hooks.live = ModuleSync(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
@@ -356,17 +368,6 @@ class Session:
             work(run)
             if fitting:
                 hooks("on_fit_end")
-
-    def _make_feeder(self, run: Run, watchdog: Watchdog) -> Feeder:
-        return Feeder(
-            self.strategy.shard_batch,
-            intake_of=run.loaders.intake_of,
-            splits=self.strategy.splits_by_process,
-            prefetch=self.settings.prefetch,
-            watchdog=watchdog,
-            control=self.control,
-            epoch=lambda: run.position.epoch,
-        )
 
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit.checkpoints import NEWER, OLDER, bytes_of, edit, flip, keep_all, names, put, seal, state_of, train
+from kit.checkpoints import NEWER, OLDER, bytes_of, edit, flip, keep_all, names, put, seal, train
 from kit.journal import hooks
 from kit.refusals import warnings_of
 
@@ -357,9 +357,3 @@ def test_no_source_file_of_the_package_can_turn_data_into_code():
     assert {path.name: found[0] for path in every if (found := FORBIDDEN.search(path.read_text()))} == {}
     for line in ("import pickle", "from torch import load", "x = eval(t)", "np.load(f, allow_pickle=True)"):
         assert FORBIDDEN.search(line)
-
-
-def test_the_state_is_json_and_holds_no_code(one):
-    state = state_of(one)
-    assert (state["global_step"], state["epoch"], state["processes"]) == (3, 1, 1)
-    assert {p.suffix for p in one.rglob("*") if p.is_file()} & {".pkl", ".pickle", ".py", ".npy"} == set()

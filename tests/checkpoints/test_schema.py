@@ -7,8 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from kit.checkpoints import OLDER, bytes_of, edit, names, put, seal, state_of, train
-from kit.inside import files
+from kit.checkpoints import OLDER, bytes_of, edit, names, put, state_of, train
 
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.schema import check_state
@@ -81,14 +80,6 @@ def test_a_position_that_cannot_be_is_refused(state):
             state["position"][member] = wrong
             refused(state, rf"\['position'\]\['{member}'\] is ")
         state["position"][member] = right
-
-
-def test_a_position_that_contradicts_itself_is_refused(state):
-    # Where an epoch has not begun, nothing of it is done.
-    early = [{"phase": 0, **x} for x in ({"batch_idx": 1}, {"filled": 1}, {"over": True})]
-    for changed in ({"phase": 9}, {"surprise": 1}, *early):
-        where = r"\['phase'\] is 9" if changed == {"phase": 9} else " is "
-        refused(state | {"position": state["position"] | changed}, rf"\['position'\]{where}")
 
 
 STATES = ("loaders", "training", "states")
@@ -165,19 +156,6 @@ def test_a_lie_of_the_right_kind_is_refused_by_the_resume(change, error, words, 
     assert names() == [OLDER]
 
 
-def test_lies_about_what_is_only_told_train_nothing_else(folder, whole):
-    def change(state):
-        state |= {"strategy": "x", "accumulate": 7, "window_replicas": 7, "processes": 7}
-        state |= {"latest": None, "datamodule": {"x": 7}}
-        state["position"] |= {"first_step": 7}
-        state["callbacks"]["ModelCheckpoint"] |= {"seen": [], "step": "x"}
-
-    edit(folder, change)
-    trainer = train("run", 2, resume="auto")
-    assert bytes_of(trainer) == whole and (trainer.global_step, trainer.current_epoch) == (6, 2)
-    assert names() == ["step_00000006"]
-
-
 def test_forged_names_in_a_state_delete_nothing_else(folder):
     victim = Path("run/victim").absolute()
     victim.mkdir()
@@ -187,14 +165,3 @@ def test_forged_names_in_a_state_delete_nothing_else(folder):
     edit(folder, lambda state: state["callbacks"]["ModelCheckpoint"].update(told))
     train("run", 2, resume="auto")
     assert (victim / "file").read_text() == "precious" and names() == [OLDER, "step_00000006"]
-
-
-def test_the_newest_of_strange_orders_is_read(folder):
-    """One whose order tells nothing is looked at first, and continued from; what is written then is newer than it."""
-    for order in (None, "1", 10**30, -5):
-        seal(folder, order=order)
-        assert [path.name for path in files.candidates(folder.parent)] == [OLDER]
-        found, skipped = files.newest(folder.parent)
-        assert found is not None and found.path == folder.absolute() and skipped == []
-    train("run", 2, resume="auto")
-    assert files.newest(folder.parent)[0].state["epoch"] == 2  # type: ignore[union-attr]

@@ -285,16 +285,6 @@ def test_what_has_no_name_is_asked_for():
     assert Built.activation is nnx.relu
 
 
-def test_a_default_without_a_name_need_not_be_given(caplog):
-    class Local(Mean):
-        def __init__(self, activation=lambda x: x, scale=float, table=np.ones(2)):  # noqa: B008
-            super().__init__()
-
-    fit(Local(), random(1), default_root_dir="run")
-    assert Local.load_from_checkpoint("run").hparams == {"scale": float}
-    assert not warnings_of(caplog)
-
-
 def test_an_argument_that_was_left_out_is_asked_for():
     class Left(Mean):
         def __init__(self, width=1, depth=1, note="n"):
@@ -313,14 +303,6 @@ def test_an_argument_that_was_left_out_is_asked_for():
     fit(Replaced(2), random(1), default_root_dir="replaced")
     with pytest.raises(CheckpointError, match=r"Replaced was built with width=\.\.\.: pass"):
         Replaced.load_from_checkpoint("replaced")
-
-
-def test_a_lazy_module_asks_for_what_has_no_name():
-    fit(jl.lazy(Built, nnx.tanh, lambda count: count), random(1), default_root_dir="run")
-    Built.load_from_checkpoint("run", schedule=None)
-    assert Built.activation is nnx.tanh
-    with pytest.raises(CheckpointError, match="pass schedule=... to"):
-        Built.load_from_checkpoint("run")
 
 
 class Keyed(Mean):

@@ -139,30 +139,6 @@ def test_arrays_and_parameters_are_those_of_a_loop_by_hand(strategy, accumulate,
         assert_as_by_hand(trainer, keeper, by_hand(batches, type(keeper)(), accumulate, clip))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "policy"), thinned([("fsdp", "raise"), ("shard_map", "ignore")], ("fsdp", "raise"))
-)
-def test_a_callback_may_write_to_the_containers_that_it_is_given(strategy, policy) -> None:
-    """As numpy users write it; a step that is left out has the arrays and the parameters of before all the same."""
-
-    class InPlace(jl.Callback):
-        def init_arrays(self, params: Any) -> Any:
-            params["count"], params["last"] = jnp.zeros(()), params.pop("bias")
-            return params
-
-        def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
-            arrays["count"] += 1
-            arrays["last"] = params["bias"]
-            params["bias"] = params["bias"] * 0.5
-            grads["bias"] = None
-            return arrays, params
-
-    keeper, norms = InPlace(), Norms()
-    trainer = fit(Wide(), batches_of(3), None, keeper, norms, strategy=splitting(strategy), nan_policy=policy)
-    assert_as_by_hand(trainer, keeper, by_hand(batches_of(3), InPlace()))
-    assert int(trainer.callback_arrays(norms)[1]) == 3 and float(trainer.callback_arrays(norms)[0]) > 0
-
-
 def test_arrays_like_parameters_are_sharded_like_them() -> None:
     begin = {"count": jnp.zeros(8), "wide": {"kernel": jnp.zeros((8, 8))}}
     keeper = made(init_arrays=lambda self, params: {"slow": params} | begin, update_arrays=keep)
@@ -254,18 +230,6 @@ def test_a_resume_names_new_and_missing_array_keepers(caplog) -> None:
         train(other, batches, max_epochs=2, ckpt_path="kept")
     again = train(other, batches, ckpt_path="kept", strict=False)
     assert bits(again.callback_arrays(other)[0]) == bits(trainer.state.params["kernel"])
-
-
-def test_a_strategy_that_knows_nothing_of_extras_trains() -> None:
-    class Copies(jl.Strategy):
-        def state_sharding(self, state: Any, model: Any, example: Any) -> Any:
-            whole = jax.tree.map(lambda _: self.replicated, state)
-            names = ("counters", "params", "frozen", "model_state", "opt_state", "window", "loss_scale", "sums")
-            return type(state)(**{name: getattr(whole, name) for name in names})
-
-    keeper = EMA()
-    trainer = fit(Wide(), batches_of(2), None, keeper, strategy=Copies())
-    assert_as_by_hand(trainer, keeper, by_hand(batches_of(2), EMA()))
 
 
 def zeros(self: Any, params: Any) -> Any:

@@ -97,22 +97,6 @@ def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
     assert (float(model.w[...][0]), trainer.global_step) == (mean([[1], [2], [3]]), 3)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{}, {"val_check_interval": 1}, {"check_val_every_n_epoch": None, "val_check_interval": 2}]
-)
-def test_the_sanity_check_is_no_first_lucky_best(arguments: dict[str, Any]) -> None:
-    # What the sanity check finds, 0, is never reached again; from then on it gets better by the step.
-    values = jnp.array([0.0, 9.0, 8.0, 7.0, 6.0])
-    model = module(
-        validation=lambda self, batch: self.log("val", values[self.global_step]), init=lambda self: Mean.__init__(self)
-    )
-    stopping, best = jl.callbacks.EarlyStopping("val", patience=1), jl.callbacks.ModelCheckpoint(monitor="val")
-    epochs = 4 // (2 if "check_val_every_n_epoch" in arguments else 1)
-    batches = numbered(4 // epochs)
-    trainer = fit(model, batches, numbered(2), stopping, best, max_epochs=epochs, **arguments)
-    assert trainer.global_step == 4 and stopping.best_score == best.best_model_score == 6.0
-
-
 # What it leaves as it was ----------------------------------------------------------------------------------
 
 

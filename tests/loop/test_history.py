@@ -12,7 +12,6 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, make_trainer
 from matplotlib.colors import to_rgba
 
-import jaxlit as jl
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
 
@@ -112,13 +111,6 @@ def test_the_title_names_the_module_and_the_run():
     assert fit(Mean(), numbered(2), **BARE).history.plot().get_suptitle() == "Mean"
 
 
-def test_a_training_too_short_for_a_row_says_how_to_get_one(capsys):
-    for every, told in ((50, True), (1, False), (0, False)):
-        fit(Mean(), numbered(3), log_every_n_steps=every)
-        words = "no rows: the run has 3 steps, log_every_n_steps is 50. Pass log_every_n_steps=1."
-        assert (words in capsys.readouterr().out) == told
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -157,14 +149,3 @@ def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
 def test_rows_of_a_loader_without_a_length_are_ten_steps_apart():
     trainer = fit(Mean(), Stream(numbered(17)), **BARE, max_epochs=2)
     assert trainer.history["loss"][0].tolist() == [9, 19, 29]
-
-
-def test_a_reloaded_loader_keeps_traced_values_in_each_row():
-    class Growing(jl.DataModule):
-        def train_dataloader(self):
-            return numbered((16, 40)[self.trainer.current_epoch])
-
-    arguments = BARE | {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "datamodule": Growing()}
-    history = fit(Mean(), None, None, jl.callbacks.GradientNorm(), **arguments).history
-    assert history["loss"][0].tolist() == [1, 3, 5, 7, 9, 11, 13, 15, *range(19, 56, 5)]
-    assert history["grad_norm"][0].tolist() == history["loss"][0].tolist()

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered, sized
 from kit.journal import Rows, at_batch, hooks
-from kit.modules import Mean, logging, module
+from kit.modules import logging, module
 from kit.trainers import fit
 
 from jaxlit.core.log import Metric
@@ -118,13 +118,6 @@ def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: fl
 
     trainer = fit(logging(), sized(8, 8, 10), None, hooks(on_train_batch_end=log))
     assert trainer.callback_metrics["x"] == pytest.approx(expected)
-
-
-def test_many_values_of_hooks_add_up_as_one() -> None:
-    log = hooks(on_train_batch_end=lambda t, m, o, b, i: m.log("x", i, on_step=False, on_epoch=True, batch_size=i + 1))
-    trainer = fit(Mean(), numbered(200), None, log)
-    expected = sum(i * (i + 1) for i in range(200)) / sum(range(1, 201))
-    assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_on_step_in_validation_makes_no_row() -> None:

@@ -235,17 +235,6 @@ def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
-@pytest.mark.full
-def test_row_that_was_not_read_yet_is_not_lost(tmp_path: Path) -> None:
-    place = ("on_train_batch_end", 10)  # without accumulation each step has a row, read one step late
-    saver = SavesAt(tmp_path / "kept", [place])
-    told: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 1, "logger": False}
-    whole = fit(make_trainer("single", tmp_path / "whole", [saver], **told))
-    last = fit(make_trainer("single", tmp_path / "last", **told), ckpt_path=saver.path(place))
-    rows_of = lambda lines: [line[3] for line in lines if line[0] == "on_log"]  # noqa: E731
-    assert rows_of(journal(last)) == rows_of(journal(whole)[saver.marks[place] :])
-
-
 # What is over ----------------------------------------------------------------------------------------
 
 
@@ -262,16 +251,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict
 
 
 ENDS = ("its own", "on_train_end", "on_fit_end", "after fit")
-
-
-@pytest.mark.full
-def test_finished_training_resumed_does_nothing(finished: Any, tmp_path: Path) -> None:
-    trainer, checkpoints = finished
-    for name in ENDS:
-        again = make_trainer("single", tmp_path / name, max_epochs=1)
-        fit(again, ckpt_path=checkpoints[name])
-        assert [line[0] for line in journal(again)] == ["on_fit_start", "on_fit_end"]
-        assert final(again) == final(trainer)
 
 
 def test_finished_training_resumed_changes_no_file(finished: Any) -> None:

@@ -11,7 +11,7 @@ from kit.by_hand import mean
 from kit.checkpoints import names, state_of
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, module
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import fit, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
@@ -107,13 +107,6 @@ def test_metrics_of_a_later_epoch_start_again() -> None:
     assert trainer.global_step == 2 + 3  # the third step of the first epoch has gone as well
 
 
-def test_the_fall_back_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    train([1.0, 2.0, BAD, 4.0, 5.0, 6.0])
-    (message,) = [r.getMessage() for r in caplog.records if "Back to step" in r.getMessage()]
-    assert "optimizer step 2 (epoch 0)" in message and "Back to step 2 of" in message and "left out" in message
-    assert "step_00000002" in message
-
-
 def test_a_bad_batch_at_the_end_of_an_epoch_is_left_out_too() -> None:
     trainer, made = train([1.0, 2.0, 3.0, BAD])
     assert trainer.global_step == 2
@@ -147,14 +140,6 @@ def test_it_is_refused_without_checkpoints() -> None:
         ArgumentError, match=r"nan_policy='rollback', enable_checkpointing=False.*nothing to go back to"
     ):
         train([1.0], jl.Callback(), enable_checkpointing=False)
-
-
-def test_it_takes_no_checkpoint_of_an_earlier_fit() -> None:
-    trainer = make_trainer(nan_policy="rollback", default_root_dir="run")
-    trainer.fit(Mean(), numbered(3))
-    assert names() == ["step_00000003"]
-    with pytest.raises(NonFiniteError, match="no checkpoint yet"):
-        trainer.fit(Mean(), batches([1.0, 2.0, BAD, 4.0]))
 
 
 def test_rollback_ignores_later_steps_of_earlier_trainings() -> None:

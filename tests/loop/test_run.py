@@ -343,23 +343,6 @@ def test_estimated_stepping_batches_match_the_fit(arguments: dict[str, Any], ste
     assert asked == [steps] and (trainer.global_step, trainer.current_epoch) == (steps, epochs)
 
 
-@pytest.mark.parametrize(
-    ("loader", "arguments", "expected"),
-    [
-        (Stream(numbered(4)), {"max_epochs": 2}, float("inf")),
-        (Stream(numbered(4)), {"max_epochs": 2, "max_steps": 3}, 3),
-        (Stream(numbered(4)), {"max_epochs": 2, "limit_train_batches": 3}, 6),
-        (numbered(4), {"max_epochs": None, "max_time": "00:00:00:00"}, float("inf")),
-    ],
-    ids=["unknown", "max_steps", "limit", "max_time"],
-)
-def test_estimated_stepping_batches_may_be_infinite(loader: Any, arguments: dict[str, Any], expected: float) -> None:
-    told: list[float] = []
-    look = lambda self, stage: told.append(self.trainer.estimated_stepping_batches)  # noqa: E731
-    fit(module(on_fit_start=lambda self: look(self, "fit")), loader, **arguments)
-    assert told == [expected]
-
-
 # Debugging -------------------------------------------------------------------------------------------------
 
 

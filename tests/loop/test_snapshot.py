@@ -1,6 +1,5 @@
 """What callbacks, modules and DataModules put into a checkpoint, and find again."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +98,6 @@ def test_a_state_that_is_no_json_is_refused_before_training(kept: Any, match: st
     with pytest.raises(CheckpointError, match=match):
         train(counter)
     assert counter.count == 0
-
-
-def test_a_json_state_comes_back_as_it_was() -> None:
-    kept = [float("nan"), float("inf"), [1, [2.5, None, True]], {"é": "\ud7ff", "": {}}, np.float32(0.1), 2**70, (1, 2)]
-    train(Counter(kept))
-    train(again := Counter(kept), resume="auto")
-    expected = [*kept[:4], kept[4].item(), 2**70, [1, 2]]
-    assert json.dumps(again.found) == json.dumps(expected)
 
 
 def test_missing_callbacks_are_named_and_new_ones_are_empty(caplog: pytest.LogCaptureFixture) -> None:

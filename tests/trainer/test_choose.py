@@ -1,6 +1,5 @@
 """Which checkpoint a run begins with: `resume`, `ckpt_path` and `init_from`, by a word or a path."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,20 +116,6 @@ def test_an_evaluation_writes_to_the_run_of_its_checkpoint(path, step) -> None:
     assert resumed.run_dir == Path("runs/a")
 
 
-def test_an_evaluation_writes_to_no_other_runs_folder() -> None:
-    def evaluate(*_: Any) -> None:
-        (other := make_trainer()).validate(Line(), numbered(1), ckpt_path="run")
-        assert not Path(other.run_dir, "checkpoints").exists()
-        places.append(other.run_dir)
-
-    places: list[Path] = []
-    train("run", 1)
-    train("run", 2, hooks(on_train_start=evaluate), resume="auto")
-    Path("run/metrics.csv").unlink()
-    evaluate()
-    assert [place.parts[0] for place in places] == ["runs", "runs"]
-
-
 @pytest.mark.parametrize("made", thinned([False, True], True))
 def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     if made:
@@ -157,17 +142,6 @@ def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     assert trainer.validate(Line(), numbered(1), ckpt_path="last") == [{"val": weight(4)}]
 
 
-def test_best_is_a_word_even_if_a_folder_has_that_name() -> None:
-    class Mine(ModelCheckpoint):
-        pass
-
-    make = lambda: Mine("best", monitor="val", mode="min", save_top_k=2)  # noqa: E731
-    fit(Line(), numbered(1), numbered(1), make(), default_root_dir="run", max_epochs=2)
-    assert names("best") == ["step_00000001", "step_00000002"]
-    trainer = make_trainer(make(), default_root_dir="run")
-    assert trainer.validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(1)}]
-
-
 @pytest.mark.parametrize(
     ("gone", "first"), thinned([("all", "one"), ("newest", "two"), ("newest", "one")], ("newest", "one"))
 )
@@ -187,14 +161,6 @@ def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
     journal = Journal()
     assert train(journal, max_epochs=2, resume="auto").global_step == 8
     assert journal.batches["train"] == [1, 2, 3, 4]  # of the second epoch
-
-
-def test_a_folder_of_damaged_checkpoints_is_skipped(run, caplog) -> None:
-    shutil.copytree(at(2), "two/step_00000002")
-    for step in (1, 2, 3):
-        (at(step) / "state.json").unlink()
-    trainer = train("run", 3, keep_all(), keep_all(dirpath="two"), resume="auto")
-    assert trainer.global_step == 3 and "None of the 3 checkpoints" in caplog.text
 
 
 RUN = {"default_root_dir": "run"}
@@ -244,19 +210,6 @@ def test_evaluating_a_checkpoint_leaves_the_module_unchanged(run) -> None:
     assert float(model.w[...][0]) == 7.0
     refuses(CheckpointError, lambda: trainer.test(wide, numbered(1), ckpt_path="run"), "does not fit Wide")
     assert not Path("other/checkpoints").exists()
-
-
-def test_a_relative_folder_survives_a_change_of_directory() -> None:
-    home = os.getcwd()
-
-    def move(*_: Any) -> None:
-        os.makedirs(f"{home}/sub", exist_ok=True)
-        os.chdir(f"{home}/sub")
-
-    train("run", 3, hooks(on_train_epoch_start=move), log_every_n_steps=1)
-    os.chdir(home)
-    assert list(Path("sub").iterdir()) == []
-    assert names() == ["step_00000003"] and len(Path("run/metrics.csv").read_text().splitlines()) == 4
 
 
 class Rich(Linear):

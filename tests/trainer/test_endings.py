@@ -4,12 +4,9 @@ Real signals in real processes are in test_signals.py.
 """
 
 import csv
-import itertools
 import math
-import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,14 +219,6 @@ def test_interrupted_again_and_again_training_ends_the_same(signals, whole) -> N
     assert_goes_on(whole)
 
 
-def test_a_deleted_working_folder_does_not_break_the_end(tmp_path, monkeypatch, capsys) -> None:
-    Path("gone").mkdir()
-    monkeypatch.chdir("gone")
-    trainer = train(str(tmp_path / "run"), meddler("on_train_batch_end", 2, lambda: shutil.rmtree(tmp_path / "gone")))
-    assert trainer.global_step == 6 and names(tmp_path / "run" / "checkpoints") == ["step_00000006"]
-    assert f"resume      Trainer(resume='{tmp_path / 'run'}'" in capsys.readouterr().out
-
-
 class Listener(Rows):
     """A logger that counts how often it was finished, and keeps what it was told."""
 
@@ -346,16 +335,6 @@ def test_the_trainer_runs_again_after_any_error() -> None:
     trainer.fit(made, numbered(2), numbered(1))
     assert (trainer.current_epoch, trainer.global_step) == (1, 2)
     assert float(made.w[...][0]) == mean([[1.0], [2.0]])
-
-
-def test_a_clock_that_runs_backwards_changes_nothing(monkeypatch) -> None:
-    now = itertools.count(2e9, -3600)
-    monkeypatch.setattr(time, "time", lambda: next(now))
-    saver = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
-    given = {"max_time": "00:01:00:00", "hang_timeout": 600, "default_root_dir": "run"}
-    trainer = fit(Mean(), numbered(3), None, saver, **given)
-    assert trainer.global_step == 3 and names() == [f"step_{k:08d}" for k in (1, 2, 3)]
-    assert fit(Mean(), numbered(4), resume="auto", max_epochs=2, **given).global_step == 7
 
 
 def test_a_fit_in_another_thread_has_no_handlers_and_trains(signals) -> None:

@@ -1,6 +1,5 @@
 """trainer.explain() tells which callback's hook kept the loop waiting, and compile_seconds what compiling took."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,14 +7,13 @@ import jax.numpy as jnp
 import pytest
 from kit import trainers
 from kit.batches import numbered
-from kit.inside import Clock, files, listeners, stop_clocks
+from kit.inside import Clock, listeners, stop_clocks
 from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import ModelCheckpoint
 from jaxlit.errors import ArgumentError
 
 
@@ -141,37 +139,6 @@ def test_it_may_be_asked_while_the_run_goes_on_and_not_before(clock) -> None:
     trainer.fit(Mean(), numbered(4))
     assert [calls or (0, 0, 0) for calls, _ in told] == [(0, 0, 0), *((n, n, 1) for n in (1, 2, 3))]
     assert [seconds for _, seconds in told] == [0, 1, 2, 3]
-
-
-def test_as_text_it_is_a_table_also_of_a_run_that_took_no_time(clock) -> None:
-    text = str(fit(slow(clock, 2e-3), quick()).explain()).split("\n\n")[0]
-    head, *rest = text.splitlines()
-    assert head == "Callbacks and hooks took 0.303 s of 0.303 s (100.0%)."
-    table = [line.split() for line in rest if not line.startswith("Compiling: ")]
-    assert table[0] == ["owner", "hook", "calls", "total", "mean", "longest"]
-    rows = {(row[0], row[1]): row[2:] for row in table[1:]}
-    assert rows["Slow", "on_train_batch_end"] == ["8", "40", "ms", "5", "ms", "8", "ms"]
-    # Slow's 6 calls of on_log are 3 of 303 ms, the 8 of Quick none.
-    assert "on_log" not in text and "Quick" not in text
-    assert table[-1] == ["others", "2", "hooks", "14", "3", "ms", "214", "us", "500", "us"]
-    starts = [line.index(word) for line, word in zip(rest[-6:], [row[1] for row in table[-6:]], strict=True)]
-    assert len(set(starts)) == 1  # columns stand below each other
-    assert "took 0 s of 0 s (0.0%)" in repr(fit(quick()).explain())
-
-
-def test_callbacks_hear_once_of_each_complete_checkpoint() -> None:
-    told: list[Any] = []
-
-    def tell(trainer: Any, module: Any, callback: Any, path: Path) -> None:
-        files.manifest.verify(path)
-        told.append((callback, module, path.parent.name, int(path.name[5:])))
-
-    kinds = [ModelCheckpoint("a", monitor="val", save_top_k=-1), ModelCheckpoint("b", every_n_train_steps=3)]
-    trainer = fit(hooks("Told", on_checkpoint_saved=tell), *kinds, enable_checkpointing=True)
-    # The one after the last step is that of the training's end.
-    expected = [(kinds[0], "a", 4), (kinds[0], "a", 8), (kinds[1], "b", 3), (kinds[1], "b", 6), (kinds[1], "b", 8)]
-    assert sorted(told, key=lambda x: x[2:]) == [(c, trainer.module, *where) for c, *where in expected]
-    assert times(trainer)["Told", "on_checkpoint_saved"][0] == 5
 
 
 def test_compile_seconds_are_those_jax_reports_for_the_run() -> None:

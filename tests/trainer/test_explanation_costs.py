@@ -17,12 +17,10 @@ from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, make_trainer, splittin
 
 import jaxlit as jl
 from jaxlit.programs.cost import ProgramCost
-from jaxlit.trainer.explanation import StatePart
 
 ROWS, INSIDE, OUT = 32, 16, 8
 KERNEL = 4 * INSIDE * OUT  # bytes
 PRODUCT = 2 * ROWS * INSIDE * OUT  # operations
-SHARDED = {"fsdp", "zero1"}
 
 
 class One(jl.TrainModule):
@@ -154,13 +152,6 @@ def test_the_state_is_grouped_as_the_model_summary_groups_it(capsys) -> None:
     capsys.readouterr()
 
 
-def test_an_indivisible_batch_runs_on_every_replica() -> None:
-    programs = costs(fit(strategy="shard_map", train=batches(rows=5), val=batches(rows=ROWS)))
-    assert programs["train_step"].flops.count == 8 * 2 * PRODUCT * 5 // ROWS  # type: ignore[union-attr]
-    assert programs["eval_step"].flops.count == PRODUCT  # type: ignore[union-attr]
-    assert sent(programs["train_step"], "all-reduce") < KERNEL, "each has the whole gradient"
-
-
 def test_each_run_numbers_the_programs_of_its_loaders() -> None:
     trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), val=[batches(), batches(rows=8)])
     programs = costs(trainer)
@@ -171,38 +162,6 @@ def test_each_run_numbers_the_programs_of_its_loaders() -> None:
     trainer.validate(One(), batches())
     assert [*costs(trainer)] == ["eval_step"]
     assert [part.name for part in trainer.explain().shardings] == ["kernel", "(other)", "(all)"]
-
-
-class Bare(jl.strategies.DDP):
-    """Compiles its steps to something that jax cannot be asked about."""
-
-    def compile(self, program: jl.strategies.Program) -> Any:
-        run = super().compile(program)
-        return lambda *args: run(*args)
-
-
-class BareReplicas(jl.strategies.ShardMapDDP):
-    """Maps its steps to something that jax cannot be asked about."""
-
-    def map(self, program: Any, replica: Any) -> Any:
-        run = super().map(program, replica)
-        return lambda *args: run(*args)
-
-
-@pytest.mark.parametrize("strategy", [Bare, BareReplicas])
-def test_programs_without_a_trace_still_have_names(strategy) -> None:
-    explanation = fit(strategy=strategy()).explain()
-    assert explanation.programs == (ProgramCost("train_step"), ProgramCost("eval_step"))
-    tables = [[line.split() for line in block.splitlines()] for block in str(explanation).split("\n\n")]
-    assert tables[2][1:] == [["train_step", *"-----"], ["eval_step", *"-----"]]
-    assert tables[3][1:] == [["train_step", *"---"], ["eval_step", *"---"]]
-
-
-def test_where_nothing_is_compiled_the_names_are_told() -> None:
-    with jax.disable_jit():
-        explanation = fit(limit_train_batches=1, limit_val_batches=0).explain()
-    assert explanation.programs == (ProgramCost("train_step"),)
-    assert explanation.shardings[0] == StatePart("kernel", "on cpu:0", KERNEL, KERNEL)
 
 
 def test_explain_before_the_first_step_has_the_state_only() -> None:
@@ -216,16 +175,6 @@ def test_explain_before_the_first_step_has_the_state_only() -> None:
     assert [part.name for part in start.shardings] == ["kernel", "(optimizer)", "(other)", "(all)"]
     assert last.shardings == trainer.explain().shardings
     assert [x.name for x in first.programs] == ["train_step"] and first.programs == trainer.explain().programs
-
-
-def test_after_a_fit_inside_of_a_mesh_nothing_is_made_either() -> None:
-    with jax.set_mesh(jl.sharding.mesh({"data": 8})):
-        trainer = fit(strategy="fsdp")
-    before = One.traces
-    with compiles() as found:
-        programs = costs(trainer)
-    assert (found, One.traces) == ([], before)
-    assert sent(programs["eval_step"], "all-gather") == KERNEL
 
 
 def test_recompiling_for_explain_is_not_the_runs_time() -> None:

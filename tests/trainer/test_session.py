@@ -50,17 +50,6 @@ def test_a_trainer_is_refused_in_its_own_hook() -> None:
     assert float(model.w[...][0]) == mean([[1], [2], [1], [2]])
 
 
-def test_a_data_module_knows_its_trainer() -> None:
-    class Growing(jl.DataModule):
-        def train_dataloader(self) -> Any:
-            return numbered(1 + self.trainer.current_epoch)  # type: ignore[union-attr]
-
-    lengths: list[int] = []
-    keep = hooks(on_train_epoch_start=lambda trainer, module: lengths.append(trainer.num_training_batches))
-    fit(Mean(), None, None, keep, max_epochs=3, reload_dataloaders_every_n_epochs=1, datamodule=Growing())
-    assert lengths == [1, 2, 3]
-
-
 @pytest.mark.parametrize("filename", ["metrics.csv", "other.csv"])
 def test_another_trainer_is_refused_in_a_used_root_folder(filename) -> None:
     def make() -> jl.Trainer:
