@@ -1,7 +1,7 @@
 """The base of callbacks that send rows somewhere."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from numbers import Integral
 from pathlib import Path
@@ -145,7 +145,7 @@ class Logger(Callback):
             raise LoggerError(
                 f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
             )
-        self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, self._step(step))
+        self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, self._step_or_newest(step))
 
     def save(self) -> None:
         """Write out rows that are buffered; called after each row."""
@@ -220,7 +220,7 @@ class Logger(Callback):
 
     @_never_ends_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Log how numbers are distributed.
+        """Log the distribution of numbers.
 
         Args:
             key: Its name.
@@ -275,7 +275,7 @@ class Logger(Callback):
                 raise
             getattr(media, method)(key, *args, **named)
 
-    def _step(self, step: int | None) -> int:
+    def _step_or_newest(self, step: int | None) -> int:
         """Return a step, or the newest one for None."""
         newest = 0 if self._attached is None else max(self._attached.global_step - 1, 0)
         return newest if step is None else int(step)
@@ -304,7 +304,8 @@ class Logger(Callback):
                 )
             if len(caption) != count:
                 raise ArgumentError(f"{call}({key!r}, ...) got {count} images and {len(caption)} captions.")
-        for i, row in enumerate(given.get("data", ())):
+        rows = given.get("data", ())
+        for i, row in enumerate(() if isinstance(rows, Iterator) else rows):  # which can be read only once
             if len(row) != len(given["columns"]):
                 raise ArgumentError(
                     f"{call}({key!r}, ...): row {i} has {len(row)} cells, and there are {len(given['columns'])} "

@@ -85,12 +85,7 @@ class MLFlowLogger(Logger):
             raise ArgumentError(
                 f"MLFlowLogger(save_dir={str(save_dir)!r}, tracking_uri={tracking_uri!r}) are two places. Pass one."
             )
-        try:
-            import mlflow.tracking  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError as error:
-            raise LoggerError(
-                "MLFlowLogger needs MLflow, which is not installed. Run `pip install jaxlit[mlflow]`."
-            ) from error
+        check.import_package("mlflow.tracking", owner="MLFlowLogger", install="jaxlit[mlflow]")
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, dict(tags or {})
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location
@@ -142,7 +137,7 @@ class MLFlowLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        row, now, at = dict(metrics), int(time.time() * 1000), self._step(step)
+        row, now, at = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
         self._send(lambda: self._log_metrics(row, now, at))
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
@@ -201,7 +196,7 @@ class MLFlowLogger(Logger):
         """Send media as files."""
         if self._attached is None or not self._attached.is_global_zero:
             return
-        folder, at = self._stage(), self._step(step)
+        folder, at = self._stage(), self._step_or_newest(step)
         getattr(MediaFolder(lambda: folder, lambda: at, announces=False), method)(key, *args, **named)
         self._send(lambda: self._upload(folder / "media", "media"))
 

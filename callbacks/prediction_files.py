@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
 
@@ -92,16 +93,8 @@ def import_pyarrow() -> tuple[Any, Any]:
     Raises:
         ArgumentError: It is not installed.
     """
-    try:
-        import pyarrow  # type: ignore[import-not-found]
-        import pyarrow.parquet  # type: ignore[import-not-found]
-
-        return pyarrow, pyarrow.parquet
-    except ImportError as error:
-        raise ArgumentError(
-            "PredictionWriter(format='parquet') needs pyarrow, which is not installed. Run `pip install "
-            "jaxlit[parquet]`, or leave format out for .npy files."
-        ) from error
+    asked = {"owner": "PredictionWriter(format='parquet')", "install": "jaxlit[parquet]", "kind": ArgumentError}
+    return check.import_package("pyarrow", **asked), check.import_package("pyarrow.parquet", **asked)
 
 
 FORMATS = {"npy": NpyFiles, "parquet": ParquetFile}

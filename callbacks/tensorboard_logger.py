@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
@@ -85,12 +86,7 @@ class TensorBoardLogger(Logger):
         Raises:
             LoggerError: It is not installed.
         """
-        try:
-            import tensorboardX  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError as error:
-            raise LoggerError(
-                "TensorBoardLogger needs tensorboardX, which is not installed. Run `pip install jaxlit[tensorboard]`."
-            ) from error
+        check.import_package("tensorboardX", owner="TensorBoardLogger", install="jaxlit[tensorboard]")
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
@@ -113,7 +109,7 @@ class TensorBoardLogger(Logger):
         """Write a row."""
         if (writer := self._opened()) is not None:
             for name, value in metrics.items():
-                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step(step))
+                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step_or_newest(step))
 
     def save(self) -> None:
         """Write out what has been logged."""
@@ -131,7 +127,7 @@ class TensorBoardLogger(Logger):
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
         if (writer := self._opened()) is not None:
-            writer.add_text(key, str(text), self._step(step))
+            writer.add_text(key, str(text), self._step_or_newest(step))
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
@@ -149,8 +145,8 @@ class TensorBoardLogger(Logger):
         x = np.asarray(values, np.float64)
         x = x[np.isfinite(x)]
         sums = float(x.sum()), float((x**2).sum())
-        limits = edges[1:].tolist()
-        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), self._step(step))
+        limits, at = edges[1:].tolist(), self._step_or_newest(step)
+        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), at)
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -162,7 +158,7 @@ class TensorBoardLogger(Logger):
             return
         for i, array in enumerate(arrays):
             name = f"{key}/{i}" if len(arrays) > 1 else key
-            writer.add_image(name, array, self._step(step), dataformats="HWC"[: array.ndim])
+            writer.add_image(name, array, self._step_or_newest(step), dataformats="HWC"[: array.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 

@@ -288,7 +288,7 @@ class WandbLogger(Logger):
         """Send what `make(wandb)` returns in the thread of the run."""
         self._open_here()
         if self._run is not None:
-            at = self._step(step)
+            at = self._step_or_newest(step)
             self._run.log(lambda: {key: make(import_wandb()), STEP: at}, what=key)
 
     # Helpers ----------------------------------------------------------------------------------------

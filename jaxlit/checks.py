@@ -4,6 +4,7 @@
 """
 
 import datetime
+import importlib
 import math
 import re
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, LoggerError, did_you_mean
 from jaxlit.shown import shown
 
 
@@ -155,3 +156,22 @@ def _as_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", value.strip()):
         return ""
     return f" Pass the number: {name}={'int' if value.strip().lstrip('-').isdecimal() else 'float'}(text)."
+
+
+def import_package(name: str, *, owner: str, install: str, kind: type[JaxlitError] = LoggerError) -> Any:
+    """Return a module of a package that is an optional dependency.
+
+    Args:
+        name: The module.
+        owner: What needs it.
+        install: What pip installs.
+        kind: The class of the error.
+
+    Raises:
+        JaxlitError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.split(".")[0]
+        raise kind(f"{owner} needs {package}, which is not installed. Run `pip install {install}`.") from error

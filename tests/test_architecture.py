@@ -308,7 +308,10 @@ def test_each_extra_installs_what_something_imports() -> None:
     for extra in extras.keys() - {"test", "dev", "cuda"}:
         for package in extras[extra]:
             name = called.get(package, package)
-            assert re.search(rf"\b(import|from) {name}\b|import_module\(\W{name}\b", sources), (extra, package)
+            assert re.search(rf"\b(import|from) {name}\b|import_(module|package)\(\W{name}\b", sources), (
+                extra,
+                package,
+            )
 
 
 def test_loops_and_trainer_know_no_concrete_callback() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.background import BackgroundQueue
 from jaxlit.reporting.terminal import say, short_path
-from jaxlit.reporting.wandb_start import MARGIN, WandbError, close_service, first_line
+from jaxlit.reporting.wandb_start import MARGIN, WandbError, end_run, first_line
 
 if TYPE_CHECKING:
     import wandb
@@ -139,16 +139,19 @@ class WandbRun:
             if not self._uploads.wait_idle(_LAST) or self._skipped:
                 errors.append(TimeoutError("there was no time left"))
         except BaseException:  # a second Ctrl-C
-            close_service()
+            self._end(failed=True)
             say(f"W&B: the upload was interrupted{later}")
             raise
-        if errors:
-            self._failed = True  # jobs that hang may continue later, and then print nothing
-            close_service()
+        self._failed |= bool(errors)  # jobs that hang may continue later, and then print nothing
+        self._end(failed=bool(errors))
         if self._raises and (error := next(iter(errors), self._error)) is not None:
             raise WandbError(f"W&B could not finish run {self.run.id}: {first_line(error)}.") from error
         if errors:
             say(f"W&B: the upload did not finish ({first_line(errors[0])}){later}")
+
+    def _end(self, *, failed: bool) -> None:
+        if self._finishes:
+            end_run(self.run, failed=failed)
 
     def _do(self, job: Callable[[], Any], what: str | None = None, jobs: BackgroundQueue | None = None) -> None:
         """Hand a job to its thread.

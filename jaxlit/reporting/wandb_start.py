@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit import checks as check
 from jaxlit.background import Background
 from jaxlit.errors import JaxlitError
 from jaxlit.reporting.terminal import join, say, short_path
 
 if TYPE_CHECKING:
     import wandb
+
+_open_runs: list[Any] = []  # of this process, which have not ended
 
 MARGIN = 10.0  # seconds beyond W&B's own limits, which do not cover all of its waits
 
@@ -45,7 +48,7 @@ def open_run(
         try:
             run = _init(arguments, settings, mode)
         except BaseException as error:
-            close_service()  # the SDK holds the id of a run that failed as long as its service runs
+            end_run(None, failed=True)  # the SDK holds the id of a run that failed as long as its service runs
             if raises or not isinstance(error, Exception):
                 raise
             late = isinstance(error, TimeoutError) or "timed out" in str(error)  # the SDK's own error has no class
@@ -57,6 +60,7 @@ def open_run(
                 say(join([f"W&B offline{why}", f"upload: wandb sync {short_path(Path(run.dir).parent)}"]))
             else:
                 say(f"W&B {run.url}")
+            _open_runs.append(run)
             return run
     say(f"W&B: off for this run{why}")
     return None
@@ -108,14 +112,21 @@ def open_already(wanted: str | None) -> "wandb.Run | None":
     return run
 
 
-def close_service() -> None:
-    """Close the SDK's service without waiting for it, unless the user has a run open.
+def end_run(run: "wandb.Run | None", *, failed: bool) -> None:
+    """Close the SDK's service after a run that failed, without waiting for it, unless other runs are open.
 
     At the end of the process the SDK would wait for the service, which may hang; one that is closed is not waited for.
+
+    Args:
+        run: The run that has ended; None for one that could not be opened.
+        failed: Whether it could not be opened or finished.
     """
+    if run in _open_runs:
+        _open_runs.remove(run)
     wandb = import_wandb()
-    if wandb.run is None:
-        Background("wandb-teardown", wandb.teardown).start().join(1.0)  # it is left alone at the beginning of that
+    if failed and not _open_runs and wandb.run is None:
+        # The SDK unregisters its wait at the beginning of a teardown, so a moment is enough.
+        Background("wandb-teardown", wandb.teardown).start().join(1.0)
 
 
 def import_wandb() -> Any:
@@ -124,15 +135,7 @@ def import_wandb() -> Any:
     Raises:
         WandbError: It is not installed.
     """
-    try:
-        import wandb
-        import wandb.errors
-    except ImportError as error:
-        raise WandbError(
-            "WandbLogger needs the wandb package, which is not installed. Run `pip install wandb`, or leave "
-            "WandbLogger out."
-        ) from error
-    return wandb
+    return check.import_package("wandb", owner="WandbLogger", install="wandb", kind=WandbError)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ def asked(monkeypatch):
     calls, answers = [], []
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
+    monkeypatch.setattr(wandb_start, "_open_runs", [])
     monkeypatch.setattr(wandb, "setup", lambda settings: None)
     monkeypatch.setattr(wandb, "teardown", lambda: closed.append(threading.current_thread()))
     monkeypatch.setattr(wandb, "init", lambda **given: calls.append((given, sys.stdin.isatty())) or answers.pop(0)())
@@ -95,11 +96,19 @@ def test_a_failure_to_open_a_run_is_raised_if_asked(asked, offline):
         opened(raises=True, offline=offline)
 
 
-def test_the_service_of_a_users_own_run_is_not_closed(asked, monkeypatch):
-    monkeypatch.setattr(wandb, "run", FakeRun())
+@pytest.mark.parametrize("whose", ["the user's", "another logger's"])
+def test_the_service_of_another_open_run_is_not_closed(asked, monkeypatch, whose):
+    if whose == "the user's":
+        monkeypatch.setattr(wandb, "run", FakeRun())
+    else:
+        asked[1].append(FakeRun)
+        other = opened()
     asked[1].extend([fail] * 2)
     assert opened() is None
     assert asked[2] == []
+    if whose != "the user's":  # the last one closes it
+        wandb_start.end_run(other, failed=True)
+        assert len(asked[2]) == 1
 
 
 # With the real one
