@@ -37,23 +37,8 @@ class CSVLogger(FileLogger):
         return {**super().state_dict(), "columns": self._columns}
 
     def _open(self, path: Path) -> None:
-        if not path.exists() or not path.stat().st_size:  # on a full disk it may have been made and not written
-            self._columns, self._rows = ["step", "epoch"], 0
-            path.write_text(self._head())
-            return
-        with path.open(newline="") as file:
-            reader = csv.reader(file)
-            columns = next(reader, [])
-            if columns[:2] != ["step", "epoch"]:
-                raise LoggerError(
-                    f"CSVLogger appends to files whose first columns are step,epoch, and {path} has "
-                    f"{','.join(columns)}. Pass another CSVLogger(filename=...), or move that file away."
-                )
-            self._columns = columns
-        rows = self._read(path)
-        if not path.read_bytes().endswith(b"\n"):  # the machine stopped while it wrote the last row
-            self._rewrite(path, rows := rows[:-1])
-        self._rows = len(rows)
+        self._columns = ["step", "epoch"]
+        super()._open(path)
 
     def _append(self, path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
         names = [name for name in dict.fromkeys(chain(*new)) if name not in self._columns]
@@ -74,8 +59,15 @@ class CSVLogger(FileLogger):
         return _line([short.get(name) for name in self._columns])
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        complete, _, torn = path.read_text().rpartition("\n")
+        reader = csv.DictReader(io.StringIO(complete or torn))
+        self._columns = list(reader.fieldnames or ())
+        if self._columns[:2] != ["step", "epoch"]:
+            raise LoggerError(
+                f"CSVLogger appends to files whose first columns are step,epoch, and {path} has "
+                f"{','.join(self._columns)}. Pass another CSVLogger(filename=...), or move that file away."
+            )
+        return list(reader)
 
     def _restore(self, kept: dict[str, Any]) -> None:
         self._columns = [str(name) for name in kept.get("columns") or self._columns]

@@ -90,13 +90,14 @@ class FileLogger(Logger, ABC):
 
     # Of each format ---------------------------------------------------------------------------------
 
-    @abstractmethod
     def _open(self, path: Path) -> None:
-        """Read an existing file, or make a new one; sets `_rows`.
-
-        Raises:
-            LoggerError: It is no file of this logger's.
-        """
+        """Read an existing file, or make a new one."""
+        if not path.exists() or not path.stat().st_size:  # on a full disk it may have been made and not written
+            path.write_text(self._head())
+        rows = self._read(path)
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            self._rewrite(path, rows)  # the machine stopped while it wrote the last row
+        self._rows = len(rows)
 
     @abstractmethod
     def _text(self, row: dict[str, Any]) -> str:
@@ -104,7 +105,11 @@ class FileLogger(Logger, ABC):
 
     @abstractmethod
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the complete rows of the file."""
+        """Return the complete rows of the file.
+
+        Raises:
+            LoggerError: It was not written by this kind of logger.
+        """
 
     def _head(self) -> str:
         """Return the line before the rows."""

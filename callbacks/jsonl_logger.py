@@ -35,37 +35,28 @@ class JSONLLogger(FileLogger):
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text."""
-        self._log(key, str(text), step)
+        self.log_metrics({key: str(text)}, step)  # type: ignore[dict-item]
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table."""
-        rows = [list(row) for row in data]
-        self._log(key, {"columns": list(columns), "data": rows}, step)
+        table = {"columns": list(columns), "data": [list(row) for row in data]}
+        self.log_metrics({key: table}, step)  # type: ignore[dict-item]
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Write the counts of a histogram and the edges of its bins."""
         counts, edges = count(values, bins)
-        self._log(key, {"counts": counts.tolist(), "edges": edges.tolist()}, step)
-
-    def _log(self, key: str, value: Any, step: int | None) -> None:
-        self.log_metrics({key: value}, step)
-
-    def _open(self, path: Path) -> None:
-        path.touch()
-        rows = self._read(path)
-        if not path.read_text().endswith("\n") and path.stat().st_size:
-            self._rewrite(path, rows)  # the machine died while it wrote the last one
-        self._rows = len(rows)
+        histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
+        self.log_metrics({key: histogram}, step)  # type: ignore[dict-item]
 
     def _text(self, row: dict[str, Any]) -> str:
         return json.dumps(to_json(row, lenient=True), allow_nan=False) + "\n"
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        whole, _, torn = path.read_text().rpartition("\n")
+        complete, _, torn = path.read_text().rpartition("\n")
         try:
-            rows: list[Any] = [json.loads(line) for line in whole.splitlines()]
+            rows: list[Any] = [json.loads(line) for line in complete.splitlines()]
         except ValueError:
             rows = [None]
         ours = torn[:9] == '{"step": '[: len(torn)]  # as each row begins

@@ -94,8 +94,10 @@ class ModelCheckpoint(Callback):
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
-        self._relaxed = every_n_epochs is every_n_train_steps is interval is monitor is None and save_top_k in (0, 1)
-        self.every_n_epochs = 1 if every_n_epochs is every_n_train_steps is interval is None else every_n_epochs
+        no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
+        self.every_n_epochs = 1 if no_trigger else every_n_epochs
+        # Where only the newest is kept, not every epoch must write one.
+        self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception, self.on_save_error = save_on_exception, on_save_error
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None
@@ -105,9 +107,9 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, float] = {}
         self.last_model_path = self._newest_finite = ""
         self._before: dict[str, Any] = {}  # the state before the checkpoint that is being written
-        self._replaced: list[str] = []  # the names of those that go once it is written
-        self._seen: int | None = None  # the number of the monitored value that was looked at last
-        self._step = self._order = 0  # where a step trigger fired last; which checkpoint in its folder the newest is
+        self._replaced: list[str] = []  # the names of checkpoints that are deleted once it is written
+        self._seen: int | None = None  # the version of the monitored value that was read last
+        self._step = self._order = 0  # of the last step trigger; of the newest checkpoint in its folder
         self._saved_at: Any = None
         self._resumed, self._fitting, self._validated = False, False, False
         self._deadline, self._rests_until = math.inf, 0.0
@@ -313,9 +315,7 @@ class ModelCheckpoint(Callback):
         return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
 
     def _is_best(self, score: float) -> bool:
-        if self.save_top_k == -1:
-            return True
-        if len(self.best_k_models) < self.save_top_k:
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
             return True
         return self.save_top_k > 0 and self._sign * score < self._sign * self.best_k_models[self._worst()]
 

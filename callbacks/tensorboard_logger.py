@@ -12,7 +12,7 @@ import numpy as np
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.images import as_images, need_pillow
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute
 
@@ -157,8 +157,7 @@ class TensorBoardLogger(Logger):
     ) -> None:
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
         need_pillow("TensorBoardLogger.log_image")
-        images = list(images) if isinstance(images, (list, tuple)) else [images]
-        arrays = [_pixels(as_image(f"TensorBoardLogger.log_image({key!r}, ...)", x)) for x in images]
+        arrays = [_pixels(x) for x in as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images)]
         if (writer := self._opened()) is None:
             return
         for i, array in enumerate(arrays):

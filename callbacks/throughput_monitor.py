@@ -11,7 +11,6 @@ from jaxlit import checks as check
 from jaxlit.callbacks.measure import Measure, Measured
 from jaxlit.core.replica import num_rows
 from jaxlit.distributed.exchange import agree
-from jaxlit.errors import ArgumentTypeError
 from jaxlit.programs.flops import Flops
 from jaxlit.programs.peaks import peak_flops
 
@@ -162,17 +161,7 @@ class ThroughputMonitor(Measure):
         rows = num_rows(batch)
         items = batch.items() if type(batch) is dict else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
         self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)
-        self._of_first = rows
-        for name, fn in (("batch_size_fn", self.batch_size_fn), ("length_fn", self.length_fn)):
-            if fn is None:
-                continue
-            count = fn(batch)
-            if not check.is_int(count, low=0):
-                raise ArgumentTypeError(
-                    f"ThroughputMonitor({name}=...) must return an int of at least 0 for a batch, got {count!r}. "
-                    "Return int(...) of a number on the host."
-                )
-            self._of_first = count if name == "batch_size_fn" else self._of_first
+        self._of_first = rows if self.batch_size_fn is None else self.batch_size_fn(batch)
 
     def _rates(self, trainer: "Trainer", since: _Point, here: _Point) -> dict[str, float]:
         seconds, batches = here.seconds - since.seconds, here.batches - since.batches

@@ -18,7 +18,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_image, need_pillow
+from jaxlit.reporting.images import as_images, need_pillow
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -248,8 +248,7 @@ class WandbLogger(Logger):
             ArgumentError: An array is no image.
         """
         need_pillow("WandbLogger.log_image")
-        images = list(images) if isinstance(images, (list, tuple)) else [images]
-        taken = [as_image(f"WandbLogger.log_image({key!r}, ...)", x) for x in images]
+        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images)
         texts = list(caption) if caption is not None else [None] * len(taken)
         self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
 
@@ -300,7 +299,7 @@ class WandbLogger(Logger):
             return
         self._opened, raises = True, self.on_error == "raise"
         run = self._given or open_already(self._wanted_id)
-        own, self._id = run is None, self._id if run is None else run.id
+        run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         if self.processes == "group" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
@@ -319,8 +318,8 @@ class WandbLogger(Logger):
             run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)
         if run is None:
             return
-        self._run = WandbRun(run, self.finish_timeout, raises=raises, own=own)
-        if not own:
+        self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
+        if not run_is_new:
             self._run.update_config(config_of(trainer, self._module, self.config))
         # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume for example.
         self._run.define_metric(STEP)

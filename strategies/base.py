@@ -315,7 +315,7 @@ class Strategy(Configured, ABC):
 
         # With the types that the placed state will have: jax keeps a trace by them.
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
-        states = placed.params, placed.frozen, placed.model_state, placed.counters
+        states = *placed.variables, placed.counters
         self.trace(keep, states, self.replica.part_of(example))
         return programs[0]
 

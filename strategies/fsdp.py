@@ -161,9 +161,7 @@ class FSDP(Strategy):
 
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
         """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
-        pairs = [
-            (x, self._gathered(x)) for x in jax.tree.leaves((shardings.params, shardings.frozen, shardings.model_state))
-        ]
+        pairs = [(x, self._gathered(x)) for x in jax.tree.leaves(shardings.variables)]
         if self.per_replica:  # the explicit body gathers them before the step
             pairs = [(gathered, gathered) for _, gathered in pairs]
         if self.remat:
@@ -201,7 +199,7 @@ class FSDP(Strategy):
 
     def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
         """Return the shardings of parameters, frozen parameters and other state under stage 3."""
-        parts, names = (state.params, state.frozen, state.model_state), dim_names(model.origin)
+        parts, names = state.variables, dim_names(model.origin)
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
 

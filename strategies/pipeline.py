@@ -23,7 +23,7 @@ from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_pr
 from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
 from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import simulate
-from jaxlit.pipeline.training import Homes, Microbatched
+from jaxlit.pipeline.training import Microbatched, placement_of
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
@@ -151,8 +151,11 @@ class Pipeline(Strategy):
         grid, axes = (grid, others) if others else (grid[:, None], ["data"])
         meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
         check_processes(meshes)
-        self.places, self.inner = Places(meshes), [self._one_inner(mesh) for mesh in meshes]
-        self.batch_axes = tuple(axis for axis in self.inner[0].batch_axes if axis in self.mesh.axis_names)
+        self.places, self.inner = Places(meshes), self._inner_on(meshes[0])
+        self.batch_axes = tuple(axis for axis in self.inner.batch_axes if axis in self.mesh.axis_names)
+        # On an abstract mesh its constraints hold for each rank.
+        self._abstract: Any = copy.copy(self.inner)
+        self._abstract.mesh = self.inner.mesh.abstract_mesh
         given = self._schedule
         self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
         if self.schedule.num_ranks != ranks:
@@ -163,17 +166,16 @@ class Pipeline(Strategy):
             )
         simulate(self.schedule, self.num_microbatches)  # refuses an incomplete schedule before anything is compiled
 
-    def _one_inner(self, mesh: Mesh | None = None) -> Any:
-        """Return the strategy within a rank, on its mesh."""
+    def _inner_on(self, mesh: Mesh) -> Any:
+        """Return the strategy within a rank, on a rank's mesh."""
         inner = copy.copy(self._check_inner())
-        if mesh is not None:
-            if self._given_mesh is None:  # its axes are the strategy's own
-                inner._given_mesh = mesh
-            else:
-                inner._given_mesh = None
-                inner.use_mesh(mesh)
-            inner.setup()
-            inner.step_program = self.step_program  # the same for all ranks, and traced by this one
+        if self._given_mesh is None:  # its axes are the strategy's own
+            inner._given_mesh = mesh
+        else:
+            inner._given_mesh = None
+            inner.use_mesh(mesh)
+        inner.setup()
+        inner.step_program = self.step_program  # type: ignore[method-assign]  # with marks, and of one microbatch
         return inner
 
     def _check_inner(self) -> Strategy:
@@ -205,21 +207,19 @@ class Pipeline(Strategy):
     # The state --------------------------------------------------------------------------------------
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
-        """Return the shardings of the strategy within a rank, each array's on the rank that uses it first."""
+        """Return the shardings of the strategy within a rank, for each array on the first rank that uses it."""
         closed = None if example is None else self.step_program(state, model, example)
-        ranks, sizes, facts, stages = Homes(self.schedule, self.balance).of(state, closed)
+        ranks, sizes, facts, stages = placement_of(self.schedule, self.balance, state, closed)
         if facts is not None:
             self.sizes = sizes  # for parts of a batch of any size
             self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
-        rank_of = like_params(state, state.params, ranks.params, self._last_rank)  # type: ignore[arg-type]
-        parts = {"frozen": ranks.frozen, "model_state": ranks.model_state, "params": ranks.params}
-        rank_of = replace(rank_of, **parts)
-        by_rank = [jax.tree.leaves(x.state_sharding(state, model, example)) for x in self.inner]
-        leaves, treedef = jax.tree.flatten(rank_of)
-        return treedef.unflatten([by_rank[rank][i] for i, rank in enumerate(leaves)])
+        params, frozen, model_state = ranks
+        rank_of = like_params(state, state.params, params, self._last_rank)  # type: ignore[arg-type]
+        rank_of = replace(rank_of, params=params, frozen=frozen, model_state=model_state)
+        return jax.tree.map(self.places.on, self.inner.state_sharding(state, model, example), rank_of)
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return None: gradients lie as parameters do."""
+        """Return None: gradients have the shardings of the parameters."""
         return None
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,13 +250,6 @@ class Pipeline(Strategy):
         )
 
     @property
-    def _abstract(self) -> Any:
-        """The strategy within a rank, on an abstract mesh: its constraints hold for each rank."""
-        inner = copy.copy(self.inner[0])
-        inner.mesh = inner.mesh.abstract_mesh
-        return inner
-
-    @property
     def num_microbatches(self) -> int:
         """How many parts a batch is split into."""
         return self.schedule.num_ranks if self.microbatches is None else self.microbatches
@@ -267,19 +260,19 @@ class Pipeline(Strategy):
             return batch.batch
         if (count := jax.process_count()) == 1:
             return batch
-        sharding_of = self.inner[0]._batch_sharding
+        sharding_of = self.inner._batch_sharding
         return jax.tree.map(lambda x: Rows(x, count, sharding_of(x)) if x.ndim else x, batch)
 
     def splits_by_process(self, batch: Any) -> bool:
         """Return whether each process places rows of each microbatch that no other does."""
         rows, count = num_rows(batch), self.num_microbatches
-        return rows % count == 0 and self.inner[0].splits_by_process(with_rows(batch, rows // count))
+        return rows % count == 0 and self.inner.splits_by_process(with_rows(batch, rows // count))
 
     # Programs ---------------------------------------------------------------------------------------
 
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return `fn` traced with the axes within a rank in context, and with marks."""
-        inside = self.inner[0].in_mesh(fn)
+        inside = self.inner.in_mesh(fn)
 
         def call(*args: Any) -> Any:
             with marking():
@@ -313,8 +306,7 @@ class Pipeline(Strategy):
 
     def jit_on(self, rank: int, fn: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
         """Compile a function for the devices of a rank, under a name and with options of `jax.jit`."""
-        inner = self.inner[rank]
-        return jit(inner.mesh, named(name, inner.in_mesh(fn)), **options)
+        return jit(self.places.meshes[rank], named(name, self.inner.in_mesh(fn)), **options)
 
     def describe(self) -> str:
         """Return the mesh and the schedule, and once a fit has begun a table of the stages."""

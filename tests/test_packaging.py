@@ -84,7 +84,7 @@ def site_packages(python: Path) -> Path:
 
 
 def test_wheel_holds_every_source_file(wheel: Path) -> None:
-    expected = {"jaxlit/py.typed", "jaxlit/porting.toml"}
+    expected = {"jaxlit/py.typed", "jaxlit/porting.toml", "jaxlit/reporting/report.css"}
     for name, folder in folders():
         expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
     with zipfile.ZipFile(wheel) as archive:

@@ -71,21 +71,21 @@ def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Se
     chosen = {key: made for key, x in keepers.items() if (made := x.eval_params(index.extras[key])) is not None}
     if len(chosen) > 1:
         raise ModuleError(
-            f"{' and '.join(chosen)} both say by eval_params what evaluations see in place of the parameters. Leave "
+            f"{' and '.join(chosen)} both choose by eval_params what evaluations see in place of the parameters. Leave "
             "one of them out."
         )
-    for key, places in chosen.items():
+    for key, indices in chosen.items():
         where, arrays = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(index.extras[key])}
-        same = jax.tree.structure(places) == jax.tree.structure(index.params)
-        if not same or not all(isinstance(x, int) and x in arrays for x in jax.tree.leaves(places)):
+        same = jax.tree.structure(indices) == jax.tree.structure(index.params)
+        if not same or not all(isinstance(x, int) and x in arrays for x in jax.tree.leaves(indices)):
             raise ModuleError(
                 f"{where} must return leaves of its arrays as they are, in a pytree like the parameters. What is "
                 "computed belongs into update_arrays."
             )
-        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (places, index.params)]
+        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (indices, index.params)]
         if kinds[0] != kinds[1]:
             raise ModuleError(f"{where} must return an array of each parameter's own shape and dtype.")
-        return places
+        return indices
     return index.params
 
 

@@ -16,7 +16,7 @@ def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
     """Return what each group is called, in rows and in the optimizer's state.
 
     A checkpoint holds the labels, so they must be those of the next process. What python prints with an address is
-    called by its place: `group1`, `group2`.
+    called by its number: `group1`, `group2`.
 
     Args:
         keys: The groups: paths, patterns of paths, or nnx filters.

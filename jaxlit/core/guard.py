@@ -1,4 +1,4 @@
-"""The guard of an optimizer step: what of its result takes the place of what was there."""
+"""The guard of an optimizer step: which of its results replace the old values."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce

@@ -213,7 +213,7 @@ def _named(
         # In part: jl.lazy leaves out rngs.
         bound = inspect.signature(cls.__init__).bind_partial(owner, *args, **kwargs)
     except TypeError:
-        return {}  # the constructor itself will say what is wrong
+        return {}  # the constructor itself will raise
     if defaults:
         bound.apply_defaults()
     given = dict(list(bound.arguments.items())[1:])

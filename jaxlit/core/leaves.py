@@ -1,4 +1,4 @@
-"""What each leaf of a module's state is, by its place: its name, its kind of Variable, and whose it is."""
+"""What each leaf of a module's state is, by index: its name, its kind of Variable, and whose it is."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +41,9 @@ def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     leaves = []
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            is_variable = isinstance(leaf, nnx.Variable)
+            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
             owner, group = owners.get(id(leaf), ("", 0))
-            leaves.append(Leaf(leaf_name(path), type(leaf) if is_variable else None, owner, group))
+            leaves.append(Leaf(leaf_name(path), kind, owner, group))
     return leaves
 
 

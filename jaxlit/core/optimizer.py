@@ -51,7 +51,7 @@ class Optimizer:
     transforms: Mapping[str, optax.GradientTransformation] = field(default_factory=dict, init=False, repr=False)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse an argument that there is not, with what takes its place."""
+        """Refuse an unknown argument, with what to use in its place."""
         refuse_unknown(cls, args, kwargs)
         return super().__new__(cls)
 

@@ -93,7 +93,7 @@ def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
 
 
 def _at(parts: Sequence[Part], path: Any) -> int:
-    """Return the place of the part that a parameter is in, from 1 on, 0 for none."""
+    """Return the number of the part that a parameter is in, from 1, or 0 for none."""
     name = leaf_name(path)
     return next((place for place, part in enumerate(parts, 1) if name in part.names), 0)
 

@@ -21,12 +21,12 @@ class Passes:
 
     Args:
         step: The training step.
-        written: The places in the state of what the user's step writes.
-        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues, "look"
-            for nothing that lasts.
+        written: The indices in the state of what the user's step writes.
+        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
+            "diagnose" for nothing that lasts.
 
     Attributes:
-        params: The places in the state of the parameters.
+        params: The indices in the state of the parameters.
         scale: That of the loss scale, None without one.
     """
 
@@ -36,18 +36,18 @@ class Passes:
 
     @cached_property
     def at(self) -> TrainState:
-        """The places of the state's arrays in the flat list."""
+        """The indices of the state's arrays in the flat list."""
         treedef = self.step.layout.treedef
         return jax.tree.unflatten(treedef, range(treedef.num_leaves))
 
     @cached_property
     def params(self) -> list[int]:
-        """The places of the parameters."""
+        """The indices of the parameters."""
         return jax.tree.leaves(self.at.params)
 
     @property
     def scale(self) -> int | None:
-        """The place of the loss scale, None without one."""
+        """The index of the loss scale, None without one."""
         return self.at.loss_scale  # type: ignore[return-value]
 
     def forward(
@@ -61,7 +61,7 @@ class Passes:
             batch: The part.
 
         Returns:
-            What is to be differentiated by the parameters, () float32, what is at the `written` places after it, the
+            What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
             part's table, and its outputs.
         """
         old = self.step.layout.unflatten(leaves)
@@ -90,7 +90,7 @@ class Passes:
 
         Args:
             leaves: The flat state as it was before the batch.
-            written: What is at the `written` places now.
+            written: What is at the `written` indices now.
             grads: The sum of `add` for each parameter.
             rows: () float32, rows of the batch.
             table: Its table.
@@ -101,8 +101,8 @@ class Passes:
             now[i] = x
         new = step.layout.unflatten(now)
         total = jax.tree.unflatten(jax.tree.structure(old.params), grads)
-        if self.end == "look":
-            return self._look(new, grads, table)
+        if self.end == "diagnose":
+            return self._diagnose(new, grads, table)
         loss = None if old.window is None else table[0, 0] / table[1, 0]
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
@@ -117,7 +117,7 @@ class Passes:
         made, logs, *seen = step.apply(leaves, step.layout.flatten(new), grads_, table)
         return made, logs, loss, outputs, *seen
 
-    def _look(self, new: TrainState, grads: Sequence[jax.Array], table: jax.Array) -> tuple[Any, ...]:
+    def _diagnose(self, new: TrainState, grads: Sequence[jax.Array], table: jax.Array) -> tuple[Any, ...]:
         bad = jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads])
         flat = self.step.layout.flatten(new.advance(steps=0))
         return [flat[i] for i in (self.at.counters, *self.written)], table, bad  # type: ignore[call-overload]

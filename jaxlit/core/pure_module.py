@@ -108,7 +108,7 @@ class PureModule:
 
         It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns (loss, (state, values,
         weights, outputs)). In training `state` is the (params, frozen, model_state) that the step leaves; in an
-        evaluation it is a dict of the leaves that came out as other values, by their place.
+        evaluation it is a dict of the leaves that came out as other values, by index.
         """
         key = (stage, replica, loader)
         if key not in self._bodies:
@@ -273,7 +273,7 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
             raise ModuleError(f"{where} must return a scalar loss, got shape {shape}. Return loss.mean().")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{where} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+    for path, leaf in named_leaves(outputs):
         if not (hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float))):
-            raise ModuleError(f"{where} returned a {type(leaf).__name__} at {leaf_name(path) or 'top'}. Return arrays.")
+            raise ModuleError(f"{where} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
     return loss, jax.tree.map(jnp.asarray, outputs)

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.core.parts import Part, parts_along
-from jaxlit.leaf_names import leaf_name
+from jaxlit.leaf_names import leaf_name, named_leaves
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 
 OF_RATE = -1.0  # marks the column of a rate: it is stored as the weight, and real weights are never negative
@@ -38,7 +38,7 @@ class Rates:
 def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
     """Return the learning rates of an optimizer, none where they cannot be read.
 
-    optax keeps a rate inside of closures, and no two optimizers in the same place. The program of the update shows it:
+    optax keeps a rate inside of closures, each optimizer elsewhere. The program of the update shows it:
     a rate is what an array of updates is multiplied with at the end, a number or one computed of the optimizer's state.
     So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until the epoch that
     trains it.
@@ -86,7 +86,7 @@ def _read(
     optimizer: Optimizer, params: Any, parts: Sequence[Part]
 ) -> tuple[dict[str, int], Callable[[Any, jax.Array], list[jax.Array]]]:
     """Return the first epoch of each rate that is not given, by its name, and a function of (state, loss) to them."""
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    names = [name for name, _ in named_leaves(params)]
     wanted = set(names)
     if optimizer.lr_schedule is not None:
         wanted = {name for part in parts if part.tx is not None for name in part.names}

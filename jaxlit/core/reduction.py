@@ -48,10 +48,10 @@ def reduce_state(replica: Replica, state: Any, reduction: Reduction | None) -> A
     if reduction is None or not replica.splits:
         return state
     leaves, treedef = jax.tree.flatten(state)
-    for places in reduction.welfords:
-        for i, x in zip(places, _merge(replica, *(leaves[i] for i in places)), strict=True):
+    for indices in reduction.welfords:
+        for i, x in zip(indices, _merge(replica, *(leaves[i] for i in indices)), strict=True):
             leaves[i] = x
-    merged = {i for places in reduction.welfords for i in places}
+    merged = {i for indices in reduction.welfords for i in indices}
     for i, relation in enumerate(reduction.state):
         if relation is not None and i not in merged:
             leaves[i] = _first_key(replica, leaves[i]) if is_key(leaves[i]) else _reduce(replica, leaves[i], relation)

@@ -67,7 +67,7 @@ class Replica:
 
     @property
     def index(self) -> jax.Array:
-        """() int32, the place of this replica on the axis."""
+        """() int32, the index of this replica on the axis."""
         return jax.lax.axis_index(str(self.axis))
 
     @property

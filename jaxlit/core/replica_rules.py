@@ -136,7 +136,7 @@ def training_reduction(
             f"rows{why}. Write a mean or a running sum over rows, log the value instead, or use strategy='ddp', whose "
             "steps see the entire batch."
         )
-    parts |= {i for places in welfords for i in places}
+    parts |= {i for indices in welfords for i in indices}
     _check_reads(traces, replica, leaves, parts, related)
     _warn_of_unclear(alike, traces, replica)
     # Under loss_reduction="sum" the step has multiplied the loss already.
@@ -170,8 +170,8 @@ def _welfords(leaves: list[Leaf], changed: tuple[bool, ...], state: list[Relatio
     for i, leaf in enumerate(leaves):
         if leaf.owner == "welford":
             groups.setdefault(leaf.group, {})[leaf.name.rpartition(".")[2]] = i
-    places = [(g["count"], g["mean"], g["m2"]) for g in groups.values()]
-    return tuple(x for x in places if any(changed[i] and state[i] not in (SAME, ZERO) for i in x))
+    indices = [(g["count"], g["mean"], g["m2"]) for g in groups.values()]
+    return tuple(x for x in indices if any(changed[i] and state[i] not in (SAME, ZERO) for i in x))
 
 
 def _is_reducible(relation: Relation, dtype: Any) -> bool:
@@ -216,7 +216,7 @@ def _check_loss(loss: Relation, replica: Replica, step: str) -> None:
     elif total.kind == "total" and replica.loss_reduction != "sum" and total != MEAN:
         raise ModuleError(
             f"{step} returns a sum over the rows of a batch, and each of {replica.count} replicas sees its own rows: "
-            "their mean is not the loss of the entire batch. Return a mean over the rows, or say it by "
+            "their mean is not the loss of the entire batch. Return a mean over the rows, or choose "
             "jl.strategies.ShardMapDDP(loss_reduction='sum'), or train by 'ddp' or 'fsdp', which see the entire batch."
         )
 
@@ -244,11 +244,11 @@ def _warn_of_unclear(related: _Related, traces: StepTraces, replica: Replica) ->
 def _check_reads(traces: StepTraces, replica: Replica, leaves: list[Leaf], parts: set[int], related: _Related) -> None:
     """Refuse a step that uses what replicas count in parts: each would see its own part only."""
     relations = [related.loss, *related.state, *related.values, *related.weights, *related.outputs]
-    for place, (relation, used) in enumerate(zip(relations, sources(traces.program.jaxpr), strict=True)):
-        adds_up = place > 0 and (relation == ZERO or relation.as_total().kind == "total")
-        if adds_up or place - 1 in parts:  # the state comes after the loss
+    for i, (relation, used) in enumerate(zip(relations, sources(traces.program.jaxpr), strict=True)):
+        adds_up = i > 0 and (relation == ZERO or relation.as_total().kind == "total")
+        if adds_up or i - 1 in parts:  # the state comes after the loss
             continue
-        if read := [leaves[i].name for i in sorted(parts) if used >> i & 1]:
+        if read := [leaves[k].name for k in sorted(parts) if used >> k & 1]:
             raise StateError(
                 f"{traces.step} reads {read[0]}, which adds up over the rows that each of {replica.count} replicas "
                 "sees: a replica has its part only until the step ends. Read it in a hook, log the metric itself by "

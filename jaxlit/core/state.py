@@ -1,5 +1,6 @@
 """Everything a training step changes, as one pytree, and its flat form."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,27 +80,34 @@ class TrainState:
         return replace(self, counters=jnp.stack([self.step + steps, self.epoch, self.batch_idx + 1, bad_step]))
 
     @property
+    def variables(self) -> tuple[nnx.State, nnx.State, nnx.State]:
+        """The module's arrays: (params, frozen, model_state)."""
+        return self.params, self.frozen, self.model_state
+
+    def with_variables(self, variables: Sequence[nnx.State]) -> "TrainState":
+        """Return the state with other (params, frozen, model_state)."""
+        params, frozen, model_state = variables
+        return replace(self, params=params, frozen=frozen, model_state=model_state)
+
+    @property
     def module(self) -> dict[str, jax.Array]:
-        """The module's arrays by their paths, in the order of (params, frozen, model_state)."""
-        leaves = jax.tree_util.tree_leaves_with_path((self.params, self.frozen, self.model_state))
-        return {leaf_name(path[1:]): x for path, x in leaves}
+        """The module's arrays by their paths, in the order of `variables`."""
+        return {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(self.variables)}
 
     def next_start(self) -> WindowStart | None:
         """Return the start of the window that the next batch is in."""
         if (start := self.window_start) is None:
             return None
         begins, module = start.batches == 0, self.module
-        return WindowStart(
-            start.batches + 1, {name: jnp.where(begins, module[name], x) for name, x in start.arrays.items()}
-        )
+        arrays = {name: jnp.where(begins, module[name], x) for name, x in start.arrays.items()}
+        return WindowStart(start.batches + 1, arrays)
 
     def at_start(self, start: WindowStart | None) -> "TrainState":
         """Return the state with the arrays of a window's start in the module."""
         if start is None:
             return self
-        treedef = jax.tree.structure((self.params, self.frozen, self.model_state))
-        params, frozen, model_state = treedef.unflatten((self.module | start.arrays).values())
-        return replace(self, params=params, frozen=frozen, model_state=model_state)
+        treedef = jax.tree.structure(self.variables)
+        return self.with_variables(treedef.unflatten((self.module | start.arrays).values()))
 
 
 class Layout:
@@ -112,7 +120,7 @@ class Layout:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
 
     Attributes:
-        key_impls: The implementation of each leaf that is a key, by its place.
+        key_impls: The implementation of each leaf that is a key, by index.
     """
 
     def __init__(self, tree: Any) -> None:

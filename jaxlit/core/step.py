@@ -123,19 +123,19 @@ class TrainStep:
         rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step, before.epoch)
         return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
 
-    def look(
+    def diagnose(
         self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
     ) -> tuple[list[Any], jax.Array, jax.Array]:
         """Take the gradient of one batch, and no step.
 
         Args:
-            written: The places in the state of what the user's step writes, and of the counters.
+            written: The indices in the state of what the user's step writes, and of the counters.
             replica: What this body sees.
             leaves: The flat state.
             batch: The batch.
 
         Returns:
-            What is at those places after the batch, the batch's table, and for each parameter how many numbers of its
+            What is at those indices after the batch, the batch's table, and for each parameter how many numbers of its
             gradient are not finite. They are those of all replicas.
         """
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
@@ -162,8 +162,7 @@ class TrainStep:
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
         """Return the state after the batch, this body's gradients, table and loss, and the outputs."""
         batch = replica.constrain_batch(batch)
-        held = state.params, state.frozen, state.model_state
-        params, frozen, rest = scatter_state(replica, held, self.pure.trace_of("training").reduction)
+        params, frozen, rest = scatter_state(replica, state.variables, self.pure.trace_of("training").reduction)
         objective = self.objective(replica, state, frozen, rest, batch)
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
@@ -193,8 +192,7 @@ class TrainStep:
         """Return the state after a batch, its table, and its outputs."""
         traced = self.pure.trace_of("training")
         new, (_, *values), weights, outputs = aux
-        new = reduce_state(replica, new, traced.reduction)
-        state = replace(state, **dict(zip(("params", "frozen", "model_state"), new, strict=True)))
+        state = state.with_variables(reduce_state(replica, new, traced.reduction))
         outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
         entry = self.table.entry(
@@ -215,12 +213,11 @@ class TrainStep:
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
-        written = (new.params, new.frozen, new.model_state)
-        if self.plan.nan_policy != "ignore":
-            # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
-            sticky = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
-            written = jax.tree.map(partial(_keep_finite, sticky), (old.params, old.frozen, old.model_state), written)
-        return replace(new, **dict(zip(("params", "frozen", "model_state"), written, strict=True)))
+        if self.plan.nan_policy == "ignore":
+            return new
+        # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
+        stopped = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
+        return new.with_variables(jax.tree.map(partial(_keep_finite, stopped), old.variables, new.variables))
 
     def empty_window(self, window: Window) -> Window:
         """Return a window of no batch."""
@@ -283,15 +280,14 @@ class TrainStep:
             scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
 
         def keep() -> tuple[dict[str, Any], Any]:
-            before, names = old.at_start(new.window_start), ("params", "frozen", "model_state")
-            states = [[getattr(state, name) for name in names] for state in (before, new)]
-            leaves, treedef = self.pure.leaves(*states[0]), jax.tree.structure(states[0])
+            held, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
             # Counts and random keys continue after a step that is left out, but not after one that stops the training.
-            triples = zip(leaves, *map(jax.tree.leaves, states), strict=True)
+            triples = zip(self.pure.leaves(*old.variables), held, jax.tree.leaves(new.variables), strict=True)
             kept = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
-            fields = dict(zip(names, treedef.unflatten(kept), strict=True))
+            params, frozen, model_state = treedef.unflatten(kept)
+            fields = {"params": params, "opt_state": old.opt_state, "extras": old.extras}
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return fields | {"opt_state": old.opt_state, "extras": old.extras}, nothing
+            return fields | {"frozen": frozen, "model_state": model_state}, nothing
 
         # cond, not where: where computes both sides and holds a second copy of the state.
         fields, updates = jax.lax.cond(ok, update, keep)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache  # jax has no public way to say how entries are stored
+from jax._src import compilation_cache  # jax has no public way to choose how entries are stored
 from jax._src.compilation_cache_interface import CacheInterface
 
 MAX_BYTES = 2 * 2**30

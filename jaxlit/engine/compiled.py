@@ -141,9 +141,7 @@ class CompiledStep:
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        trained = state.unflatten()
-        parts = trained.params, trained.frozen, trained.model_state
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, parts))
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, state.unflatten().variables))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
         share_hparams(module, self._engine.module)

@@ -22,7 +22,7 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState, Window, WindowStart
 from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.errors import ModuleError
-from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.leaf_names import is_key, leaf_name, named_leaves
 from jaxlit.strategies.base import Strategy
 
 
@@ -91,7 +91,7 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
     Raises:
         ModuleError: Naming the variable, or the optimizer's error.
     """
-    name, leaves = type(module).__name__, jax.tree_util.tree_leaves_with_path(params)
+    name, leaves = type(module).__name__, named_leaves(params)
     if not leaves:
         held = next((path for path, at, name in each_attribute(module) if isinstance(at[name], linen.Module)), None)
         why = "" if held is None else f"; {held} is a linen module, whose variables nnx does not see: {LINEN_AS_NNX}"
@@ -101,7 +101,7 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
     for path, x in leaves:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ModuleError(
-                f"{name}: {leaf_name(path)} is {x.dtype}, and only floating parameters can be trained. "
+                f"{name}: {path} is {x.dtype}, and only floating parameters can be trained. "
                 "Make it an nnx.Variable, or leave it out of jl.Optimizer(wrt=...)."
             )
     # By shapes: the error comes now, before the state is made in shards, where it would be one of compiling.
@@ -142,10 +142,10 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
         state: The state of step 0, abstract.
         example: The first batch; without one all arrays are taken as written.
     """
-    held, written = (state.params, state.frozen, state.model_state), [True] * len(state.module)
+    written = [True] * len(state.module)
     if example is not None:
-        written = written_to(pure, strategy.step_program(state, pure, example), *held)
-    triples = zip(pure.leaves(*held), state.module.items(), written, strict=True)
+        written = written_to(pure, strategy.step_program(state, pure, example), *state.variables)
+    triples = zip(pure.leaves(*state.variables), state.module.items(), written, strict=True)
     return [name for leaf, (name, x), was in triples if was and not leaf.continues(x.dtype)]
 
 

@@ -34,8 +34,8 @@ from jaxlit.core.state import Layout
 from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import check_trainable, epoch_starter, init_state, undone_with_window
+from jaxlit.engine.diagnosis import Diagnosis
 from jaxlit.engine.flat_state import FlatState
-from jaxlit.engine.look import Look
 from jaxlit.engine.program_key import program_key
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.window_start import WindowStart
@@ -179,13 +179,14 @@ class Engine:
         # Under "raise" a bad window is undone: what its batches have written is restored.
         restores = index.window is not None and written and self.nan_policy == "raise"
         self.window_start = WindowStart(state, written) if restores else None
-        self.look = Look(step, train, state, written, self._compile)
+        self.diagnose = Diagnosis(train, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
     def _written(self) -> tuple[int, ...]:
         """Return the places in the state of what the user's training step writes."""
-        places = jax.tree.leaves([getattr(self.state.index, name) for name in ("params", "frozen", "model_state")])
-        return tuple(itertools.compress(places, self.pure.trace_of("training").changed))
+        return tuple(
+            itertools.compress(jax.tree.leaves(self.state.index.variables), self.pure.trace_of("training").changed)
+        )
 
     def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""

@@ -78,7 +78,7 @@ class FlatState:
         own = set(jax.tree.leaves(index.window)) if self.per_replica else set()
         self.array_specs = [ArraySpec(sharding, per_replica=i in own) for i, sharding in enumerate(self.shardings)]
         self.eval_index = self.evaluated(index.params)
-        self.eval_layout = Layout((abstract.counters, abstract.params, abstract.frozen, abstract.model_state))
+        self.eval_layout = Layout((abstract.counters, *abstract.variables))
         self._variable_index: list[int] = []  # of each Variable of the module
         self._keys: dict[int, tuple[jax.Array, jax.Array]] = {}  # data and key of those that a module was given
         self._all_finite: Callable[..., jax.Array] | None = None
@@ -197,7 +197,7 @@ class FlatState:
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
         """Return the (name, Variable or bare array, index) of each leaf of the module."""
         _, *states = nnx.split(module, self._model.wrt, nnx.Param, ...)
-        indices = jax.tree.leaves((self.index.params, self.index.frozen, self.index.model_state))
+        indices = jax.tree.leaves(self.index.variables)
         leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return [(leaf_name(path[1:]), leaf, i) for (path, leaf), i in zip(leaves, indices, strict=True)]
 

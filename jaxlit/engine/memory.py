@@ -20,7 +20,7 @@ _REMEDIES = (
 
 def is_exhausted(error: BaseException) -> bool:
     """Return whether an error is jax's of a device without memory left."""
-    # A CPU may say INTERNAL: Out of memory allocating ...
+    # The message of a CPU may be INTERNAL: Out of memory allocating ...
     words = ("RESOURCE_EXHAUSTED", "Out of memory")
     return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in words)
 

@@ -33,7 +33,7 @@ def trace_step(
         inspect: Looks at the step, given the replica and the arguments of its body.
         batch: The first batch.
     """
-    states = (state.params, state.frozen, state.model_state, state.counters)
+    states = (*state.variables, state.counters)
     (stage, loader), replica = key, strategy.replica
     batch = replica.part_of(batch) if stage == "training" else batch
     several = replica.splits and replica.count > 1

@@ -20,7 +20,7 @@ from jaxlit.porting import advice
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
-    from jaxlit.engine.live import Live
+    from jaxlit.engine.module_sync import ModuleSync
     from jaxlit.loop.host_sums import HostLog
 
 _HOOKS = {
@@ -129,7 +129,7 @@ class Hooks:
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
         self.datamodule, self.failed = datamodule, Failures(position, self._disable)
-        self.live: Live | None = None  # set while a run owns the arrays of the module
+        self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[Any, Hook] = {}  # by name
         # Of callbacks that measure; None where there are none, so that a row costs no call for them.

@@ -158,7 +158,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         second = "\nIt is the second time: training was resumed right before this step." * again
         error.args = (f"{error}{text}{second}",)
     else:
-        took = engine.look.took(None)
+        took = engine.diagnose.took(None)
     if not (reloaded and run.resume is not None and not run.resume.reset_optimizer):
         run.not_finite["optimizer"] = took
 
@@ -169,9 +169,9 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
     Returns:
         What is not finite, and the names of the optimizer's arrays that contain it.
     """
-    engine, look = run.engine, run.engine.look
+    engine, diagnose = run.engine, run.engine.diagnose
     if jax.process_count() > 1 or run.control.interrupted:  # a user who interrupts waits for the end
-        return "", look.took(None)
+        return "", diagnose.took(None)
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
         assert run.train is not None
@@ -180,10 +180,10 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         intake = run.loaders.intake_of(source)
         pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:
-            return f"\n{which} could not be run again: the loader cannot be set back to it.", look.took(None)
-        results = look([engine.strategy.shard_batch(batch) for _, batch in pairs])
+            return f"\n{which} could not be run again: the loader cannot be set back to it.", diagnose.took(None)
+        results = diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])
     except Exception as error:
-        return f"\n{which} could not be run again: {error!r:.300}", look.took(None)
+        return f"\n{which} could not be run again: {error!r:.300}", diagnose.took(None)
     bad = [i for i, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
     if not bad:
         losses = ", ".join(f"{loss:.4g}" for loss, _ in results)
@@ -191,10 +191,12 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         return (
             f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): {window}the loader gave "
             "other data, the step draws other numbers each time, or gradients overflow when they are added up.",
-            look.took(None),
+            diagnose.took(None),
         )
     (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])
-    took = [] if any(not np.isfinite(x) for x, _ in results) else look.took({x for _, names in results for x in names})
+    took = (
+        [] if any(not np.isfinite(x) for x, _ in results) else diagnose.took({x for _, names in results for x in names})
+    )
     gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (
         f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that are "

@@ -194,9 +194,11 @@ class _Cutting:
         mark = None if self.segments is None else self.segments.stage_after(eqn)
         # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
         if placed or mark is not None or (roots and of_batch):
+            # The latest operand decides: activations only go forward through the stages.
             at = max([*placed, 0 if mark is None else mark])
         # A norm is sent as one number, where the weights would be sent otherwise.
         elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
+            # A norm of weights: sending its result is cheaper than sending the weights.
             at = max((self.known[i] or 0 for i in roots), default=0)
         else:
             at = None
@@ -234,6 +236,7 @@ class _Cutting:
             def takes(eqn: Any, used: list[Any], ins: dict[Any, None] = ins) -> bool:
                 if not used and self.effects.get(id(eqn)) != piece.stage:
                     return False
+                # Computed once, by another stage, which sends it.
                 elsewhere = any(self.stage.get(x, piece.stage) != piece.stage for x in eqn.outvars)
                 ins.update(dict.fromkeys(used if elsewhere else []))
                 return not elsewhere

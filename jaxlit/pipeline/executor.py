@@ -1,20 +1,20 @@
 """Runs a batch through a pipeline: forward and backward passes of its microbatches, in the order of a schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.passes import Passes
 from jaxlit.pipeline.cut import Cut
-from jaxlit.pipeline.places import Places
-from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.stages import Kept, Stage
 from jaxlit.pipeline.tasks import FusedTask, Kind, Task, parts
+
+if TYPE_CHECKING:
+    from jaxlit.pipeline.training import Microbatched
 
 
 @dataclass
@@ -67,62 +67,33 @@ class StageSet:
         self.of_batch = [[i for i in p.inputs if i >= num_leaves] for p in cut.pieces]
 
 
-class Executor:
+class BatchRun:
     """Runs the passes of one batch.
 
     Args:
-        places: The ranks.
-        schedule: The order of the tasks.
-        passes: The functions of a pass.
-        place_batch: Puts lists of host arrays onto a rank each.
-        zeros: Returns arrays that gradients are added to, given a rank and the indices of parameters.
-        homes: The rank that holds each array of the state.
+        program: The training program.
+        leaves: The state.
+        microbatches: The parts of the batch.
+        sets: The programs for each of them.
     """
 
     def __init__(
         self,
-        places: Places,
-        schedule: Schedule,
-        passes: Passes,
-        place_batch: Callable[[Sequence[int], list[list[Any]]], list[list[Any]]],
-        zeros: Callable[[int, Sequence[int]], list[jax.Array]],
-        homes: Sequence[int],
-    ) -> None:
-        self.places, self.schedule, self.passes, self.homes = places, schedule, passes, homes
-        self._place_batch, self._zeros = place_batch, zeros
-
-    def __call__(
-        self,
-        order: Sequence[Task | FusedTask],
+        program: "Microbatched",
         leaves: Sequence[Any],
-        parts_of_batch: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch],
         sets: Sequence[StageSet],
-    ) -> Made:
-        """Run a batch.
-
-        Args:
-            order: The tasks, none before what it waits for.
-            leaves: The state.
-            parts_of_batch: The microbatches.
-            sets: The programs for each of them.
-        """
-        return _Batch(self, leaves, parts_of_batch, sets).run(order)
-
-    def rank(self, stage: int) -> int:
-        """Return the rank of a stage."""
-        return self.schedule.rank_of(stage)
-
-
-class _Batch:
-    def __init__(
-        self, of: Executor, leaves: Sequence[Any], microbatches: Sequence[Microbatch], sets: Sequence[StageSet]
     ) -> None:
-        self.of, self.microbatches, self.sets = of, microbatches, sets
+        self.program, self.microbatches, self.sets = program, microbatches, sets
+        self.places, self.passes, self.rank_of = program.places, program.passes, program.schedule.rank_of
         self.count = len(sets[0].stages)
         self.state, self.batch = self._spread(leaves), self._placed()
-        scale = of.passes.scale
+        scale = self.passes.scale
         self.scale = [None if scale is None else self.state[s][scale] for s in range(self.count)]
-        self.totals = [of._zeros(of.rank(s), sets[0].stages[s].params) for s in range(self.count)]
+        # Gradients add up per stage, and are sent to the ranks of the parameters once, after the last task.
+        self.totals = [program.zeros(self.rank_of(s), sets[0].stages[s].params) for s in range(self.count)]
+        # By (stage, microbatch). Each entry is removed by the task that uses it, which bounds the memory: a schedule's
+        # peak of live microbatches is the most entries of `kept` at a time.
         self.kept: dict[tuple[int, int], Kept] = {}
         self.inbox: dict[tuple[int, int], list[Any]] = {}  # the arrays that a stage was sent for a microbatch
         self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
@@ -130,6 +101,7 @@ class _Batch:
         self.results: dict[tuple[int, int], Any] = {}  # outputs by microbatch and index
 
     def run(self, order: Sequence[Task | FusedTask]) -> Made:
+        """Run the tasks in an order in which none waits for a later one."""
         run = {
             Kind.FWD: self.forward,
             Kind.BWD: self.backward,
@@ -138,14 +110,15 @@ class _Batch:
         }
         for program in order:
             tasks = parts(program)
-            if self._fuses(tasks):
+            if self._fuses(tasks):  # one program, which keeps no residuals between its halves
                 self.fused(tasks[0])
                 continue
             for task in tasks:
                 run[task.kind](task)
+        # The first output is the loss, then come the written arrays, the table and the user's outputs.
         cut, n = self.sets[0].cut, self.sets[0].num_written
         updates = {i: at for i, at in enumerate(cut.made_at)}
-        written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.of.passes.written)]
+        written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.passes.written)]
         tables = [self.results[mb, 1 + n] for mb in range(len(self.microbatches))]
         rest = range(2 + n, len(cut.made_at))
         outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in rest]
@@ -154,6 +127,7 @@ class _Batch:
     # Tasks ------------------------------------------------------------------------------------------
 
     def forward(self, task: Task) -> None:
+        """Run a forward pass, and keep what its backward pass needs."""
         stage, inputs, ins = self._given(task)
         outs, results, residuals = stage.forward(inputs, ins)
         self._results(task, results)
@@ -161,6 +135,7 @@ class _Batch:
         self._push(task, outs)
 
     def fused(self, task: Task) -> None:
+        """Run a forward pass of the last stage and its backward pass in one program."""
         stage, inputs, ins = self._given(task)
         totals, scale = self.totals[task.stage], self.scale[task.stage]
         results, sent, self.totals[task.stage] = stage.fused(inputs, ins, totals, self._rows(task), scale)
@@ -168,6 +143,7 @@ class _Batch:
         self._push_back(task, sent)
 
     def backward(self, task: Task) -> None:
+        """Run a backward pass."""
         stage, kept, cotangents = self._returned(task)
         given, totals, scale = (kept.inputs, kept.ins), self.totals[task.stage], self.scale[task.stage]
         sent, self.totals[task.stage] = stage.backward(
@@ -176,13 +152,16 @@ class _Batch:
         self._push_back(task, sent)
 
     def backward_input(self, task: Task) -> None:
+        """Run the part of a backward pass that the stage before waits for."""
         stage, kept, cotangents = self._returned(task)
         given = (kept.inputs, kept.ins), kept.residuals, cotangents
+        # `crossing` is what the second half needs of the first; it keeps the residuals alive until then.
         sent, crossing = stage.backward_input(*given)
         self.halves[task.stage, task.mb] = (given, crossing)
         self._push_back(task, sent)
 
     def backward_weight(self, task: Task) -> None:
+        """Run the rest of a backward pass: the gradients of the weights."""
         stage, (given, crossing) = self._stage(task), self.halves.pop((task.stage, task.mb))
         totals, scale = self.totals[task.stage], self.scale[task.stage]
         self.totals[task.stage] = stage.backward_weight(given, crossing, totals, self._rows(task), scale)
@@ -204,30 +183,33 @@ class _Batch:
 
     def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
         stage, state, key = self._stage(task), self.state[task.stage], (task.stage, task.mb)
+        # Popped: a microbatch's arrays are freed once the last stage that uses them has them.
         first, batch = self.sets[task.mb].num_leaves, self.batch.pop(key, {})
         inputs = [state[i] if i < first else batch[i] for i in stage.piece.inputs]
         return stage, inputs, self.inbox.pop(key, [])
 
     def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
         stage, key = self._stage(task), (task.stage, task.mb)
+        # A value that several stages use has a cotangent from each; the program adds them up.
         parts = self.cotangents.pop(key, {k: [] for k in stage.outs})
         return stage, self.kept.pop(key), [parts[k] for k in stage.outs]
 
     def _results(self, task: Task, results: Sequence[Any]) -> None:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
-        cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.of.passes.written
+        cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.passes.written
         for i, x in zip(self._stage(task).piece.results, results, strict=True):
-            if 1 <= i <= n:
+            if 1 <= i <= n:  # batch statistics: microbatches update them in order
                 self.state[task.stage][places[i - 1]] = x
-            elif cut.made_at[i] == task.stage:
+            elif cut.made_at[i] == task.stage:  # other stages may compute a copy of it
                 self.results[task.mb, i] = x
 
     def _push(self, task: Task, outs: Sequence[Any]) -> None:
         """Send the results of a pass to the stages that use them."""
+        # One transfer for all receivers: starting one costs more than its bytes.
         which, to = self.sets[task.mb], []
         for var, x in zip(self._stage(task).piece.outs, outs, strict=True):
             to += [(stage, k, x) for stage, k in which.users[var]]
-        sent = self.of.places.send([x for _, _, x in to], [self.of.rank(stage) for stage, _, _ in to])
+        sent = self.places.send([x for _, _, x in to], [self.rank_of(stage) for stage, _, _ in to])
         for (stage, k, _), x in zip(to, sent, strict=True):
             box = self.inbox.setdefault((stage, task.mb), [None] * len(which.stages[stage].piece.ins))
             box[k] = x
@@ -236,7 +218,7 @@ class _Batch:
         """Send gradients to the stages that made the values."""
         which, stage = self.sets[task.mb], self._stage(task)
         to = [which.producer[stage.piece.ins[k]] for k in stage.ins]
-        arrays = self.of.places.send(sent, [self.of.rank(s) for s, _ in to])
+        arrays = self.places.send(sent, [self.rank_of(s) for s, _ in to])
         for (s, k), x in zip(to, arrays, strict=True):
             box = self.cotangents.setdefault((s, task.mb), {j: [] for j in which.stages[s].outs})
             box[k].append(x)
@@ -245,34 +227,36 @@ class _Batch:
 
     def _spread(self, leaves: Sequence[Any]) -> list[dict[int, Any]]:
         """Return for each stage the arrays of the state that it uses, copies of those of other ranks."""
-        of, different = self.of, {*self.sets}
-        always = set() if of.passes.scale is None else {of.passes.scale}
+        ranks, different = self.program.ranks, {*self.sets}
+        always = set() if self.passes.scale is None else {self.passes.scale}
         used = [always.union(*(x.of_state[s] for x in different)) for s in range(self.count)]
         arrays = [{i: leaves[i] for i in mine} for mine in used]
-        to = [(s, i) for s, mine in enumerate(used) for i in mine if of.homes[i] != of.rank(s)]
-        sent = of.places.send([leaves[i] for _, i in to], [of.rank(s) for s, _ in to])
+        to = [(s, i) for s, mine in enumerate(used) for i in mine if ranks[i] != self.rank_of(s)]
+        sent = self.places.send([leaves[i] for _, i in to], [self.rank_of(s) for s, _ in to])
         for (s, i), x in zip(to, sent, strict=True):
             arrays[s][i] = x
         return arrays
 
     def _placed(self) -> dict[tuple[int, int], dict[int, Any]]:
         """Return by stage and microbatch the arrays of the batch that it uses, all of them sent at once."""
+        # All at once, before the first task: no stage then waits for the host.
         wanted = {(s, mb): x.of_batch[s] for mb, x in enumerate(self.sets) for s in range(self.count) if x.of_batch[s]}
         first = self.sets[0].num_leaves
         arrays = [[self.microbatches[mb].leaves[i - first] for i in which] for (_, mb), which in wanted.items()]
-        placed = self.of._place_batch([self.of.rank(s) for s, _ in wanted], arrays)
+        placed = self.program.place_batch([self.rank_of(s) for s, _ in wanted], arrays)
         pairs = zip(wanted.items(), placed, strict=True)
         return {key: dict(zip(which, xs, strict=True)) for (key, which), xs in pairs}
 
     def _grads(self) -> list[Any]:
         """Return the sum over all stages of each parameter's gradients, on the rank that holds it."""
-        params, homes = [i for x in self.sets[0].stages for i in x.params], self.of.homes
-        arrays = self.of.places.send([x for totals in self.totals for x in totals], [homes[i] for i in params])
-        grads: dict[int, list[Any]] = {i: [] for i in self.of.passes.params}
+        # A parameter that several stages use has a sum on each.
+        params, ranks = [i for x in self.sets[0].stages for i in x.params], self.program.ranks
+        arrays = self.places.send([x for totals in self.totals for x in totals], [ranks[i] for i in params])
+        grads: dict[int, list[Any]] = {i: [] for i in self.passes.params}
         for i, x in zip(params, arrays, strict=True):
             grads[i].append(x)
-        zeros = self.of._zeros
-        return [_sum(xs) if len(xs) > 1 else (xs or zeros(homes[i], [i]))[0] for i, xs in grads.items()]
+        zeros = self.program.zeros
+        return [_sum(xs) if len(xs) > 1 else (xs or zeros(ranks[i], [i]))[0] for i, xs in grads.items()]
 
 
 @jax.jit

@@ -29,12 +29,6 @@ class Layers:
             )
         self.layers, self.owner = layers, owner
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layers) and self.layers == other.layers
-
-    def __hash__(self) -> int:
-        return hash(self.layers if isinstance(self.layers, str | None) else tuple(self.layers))
-
     def mark(self, module: Any) -> Any:
         """Let the layers of a module mark what they return, and return the module.
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
-from jaxlit.pipeline.executor import Executor, Microbatch, StageSet
+from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.report import StageFacts, facts_of, residuals_of
 from jaxlit.pipeline.schedules import Schedule
@@ -26,77 +26,59 @@ from jaxlit.pipeline.tasks import FusedTask, Kind, Task
 from jaxlit.programs.jaxpr import inline
 
 
-class Held(NamedTuple):
-    """The rank of each array of the module."""
-
-    params: Any
-    frozen: Any
-    model_state: Any
-
-
 class Placement(NamedTuple):
     """The ranks and stages of a module's arrays.
 
     Attributes:
-        ranks: The rank of each array.
+        ranks: The rank of each array of (params, frozen, model_state).
         sizes: How many of the parts between marks each stage has; None without the user's step.
         facts: What is known about the stages; None without the user's step.
         stages: The stage of each parameter by its name.
     """
 
-    ranks: Held
+    ranks: tuple[Any, Any, Any]
     sizes: list[int] | None
     facts: list[StageFacts] | None
     stages: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Homes:
-    """Finds the rank of each array of a module.
+def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: Any) -> Placement:
+    """Return the placement of each array of a module.
 
     Args:
-        schedule: Which rank holds which stage.
+        schedule: The rank of each stage.
         balance: See `segments_of`.
+        state: The state, abstract.
+        closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then distributed in
+            their order, by their bytes.
     """
+    module = state.variables
+    leaves, treedef = jax.tree.flatten(module)
+    names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(module)]
+    num_weights, sizes, facts = len(jax.tree.leaves(module[:2])), None, None
+    if closed is None:
+        stages = _by_bytes(leaves, schedule.num_stages)
+    else:
+        pieces, stages = _by_use(closed, schedule.num_stages, balance, num_weights, names)
+        sizes, facts = pieces.sizes, facts_of(pieces, names[:num_weights], stages[:num_weights], leaves)
+    ranks = jax.tree.unflatten(treedef, [schedule.rank_of(stage) for stage in stages])
+    return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
 
-    schedule: Schedule
-    balance: Any
 
-    def of(self, state: TrainState, closed: Any) -> Placement:
-        """Return the placement of each array.
-
-        Args:
-            state: The state, abstract.
-            closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then dealt out
-                in their order, by their bytes.
-        """
-        held = state.params, state.frozen, state.model_state
-        leaves, treedef = jax.tree.flatten(held)
-        names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(held)]
-        num_weights, sizes, facts = len(jax.tree.leaves(held[:2])), None, None
-        if closed is None:
-            stages = _by_bytes(leaves, self.schedule.num_stages)
-        else:
-            cut, stages = self._by_use(closed, num_weights, names)
-            sizes, facts = cut.sizes, facts_of(cut, names[:num_weights], stages[:num_weights], leaves)
-        ranks = Held(*jax.tree.unflatten(treedef, [self.schedule.rank_of(stage) for stage in stages]))
-        return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
-
-    def _by_use(self, closed: Any, num_weights: int, names: Sequence[str]) -> tuple[Cut, list[int]]:
-        closed = inline(closed, also=holds_mark)
-        jaxpr, count = closed.jaxpr, len(names)
-        inputs = []
-        for i, var in enumerate(jaxpr.invars):
-            if i >= count:
-                inputs.append(Input(Role.BATCH))
-                continue
-            update = None if jaxpr.outvars[1 + i] is var else 1 + i
-            inputs.append(Input(Role.WEIGHT if i < num_weights else Role.STATE, update=update))
-        cut = _cut(closed, inputs, self.schedule.num_stages, self.balance, names)
-        homes = cut.home_of[:count]
-        # An array that nothing uses goes to the stage of the one before it.
-        last = next((x for x in homes if x is not None), 0)
-        return cut, [last := last if stage is None else stage for stage in homes]
+def _by_use(
+    closed: Any, num_stages: int, balance: Any, num_weights: int, names: Sequence[str]
+) -> tuple[Cut, list[int]]:
+    """Return the user's step, cut, and the stage of each array of the module."""
+    closed = inline(closed, also=holds_mark)
+    jaxpr, count, inputs = closed.jaxpr, len(names), []
+    for i, var in enumerate(jaxpr.invars):
+        update = None if i >= count or jaxpr.outvars[1 + i] is var else 1 + i
+        role = Role.BATCH if i >= count else Role.WEIGHT if i < num_weights else Role.STATE
+        inputs.append(Input(role, update=update))
+    pieces = _cut(closed, inputs, num_stages, balance, names)
+    # An array that nothing uses goes to the stage of the one before it.
+    last = next((x for x in pieces.home_of[:count] if x is not None), 0)
+    return pieces, [last := last if stage is None else stage for stage in pieces.home_of[:count]]
 
 
 def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
@@ -135,21 +117,21 @@ class Microbatched:
         self._outputs = outputs
         if strategy.num_microbatches > 1 and outputs is not None:
             self._check_outputs()
-        self._ranks = [strategy.places.rank_at(x.sharding) for x in specs]
+        self.places, self.schedule = strategy.places, strategy.schedule
+        self.ranks = [self.places.rank_at(x.sharding) for x in specs]
         self._sets: dict[Any, StageSet] = {}
         self._orders: dict[int, Sequence[Task | FusedTask]] = {}
         self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
         self._shapes: list[Any] = []
         self.residuals: Callable[[], list[int]] | None = None  # bytes of a microbatch that each stage keeps
         self._combine = jax.jit(self._combined)
-        self.executor = Executor(strategy.places, strategy.schedule, passes, self._place, self._zeros, self._ranks)
 
     def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Run the program."""
         self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         microbatches = self._split(batch)
         sets = [self._set(x, batch) for x in microbatches]
-        made = self.executor(self._order(len(microbatches)), leaves, microbatches, sets)
+        made = BatchRun(self, leaves, microbatches, sets).run(self._order(len(microbatches)))
         table = made.tables[0] if len(made.tables) == 1 else self._combine(made.tables)
         rows = np.float32(sum(x.rows for x in microbatches))
         outputs = self._joined(made.outputs, [x.rows for x in microbatches])
@@ -184,7 +166,7 @@ class Microbatched:
     def _order(self, count: int) -> Sequence[Task | FusedTask]:
         """Return the tasks of so many microbatches."""
         if count not in self._orders:
-            schedule = self.strategy.schedule
+            schedule = self.schedule
             try:
                 self._orders[count] = simulate(schedule, count).order
             except ArgumentError:
@@ -197,14 +179,16 @@ class Microbatched:
                 self._orders[count] = [*ahead, *back]
         return self._orders[count]
 
-    def _place(self, ranks: Sequence[int], groups: list[list[Any]]) -> list[list[Any]]:
-        """Put arrays of microbatches onto a rank each, split as its strategy splits a batch."""
-        shardings = []
-        for rank, arrays in zip(ranks, groups, strict=True):
-            inner = self.strategy.inner[rank]
-            replicated = inner.mesh.size == 1 or num_rows(arrays) % inner.num_replicas
-            shardings.append([inner.replicated if replicated else inner._batch_sharding(x) for x in arrays])
-        return self.strategy.places.put(groups, shardings)
+    def place_batch(self, ranks: Sequence[int], groups: list[list[Any]]) -> list[list[Any]]:
+        """Place each group of a microbatch's arrays on a rank, with the batch sharding of the strategy within it."""
+        inner = self.strategy.inner
+
+        def sharding(rank: int, x: Any, rows: int) -> Any:
+            replicated = inner.mesh.size == 1 or rows % inner.num_replicas
+            return self.places.on(inner.replicated if replicated else inner._batch_sharding(x), rank)
+
+        shardings = [[sharding(rank, x, num_rows(xs)) for x in xs] for rank, xs in zip(ranks, groups, strict=True)]
+        return self.places.put(groups, shardings)
 
     def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
         """Return a batch's outputs from those of its microbatches."""
@@ -240,7 +224,7 @@ class Microbatched:
         inputs = [Input(Role.WEIGHT if i in weights else Role.STATE, update=updates.get(i)) for i in range(count)]
         inputs += [Input(Role.BATCH)] * len(shapes)
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
-        cut = _cut(closed, inputs, strategy.schedule.num_stages, strategy.sizes, names)
+        cut = _cut(closed, inputs, self.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = []
         for piece in cut.pieces:
@@ -249,14 +233,14 @@ class Microbatched:
         return StageSet(cut, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:
-        rank = self.strategy.schedule.rank_of(stage)
+        rank = self.schedule.rank_of(stage)
         return lambda fn, what, **options: self.strategy.jit_on(rank, fn, f"{self.name}_{what}_{stage}", options)
 
-    def _zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
+    def zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
         """Return zeros for the gradients of parameters, on a rank."""
         key = (rank, *params)
         if key not in self._zeros_of:
-            shardings = [self.strategy.places.on(self._specs[i].sharding, rank) for i in params]
+            shardings = [self.places.on(self._specs[i].sharding, rank) for i in params]
             shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
             make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
             self._zeros_of[key] = self.strategy.jit_on(rank, make, "zeros", {"out_shardings": shardings})

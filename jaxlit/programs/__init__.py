@@ -1,1 +1,1 @@
-"""What a program tells: where its results come from, how those of replicas relate to the batch's, and what it costs."""
+"""Traced programs: what depends on what, how values of replicas relate to the batch's, and what a program costs."""

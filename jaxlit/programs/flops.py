@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.programs.jaxpr import inner_jaxprs
+from jaxlit.programs.jaxpr import bodies
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _of_equation(eqn: Any) -> Flops:
         return Flops(count, by_dtype={_kind(eqn): count})
     if name == "custom_linear_solve":  # it has the product and the transposes as well, for gradients
         return count_flops(params["jaxprs"].solve.jaxpr)
-    inner = [count_flops(getattr(x, "jaxpr", x)) for x in inner_jaxprs(eqn)]
+    inner = list(map(count_flops, bodies(eqn)))
     if not any(x.count for x in inner):
         return Flops()
     if name == "cond":

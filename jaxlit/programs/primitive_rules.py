@@ -197,32 +197,32 @@ def _convolve(eqn: Equation) -> Relation:
 
 
 def _gather(eqn: Equation) -> Relation:
-    (table, places), numbers = eqn.ins, eqn.params["dimension_numbers"]
-    if places.kind == "index":  # each row's own entry, as in logp[jnp.arange(rows), labels]
+    (table, indices), numbers = eqn.ins, eqn.params["dimension_numbers"]
+    if indices.kind == "index":  # each row's own entry, as in logp[jnp.arange(rows), labels]
         fits = _looks_up_own_row(numbers.start_index_map, eqn) and table.dim in numbers.collapsed_slice_dims
-    elif places in (SAME, ZERO):
+    elif indices in (SAME, ZERO):
         if table.kind != "rows":
             return UNKNOWN if eqn.grows else table
         fits = eqn.params["slice_sizes"][table.dim] == eqn.shape(0)[table.dim]
     else:  # an embedding, or rows that are looked up row by row
         pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        by_row = table.kind == "same" or (table.kind == "rows" and (table.dim, places.dim) in pairs)
-        fits = places == Relation("rows", 0, places.dim) and by_row
+        by_row = table.kind == "same" or (table.kind == "rows" and (table.dim, indices.dim) in pairs)
+        fits = indices == Relation("rows", 0, indices.dim) and by_row
     return eqn.rows(table.power) if fits else UNKNOWN
 
 
 def _looks_up_own_row(index_map: tuple[int, ...], eqn: Equation) -> bool:
     """Return whether the first of each row's indices, and it alone, is the row's own in a table of rows."""
-    table, places = eqn.ins[:2]
-    return table.kind == "rows" and index_map[:1] == (table.dim,) and places.dim < len(eqn.shape(1)) - 1
+    table, indices = eqn.ins[:2]
+    return table.kind == "rows" and index_map[:1] == (table.dim,) and indices.dim < len(eqn.shape(1)) - 1
 
 
 def _scatter(eqn: Equation) -> Relation:
-    table, places, new = eqn.ins
+    table, indices, new = eqn.ins
     if eqn.name == "scatter" and overwrites(eqn.one):
         return new
     if table.kind != "rows":  # counts by label: what is added for each row adds up
-        fits = eqn.name == "scatter-add" and new.kind == "rows" and places == Relation("rows", 0, places.dim)
+        fits = eqn.name == "scatter-add" and new.kind == "rows" and indices == Relation("rows", 0, indices.dim)
         return join([table, Relation("total", new.power)]) if fits and not eqn.grows else UNKNOWN
     # Entries of each row are written: at the same indices in all rows, or at those of the row.
     numbers = eqn.params["dimension_numbers"]
@@ -230,13 +230,13 @@ def _scatter(eqn: Equation) -> Relation:
     fits = False
     if table.power or new.power or new.kind != "rows":
         return UNKNOWN
-    if places in (SAME, ZERO) and table.dim not in (*numbers.scatter_dims_to_operand_dims, *outside):
+    if indices in (SAME, ZERO) and table.dim not in (*numbers.scatter_dims_to_operand_dims, *outside):
         window = [dim for dim in range(len(eqn.shape(0))) if dim not in outside]
         fits = new.dim == written[window.index(table.dim)] and eqn.shape(2)[new.dim] == eqn.shape(0)[table.dim]
-    elif places.kind == "index" and table.dim in numbers.inserted_window_dims:
+    elif indices.kind == "index" and table.dim in numbers.inserted_window_dims:
         looked_up = [dim for dim in range(len(eqn.shape(2))) if dim not in written]
         own = _looks_up_own_row(numbers.scatter_dims_to_operand_dims, eqn)
-        fits = own and new.dim == looked_up[places.dim]
+        fits = own and new.dim == looked_up[indices.dim]
     return eqn.rows() if fits else UNKNOWN
 
 

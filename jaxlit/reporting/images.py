@@ -35,6 +35,11 @@ def as_image(where: str, x: Any) -> Any:
     return (array[..., 0] if array.ndim == 3 and channels == 1 else array).copy()
 
 
+def as_images(where: str, images: Any) -> list[Any]:
+    """Return an image or a list of them as a list, each as `as_image` returns it."""
+    return [as_image(where, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
+
+
 def has_pillow() -> bool:
     """Return whether Pillow is installed."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_image, has_pillow
+from jaxlit.reporting.images import as_images, has_pillow
 from jaxlit.reporting.terminal import say, short_path
 
 _logger = logging.getLogger("jaxlit")
@@ -93,9 +93,8 @@ class MediaFolder:
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt file."""
-        images = list(images) if isinstance(images, (list, tuple)) else [images]
-        for i, image in enumerate(images):
-            files = [_image_file(f"log_image({key!r}, ...)", image)]
+        for i, image in enumerate(as_images(f"log_image({key!r}, ...)", images)):
+            files = [_image_file(image)]
             files += [] if caption is None else [(".txt", caption[i].encode())]
             self._keep(key, files, step)
 
@@ -123,8 +122,7 @@ class MediaFolder:
             say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them{how})")
 
 
-def _image_file(where: str, x: Any) -> _File:
-    image = as_image(where, x)
+def _image_file(image: Any) -> _File:
     if isinstance(image, str):
         return Path(image).suffix, Path(image).read_bytes()
     content = io.BytesIO()

@@ -61,28 +61,28 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: The values, in which dicts and lists may be nested.
     """
-    found: list[str] = []
-    hidden = hide(values, found)
-    tell(found)
+    paths: list[str] = []
+    hidden = hide(values, paths)
+    tell(paths)
     return hidden
 
 
-def hide(value: Any, found: list[str], path: str = "", name: str = "") -> Any:
+def hide(value: Any, paths: list[str], path: str = "", name: str = "") -> Any:
     """Return a value with `PLACEHOLDER` in place of each secret.
 
     Args:
         value: The value.
-        found: The paths of secrets are added to it.
+        paths: The paths of secrets are appended to it.
         path: Where the value is.
         name: Its name.
     """
     if name and _is_given(value) and is_secret(name):
-        found.append(path)
+        paths.append(path)
         return PLACEHOLDER
     if isinstance(value, Mapping):
-        return {key: hide(x, found, f"{path}.{key}" if path else str(key), str(key)) for key, x in value.items()}
+        return {key: hide(x, paths, f"{path}.{key}" if path else str(key), str(key)) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [hide(x, found, f"{path}[{i}]") for i, x in enumerate(value)]
+        return [hide(x, paths, f"{path}[{i}]") for i, x in enumerate(value)]
     return value
 
 

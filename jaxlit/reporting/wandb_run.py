@@ -30,12 +30,12 @@ class WandbRun:
         run: The SDK's run.
         finish_timeout: Seconds to wait at the end.
         raises: Whether a failure is raised at the next call; otherwise it is printed.
-        own: Whether the run is to be finished: it was opened for this training.
+        finishes: Whether to finish the run at the end: it was opened for this training.
     """
 
-    def __init__(self, run: "wandb.Run", finish_timeout: float, *, raises: bool, own: bool = True) -> None:
+    def __init__(self, run: "wandb.Run", finish_timeout: float, *, raises: bool, finishes: bool = True) -> None:
         self.run: Any = run
-        self._finish_timeout, self._raises, self._own = finish_timeout, raises, own
+        self._finish_timeout, self._raises, self._finishes = finish_timeout, raises, finishes
         self._error: Exception | None = None
         self._failed = self._skipped = False
         self._reasons: set[str] = set()  # of failures that were printed
@@ -121,7 +121,7 @@ class WandbRun:
 
         def close() -> None:
             try:
-                if self._own:
+                if self._finishes:
                     self.run.finish(exit_code=int(failed))
             except Exception as error:
                 errors.append(error)

@@ -131,7 +131,7 @@ def train(
         raise
     state = trainer.state
     training.grads = by_path(state.opt_state[0].grads)
-    for part in (state.params, state.frozen, state.model_state):
+    for part in state.variables:
         training.params |= by_path(part)
     after = by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
     training.random = own_keys or any((before[k] != after[k]).any() for k in before)

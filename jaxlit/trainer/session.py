@@ -23,7 +23,7 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
-from jaxlit.engine.live import Live
+from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
@@ -355,7 +355,7 @@ class Session:
             engine.state.count_from(run.position.global_step, run.position.epoch)
         # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
         put_back = not (fitting or take_ownership)
-        hooks.live = Live(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
+        hooks.live = ModuleSync(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine

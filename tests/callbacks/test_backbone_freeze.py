@@ -319,27 +319,9 @@ def test_a_rule_of_ones_own_names_what_is_there(found: Any, words: str) -> None:
     fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=Own(found))
 
 
-def test_a_rule_of_ones_own_holds_what_it_names() -> None:
-    models = Deep(), Deep()
-    for model, freeze in zip(models, (Own(["inner.kernel"]), BackboneFreeze("inner.kernel")), strict=True):
-        fit(model, BATCHES, None, freeze, max_epochs=2)
-    assert_same(*models)
-
-
 def test_parts_that_overlap_are_refused() -> None:
     both = [BackboneFreeze("blocks"), BackboneFreeze(nnx.PathContains("blocks"))]
     fit_refuses(ArgumentError, r"names blocks\[0\]\..*which another", model=Deep(), train=BATCHES, callbacks=both)
-
-
-def test_parts_of_one_name_are_refused() -> None:
-    def of(attribute: str) -> Any:
-        def is_in(path: Any, x: Any) -> bool:
-            return path[0] == attribute
-
-        return is_in
-
-    both = [BackboneFreeze(of("inner")), BackboneFreeze(of("outer"))]
-    fit_refuses(ArgumentError, r"parts that are called '.*of\.is_in'", model=Deep(), train=BATCHES, callbacks=both)
 
 
 def test_a_checkpoint_of_other_parts_is_refused() -> None:

@@ -28,29 +28,6 @@ def stopped_at(callback: Any, trainer: Any, values: Any) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "values", "expected"),
-    [
-        ({"patience": 2}, [3, 2, 2, 2, 2], 3),
-        ({"patience": 2}, [3, 2, 2, 1, 1, 1], 5),
-        ({"patience": 1, "mode": "max"}, [1, 2, 3, 2], 3),
-        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.4, 2.0], 2),
-        ({"patience": 1, "min_delta": 0.5, "mode": "max"}, [1.0, 1.6, 2.0], 2),
-        ({"patience": 0}, [3, 2, 3], 2),
-        ({"patience": 1}, [3, NAN], 1),
-        ({"patience": 3}, [INF], 0),
-        ({"patience": 3, "check_finite": False}, [3, NAN, NAN, NAN], 3),
-        ({"patience": 9, "stopping_threshold": 1.0}, [2.0, 1.0, 0.9], 2),
-        ({"patience": 9, "stopping_threshold": 1.0, "mode": "max"}, [0.5, 1.0, 1.1], 2),
-        ({"patience": 9, "divergence_threshold": 5.0}, [2.0, 5.0, 5.1], 2),
-        ({"patience": 9, "divergence_threshold": 5.0, "mode": "max"}, [9.0, 5.0, 4.9], 2),
-        ({"patience": 2}, [5, 4, 3, 2, 1], None),
-    ],
-)
-def test_stops_at_the_check_that_the_rules_name(make_trainer, arguments, values, expected) -> None:
-    assert stopped_at(EarlyStopping("val/loss", **arguments), make_trainer(), values) == expected
-
-
 def lightnings(values: Any, mode: str, min_delta: float, patience: int, **rules: Any) -> tuple[Any, ...]:
     """Return where Lightning 2.6's rule stops, for which of its reasons, the best value and the checks waited."""
     better = {"min": lambda a, b: a < b, "max": lambda a, b: a > b}[mode]

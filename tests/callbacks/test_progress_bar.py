@@ -18,7 +18,6 @@ from kit.modules import Mean, logging
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from jaxlit.engine.engine import Engine
-from jaxlit.reporting.epoch_line import epoch_line, number
 
 NAN, SEVENTEEN = float("nan"), 1 / 17
 
@@ -206,19 +205,6 @@ def test_a_long_line_breaks_between_metrics(make_trainer, open_terminal, width):
     assert re.findall(r"val/loss (\S+)", "\n".join(terminal.lines)) == ["0.5", "0.25"]
 
 
-def test_no_number_and_no_mark_moves_the_columns(open_terminal):
-    numbers, names = [0.5, 0.1234567, -1.2345e-05, -0.0001234, -1234567.0, 3, NAN], ("━ ", "20/20", "train/", "val/")
-    for width in range(50, 121):
-        open_terminal(width)
-        layouts = set()
-        for value, other, mark in itertools.product(numbers, numbers, ("* best", " " * 6)):
-            parts = ["20/20", " 998 it/s", f"train/loss {number(value)}", f"val/loss {number(other)}", mark, ""]
-            lines = epoch_line("epoch 1/9", 20, 20, parts).splitlines()
-            assert max(map(len, lines)) <= width
-            layouts.add(tuple(line.find(name) for line in lines for name in names))
-        assert len(layouts) == 1, width
-
-
 def test_a_mark_names_its_metric_if_the_line_does_not(make_trainer, capsys, open_terminal):
     for terminal in (None, 160):
         if terminal:
@@ -303,20 +289,6 @@ def test_the_live_line_shows_the_row_and_the_time_left(begin, open_terminal, clo
     bar.on_train_epoch_end(trainer, trainer.module)
     trainer.end(bar)
     assert "hello from the user" in terminal.lines
-
-
-@pytest.mark.parametrize("width", [8, 30, 120])
-def test_the_live_line_leaves_room_for_what_the_terminal_echoes(begin, open_terminal, clock, width):
-    terminal = open_terminal(width)
-    trainer, bar = begin()
-    before = len(terminal.getvalue())
-    trainer.log(bar, {f"metric_{i}": SEVENTEEN for i in range(20)}, 0)
-    clock.seconds += 1.0
-    batch(trainer, bar)
-    drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "\n", terminal.getvalue()[before:]).replace("\r", "\n").split("\n")
-    bar.on_exception(trainer, trainer.module, ValueError())
-    # With its two characters, ^C is still in the line that the next drawing clears.
-    assert "…" in "".join(drawn) and max(map(len, drawn)) + len("^C") < width
 
 
 @pytest.mark.parametrize(("hook", "argument"), [("on_exception", ValueError()), ("teardown", "fit")])

@@ -1,9 +1,10 @@
-"""RunReport: the page that a fit leaves, read back by a parser of its own."""
+"""RunReport: the page of a fit, read back by an XML parser."""
 
+import itertools
 import re
 import signal
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,52 +20,25 @@ from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpo
 
 EVIL = "<script>alert('x')</script>"
 KEY = "hf_" + "Ab1" * 12  # as Hugging Face's keys are made
-OPEN = {"meta", "line", "circle", "br", "i"}  # elements that this page does not close, or empties at once
 
 
-class Page(HTMLParser):
-    """The tags, tables and texts of a page; fails where a tag is closed that is not open."""
+class Page:
+    """The tags, tables and texts of a page, whose every tag is closed."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags, self.tables, self.text, self.open = list[Any](), dict[str, list[list[str]]](), "", list[str]()
-        self._title = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.open += [] if tag == "meta" else [tag]
-        if tag == "tr":
-            self.tables.setdefault(self._title, []).append([])
-        elif tag in ("td", "th"):
-            self.tables[self._title][-1].append("")
-        elif tag in ("h2", "summary"):
-            self._title = ""
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open:
-            return
-        self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[self._title][-1][-1] += data
-        elif self.open and self.open[-1] in ("h2", "summary"):
-            self._title += data
+        self.root = ET.fromstring(re.sub("<!doctype html>|<meta[^>]*>", "", text))
+        self.tags = [(x.tag, x.attrib) for x in self.root.iter()]
+        self.text = "".join(self.root[1].itertext())
 
     def rows(self, title: str) -> dict[str, list[str]]:
-        return {first: rest for first, *rest in self.tables[title][1:]}
+        pairs = (pair for parent in self.root.iter() for pair in itertools.pairwise(parent))
+        (table,) = (after for head, after in pairs if head.tag in ("h2", "summary") and head.text == title)
+        cells = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+        return {first: rest for first, *rest in cells[1:]}
 
 
 def read(path: str | Path = "run/report.html") -> Page:
-    page = Page(Path(path).read_text())
-    assert page.open == []
-    return page
+    return Page(Path(path).read_text())
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from kit.trainers import BARE, fit, thinned
 import jaxlit as jl
 from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
 from jaxlit.callbacks.measure import Measured
-from jaxlit.errors import ArgumentError, ArgumentTypeError, LogError
+from jaxlit.errors import ArgumentError, LogError
 from jaxlit.loop import compile_log
 from jaxlit.programs.peaks import PEAKS, peak_flops
 
@@ -201,15 +201,13 @@ def test_a_monitor_works_with_callbacks_that_trace() -> None:
     assert [*rows_of(trainer, "train/flops_per_sec")][-1] == 3 and "train/mfu" not in trainer.history
 
 
-def test_no_rows_a_taken_name_and_a_bad_length_are_refused() -> None:
+def test_missing_rows_and_a_taken_name_are_refused() -> None:
     fit_refuses(ArgumentError, "log_every_n_steps", callbacks=ThroughputMonitor(), log_every_n_steps=0)
     taken = hooks(on_train_batch_end=lambda *_: None)
     taken.on_train_batch_end = lambda *_: taken.log("train/samples", 1.0)  # type: ignore[method-assign]
     arguments = {"log_every_n_steps": 1, **BARE}
     with pytest.raises(LogError, match="ThroughputMonitor adds 'train/samples'"):
         fit(Mean(), numbered(3), None, taken, ThroughputMonitor(), **arguments)
-    with pytest.raises(ArgumentTypeError, match="length_fn"):
-        fit(Mean(), numbered(3), None, ThroughputMonitor(length_fn=lambda batch: 0.5), **arguments)
 
 
 @pytest.mark.parametrize(

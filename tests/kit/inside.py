@@ -29,7 +29,7 @@ from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
 from jaxlit.loop.run import Setup
-from jaxlit.pipeline.executor import _Batch
+from jaxlit.pipeline.executor import BatchRun
 from jaxlit.pipeline.places import Places
 from jaxlit.strategies import registry
 from jaxlit.trainer import session
@@ -160,7 +160,7 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
 
     def counting(change: int, method: Any) -> Any:
         def call(self: Any, task: Any) -> None:
-            rank = self.of.rank(task.stage)
+            rank = self.rank_of(task.stage)
             live[rank] += change
             peaks[rank] = max(peaks[rank], live[rank])
             method(self, task)
@@ -168,7 +168,7 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
         return call
 
     def fused(self: Any, task: Any) -> None:
-        rank = self.of.rank(task.stage)
+        rank = self.rank_of(task.stage)
         peaks[rank] = max(peaks[rank], live[rank] + 1)
         fuses(self, task)
 
@@ -180,9 +180,9 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
 
     with pytest.MonkeyPatch.context() as patch:
         for name, change in (("forward", 1), ("backward", -1), ("backward_weight", -1)):
-            patch.setattr(_Batch, name, counting(change, getattr(_Batch, name)))
-        fuses = _Batch.fused
-        patch.setattr(_Batch, "fused", fused)
+            patch.setattr(BatchRun, name, counting(change, getattr(BatchRun, name)))
+        fuses = BatchRun.fused
+        patch.setattr(BatchRun, "fused", fused)
         patch.setattr(Places, "send", counted)
         trainer.fit(module, batches)
     return [peaks[rank] for rank in sorted(peaks)], sent

@@ -50,7 +50,7 @@ def test_rows_are_sent_in_order_by_another_thread(capsys):
     send(run, 100)
     assert [row[STEP] for row in run.rows] == list(range(100)) and run.codes == [0]
     assert len(run.threads) == 1 and threading.current_thread() not in run.threads
-    send(own, own=False)
+    send(own, finishes=False)
     assert len(own.rows) == 1 and own.codes == []
     assert capsys.readouterr().out == ""
 

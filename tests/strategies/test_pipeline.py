@@ -137,14 +137,14 @@ def test_what_is_held_is_what_the_simulator_says(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_nothing_of_a_batch_is_kept_after_its_last_task(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, run = [], executor._Batch.run
+    left, run = [], executor.BatchRun.run
 
     def counted(batch: Any, order: Any) -> Any:
         made = run(batch, order)
         left.append([len(x) for x in (batch.kept, batch.halves, batch.inbox, batch.cotangents)])
         return made
 
-    monkeypatch.setattr(executor._Batch, "run", counted)
+    monkeypatch.setattr(executor.BatchRun, "run", counted)
     fit(layered(), sized(8), strategy=Pipeline(4, schedule, 8, layers="layers"), devices=4)
     assert left == [[0, 0, 0, 0]]
 

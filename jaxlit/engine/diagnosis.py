@@ -1,7 +1,7 @@
 """Runs batches again to diagnose a bad step: their losses and gradients."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,39 +9,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.core.passes import Passes
-from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.strategies.program import SHARED, Program
 
 
-class Look:
+class Diagnosis:
     """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
 
     Args:
-        step: The training step.
-        train: Its program.
+        train: The training program.
         state: The training state.
-        written: The places in it of what the user's step writes.
-        compile: Compiles a program, at the first look only.
+        compile: Compiles a program, when it is first needed.
     """
 
-    def __init__(
-        self,
-        step: TrainStep,
-        train: Program,
-        state: FlatState,
-        written: Sequence[int],
-        compile: Callable[[Program], CompiledProgram],
-    ) -> None:
+    def __init__(self, train: Program, state: FlatState, compile: Callable[[Program], CompiledProgram]) -> None:
+        assert train.passes is not None
         counters: Any = state.index.counters
-        self._state, self._step, self._written = state, step, [counters, *written]
+        step, passes = train.passes.step, replace(train.passes, end="diagnose")
+        self._state, self._step, self._written = state, step, [counters, *passes.written]
         outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
-        look = replace(train, name="look", fn=partial(step.look, self._written), outputs=outputs)
-        self._compile = partial(
-            compile, replace(look, parts=None, donate=(), passes=Passes(step, tuple(written), "look"))
-        )
+        program = replace(train, name="diagnose", fn=partial(step.diagnose, self._written), outputs=outputs)
+        self._compile = partial(compile, replace(program, parts=None, donate=(), passes=passes))
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""

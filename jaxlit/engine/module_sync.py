@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
 
 
-class Live:
+class ModuleSync:
     """Hands the engine's arrays to the user's module when it is touched, and takes back what hooks wrote.
 
     Args:
@@ -108,7 +108,7 @@ class Live:
             self.stale = True
 
     @contextmanager
-    def registered(self) -> Iterator["Live"]:
+    def registered(self) -> Iterator["ModuleSync"]:
         """Keep the module in sync inside the block, and leave it the newest arrays."""
         outer = watchers.get(id(self.module))  # of a run whose hook started this one
         watchers[id(self.module)] = self
@@ -136,5 +136,5 @@ class Live:
 def _differ(one: Any, other: Any) -> bool:
     try:
         return one != other
-    except Exception:  # an attribute's own comparison, of arrays say; one that is set was refused already
+    except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
         return one.nodes != other.nodes
