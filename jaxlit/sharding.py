@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
 
 
 def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of devices, ordered so that neighbours on it are near each other where the hardware tells.
+    """Return a mesh of devices, ordered so that neighbours are near each other, where the hardware reports it.
 
     Args:
         shape: The size of each axis by its name; one of them may be -1, for all devices that are left.

@@ -1,4 +1,4 @@
-"""How training is laid out over devices; every strategy is `jaxlit.strategies.X`."""
+"""Strategies, which distribute training over devices; each is `jaxlit.strategies.X`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -74,7 +74,7 @@ class Strategy(Configured, ABC):
                 its name, one of them -1 at most; or None to build one.
 
         Raises:
-            ArgumentError: The strategy takes none, or it does not tell which axis splits the batch.
+            ArgumentError: The strategy takes none, or it is ambiguous which axis splits the batch.
             ArgumentTypeError: It is no mesh.
         """
         name = type(self).__name__

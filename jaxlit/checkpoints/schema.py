@@ -1,7 +1,7 @@
-"""What a checkpoint's state.json may hold: it may come from a stranger, or from a disk that lost bits.
+"""What a checkpoint's state.json may contain: it may come from a stranger, or from a disk that lost bits.
 
-A schema is a type, a function that tells whether a value is right, a list of one schema for lists, a tuple of schemas
-for lists of that length, or a dict of schemas by key.
+A schema is a type, a function that returns whether a value is right, a list of one schema for lists, a tuple of schemas
+for lists of that length, a dict of schemas by key, or with the key `...` for all keys. `_maybe(schema)` allows None.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,26 +26,16 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda x: any(type(x) is type(value) and x == value for value in values)
 
 
-class _Maybe:
-    """None, or what a schema says."""
-
-    def __init__(self, schema: Any) -> None:
-        self.schema = schema
-
-
-class _Values:
-    """A dict of any keys, whose values a schema describes."""
-
-    def __init__(self, schema: Any) -> None:
-        self.schema = schema
+def _maybe(schema: Any) -> tuple[None, Any]:
+    return (None, schema)
 
 
 # What the fields of a dataclass are in JSON.
 _FIELDS: dict[Any, Any] = {
     int: _is_count,
     bool: bool,
-    dict[str, float]: _Values(_is_number),
-    list[dict[str, float]]: [_Values(_is_number)],
+    dict[str, float]: {...: _is_number},
+    list[dict[str, float]]: [{...: _is_number}],
 }
 
 
@@ -72,34 +62,34 @@ _METRIC = {
     "reduce_fx": _one_of("mean", "sum", "min", "max"),
     "add_dataloader_idx": bool,
 }
-_TOTAL = {"metric": _METRIC, "hook": str, "total": _Maybe(_is_number), "weight": _is_number}
+_TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight": _is_number}
 _ARRAY = {"shape": [_is_count], "data": str}
-_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _Maybe(dict)}]}
+_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _maybe(dict)}]}
 
 STATE = {
     "format": _is_count,
     "global_step": _is_count,
     "epoch": _is_count,
     "position": _schema_of(Position),
-    "loaders": {"training": _Maybe(_LOADER), "validation": _Maybe(_LOADER)},
-    "evaluation": _Maybe(_schema_of(Evaluation) | {"sums": _Maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
+    "loaders": {"training": _maybe(_LOADER), "validation": _maybe(_LOADER)},
+    "evaluation": _maybe(_schema_of(Evaluation) | {"sums": _maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
     "arrays": [(str, [_is_count], str)],
     "optimizer": str,
     "metrics": [_METRIC],
-    "latest": _Maybe(_ARRAY),
-    "pending": _Maybe((_Maybe(_ARRAY), _Values(_is_number), _is_count)),
-    "results": [(str, _METRIC, _is_number, bool, bool, _Maybe(_is_count))],
+    "latest": _maybe(_ARRAY),
+    "pending": _maybe((_maybe(_ARRAY), {...: _is_number}, _is_count)),
+    "results": [(str, _METRIC, _is_number, bool, bool, _maybe(_is_count))],
     "log": {
         "window": [(str, _TOTAL)],
         "epoch": [(str, _TOTAL)],
-        "evaluation": [(str, _Maybe(_is_count), _TOTAL)],
+        "evaluation": [(str, _maybe(_is_count), _TOTAL)],
     },
-    "callbacks": _Values(dict),
+    "callbacks": {...: dict},
     "datamodule": dict,
     "module": {"class": str, "hparams": dict},
     "strategy": str,
     "accumulate": _is_count,
-    "window_replicas": _Maybe(_is_count),
+    "window_replicas": _maybe(_is_count),
     "processes": _is_count,
 }
 
@@ -126,9 +116,9 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
     _check({key: state[key] for key in STATE}, STATE, where)
-    _check(state.get("added_hparams"), _Maybe(dict), f"{where}['added_hparams']")
-    _check(state.get("accumulate_set"), _Maybe((_is_count, _is_count)), f"{where}['accumulate_set']")
-    _check(state.get("not_finite"), _Maybe(NOT_FINITE), f"{where}['not_finite']")
+    _check(state.get("added_hparams"), _maybe(dict), f"{where}['added_hparams']")
+    _check(state.get("accumulate_set"), _maybe((_is_count, _is_count)), f"{where}['accumulate_set']")
+    _check(state.get("not_finite"), _maybe(NOT_FINITE), f"{where}['not_finite']")
     position = state["position"]
     for key in ("global_step", "epoch"):
         if position[key] != state[key]:
@@ -142,29 +132,22 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
 
 
 def _check(x: Any, schema: Any, where: str) -> None:
-    if isinstance(schema, _Maybe):
-        if x is not None:
-            _check(x, schema.schema, where)
-    elif isinstance(schema, _Values):
-        _expect(isinstance(x, dict), x, where)
-        for key, value in x.items():
-            _check(value, schema.schema, f"{where}[{key!r}]")
-    elif isinstance(schema, dict):
-        _expect(isinstance(x, dict) and x.keys() == schema.keys(), x, where)
-        for key, inside in schema.items():
-            _check(x[key], inside, f"{where}[{key!r}]")
-    elif isinstance(schema, list):
-        _expect(isinstance(x, list), x, where)
-        for i, value in enumerate(x):
-            _check(value, schema[0], f"{where}[{i}]")
-    elif isinstance(schema, tuple):
-        _expect(isinstance(x, list) and len(x) == len(schema), x, where)
-        for i, (value, inside) in enumerate(zip(x, schema, strict=True)):
-            _check(value, inside, f"{where}[{i}]")
-    elif isinstance(schema, type):
-        _expect(schema is object or type(x) is schema, x, where)
+    if isinstance(schema, tuple) and schema[0] is None:
+        if x is None:
+            return
+        schema = schema[1]
+    if isinstance(schema, dict):
+        _expect(isinstance(x, dict) and (... in schema or x.keys() == schema.keys()), x, where)
+        inside = [(key, schema[... if ... in schema else key]) for key in x]
+    elif isinstance(schema, (list, tuple)):
+        _expect(isinstance(x, list) and (isinstance(schema, list) or len(x) == len(schema)), x, where)
+        inside = list(enumerate(schema * len(x) if isinstance(schema, list) else schema))
     else:
-        _expect(schema(x), x, where)
+        is_type = isinstance(schema, type)
+        _expect(schema is object or type(x) is schema if is_type else schema(x), x, where)
+        return
+    for key, part in inside:
+        _check(x[key], part, f"{where}[{key!r}]")
 
 
 def _expect(is_right: bool, x: Any, where: str) -> None:

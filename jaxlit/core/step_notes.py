@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxlit.leaf_names import leaf_name
 from jaxlit.notes import add_note
+from jaxlit.porting import advice
 
 LINEN_AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as a batch has it"
 RETURN_THE_LOSS = (
@@ -17,33 +18,6 @@ RETURN_THE_LOSS = (
     "alone, and the transform from configure_optimizers: return optax.adam(1e-3). To take all steps yourself, return "
     "jax.lax.stop_gradient(loss) and optax.set_to_zero(), or write a loop of your own with jl.compile_step."
 )
-
-# Methods of torch's tensors, and what arrays have in their place.
-_METHODS = {
-    "view": "x.reshape(shape)",
-    "size": "x.shape",
-    "dim": "x.ndim",
-    "numel": "x.size",
-    "detach": "jax.lax.stop_gradient(x)",
-    "to": "x.astype(dtype) for a dtype; the strategy places arrays",
-    "type_as": "x.astype(y.dtype)",
-    "cpu": "nothing: the strategy places arrays",
-    "cuda": "nothing: the strategy places arrays",
-    "contiguous": "nothing",
-    "float": "x.astype(jnp.float32)",
-    "long": "x.astype(jnp.int32)",
-    "unsqueeze": "jnp.expand_dims(x, axis)",
-    "permute": "x.transpose(axes)",
-    "numpy": "self.log, or an output of the step",
-    "clone": "nothing: arrays do not change",
-    "expand": "jnp.broadcast_to(x, shape)",
-    "eq": "x == y",
-    "masked_fill": "jnp.where(mask, value, x)",
-    "zero_": "jnp.zeros_like(x): arrays do not change",
-    "data": "the array itself",
-    "grad": "nothing: gradients are values of each step, which Callback.trace_step sees",
-    "backward": "nothing: the gradient of what training_step returns is taken",
-}
 
 _TRACED = (
     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need some. Use "
@@ -64,7 +38,7 @@ _NOTES: tuple[tuple[type[Exception], str, str], ...] = (
     (
         NotImplementedError,
         "array.view()",
-        f"An array's view() is another than a tensor's. In its place: {_METHODS['view']}.",
+        "An array's view() is another than a tensor's. In its place: x.reshape(shape).",
     ),
     (
         TypeError,
@@ -102,17 +76,21 @@ def note_step_error(error: Exception, step: str, batch: Any) -> None:
     add_note(error, f"{step} was traced with a batch of {shapes}.")
     if layer := _layer_of(error):
         add_note(error, f"It was raised in {layer}.")
-    if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array) and (way := _in_place_of(error.name)):
+    if (
+        isinstance(error, AttributeError)
+        and isinstance(error.obj, jax.Array)
+        and (way := _in_place_of(str(error.name)))
+    ):
         add_note(error, f"Arrays of jax have no {error.name}(). In its place: {way}.")
     for kind, words, note in _NOTES:
         if isinstance(error, kind) and words in str(error):
             add_note(error, note)
 
 
-def _in_place_of(name: str | None) -> str | None:
+def _in_place_of(name: str) -> str | None:
     """Return what an array has in place of a tensor's method; None for a name that neither has."""
-    if name is None or name in _METHODS:
-        return _METHODS.get(name or "")
+    if way := advice("jax.Array").get(name):
+        return way
     modules = {"jnp": jnp, "jnp.linalg": jnp.linalg, "jax.nn": jax.nn}
     return next((f"{key}.{name}(x)" for key, module in modules.items() if callable(getattr(module, name, None))), None)
 

@@ -1,4 +1,4 @@
-"""What several processes must have in common about the batches of one loader."""
+"""Agreement of several processes on the batches of one loader."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from jaxlit.strategies.program import ReplicatedBatch
 
 
 class Agreement:
-    """Sees that the batches of all processes make one global batch.
+    """Checks that the batches of all processes make one global batch.
 
-    The first batch of a loader is compared between the processes, and the last one of each epoch, whose rows may
-    differ. No other costs one, except that rows are joined which do not divide among the devices, or which devices of
-    several processes hold together.
+    The processes compare the first batch of a loader, and the last one of each epoch, whose rows may differ. Other
+    batches need no exchange, except for rows that do not divide among the devices, or that devices of several processes
+    hold together: these are joined.
 
     Args:
         loader: The loader.
@@ -41,7 +41,7 @@ class Agreement:
 
         Args:
             batch: This process's part.
-            at: Where its iteration stands after it.
+            at: The iteration's position after it.
             last: Whether it is the last of the epoch.
 
         Raises:

@@ -64,9 +64,9 @@ class ArrayLoader:
             sizes[leaf_name(path)] = x.shape[0]
         if len(set(sizes.values())) > 1:
             raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
-        whole = check.is_int(batch_size, low=1)
+        valid = check.is_int(batch_size, low=1)
         check.require(check.is_int(seed, low=0), "seed", seed, "must be an int of at least 0", owner="ArrayLoader")
-        check.require(whole, "batch_size", batch_size, "must be a positive int", owner="ArrayLoader")
+        check.require(valid, "batch_size", batch_size, "must be a positive int", owner="ArrayLoader")
         self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
         self.seed, self.drop_remainder = int(seed), bool(drop_remainder)
         self.num_rows = next(iter(sizes.values()))
@@ -110,7 +110,7 @@ class ArrayLoader:
         return ArrayLoader(self.arrays, self.batch_size, drop_remainder=self.drop_remainder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration stands: epoch, next batch, and a fingerprint of data and arguments."""
+        """Return the position of the iteration: epoch, next batch, and a fingerprint of data and arguments."""
         return {"epoch": self._epoch, "batch": self._next, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,12 +155,12 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = [*now, *(name for name in was if name not in now)]
     pairs = {name: (was.get(name, "nothing"), now.get(name, "nothing")) for name in names}
     hashes = ("arrays", "source")  # of the content, which say nothing to people
-    found = [
+    changes = [
         "the data differ" if name.startswith(hashes) else f"{name} was {old}, is {new}"
         for name, (old, new) in pairs.items()
         if old != new
     ]
-    return "; ".join(dict.fromkeys(found))
+    return "; ".join(dict.fromkeys(changes))
 
 
 def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:

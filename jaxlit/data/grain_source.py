@@ -139,7 +139,7 @@ def _dataset_at(x: Any, epoch: int) -> Any:
     """Return a dataset as its repetition number `epoch` gives it: iterated twice, it would keep its order.
 
     Args:
-        x: A dataset, or anything that a stage holds: datasets in lists, tuples and dicts are found.
+        x: A dataset, or a value of a stage: datasets in lists, tuples and dicts are handled too.
         epoch: The number of the repetition.
     """
     if not _is_dataset(x):

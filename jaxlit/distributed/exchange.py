@@ -1,4 +1,4 @@
-"""What several processes tell each other, and what they do together."""
+"""Exchange of values and arrays between processes."""
 
 import itertools
 import json
@@ -12,17 +12,17 @@ import numpy as np
 
 from jaxlit.errors import ProcessError
 
-# How long a process waits for the others where all are about to do the same thing.
+# Seconds that a process waits for the others, where all are about to do the same.
 PATIENCE_S = 300.0
 
 _agreements = itertools.count()
 
 
 def agree(topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
-    """Exchange a value of JSON's between all processes, which must all come here.
+    """Exchange a JSON value between all processes, which must all call this.
 
     Args:
-        topic: What it is about, for messages.
+        topic: What is agreed on, for messages.
         value: This process's value.
         timeout: Seconds to wait for the others.
 
@@ -30,16 +30,16 @@ def agree(topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
         The value of each process, by its index.
 
     Raises:
-        ProcessError: A process did not come.
+        ProcessError: A process did not call it in time, or is at another topic.
     """
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return [value]
     client, number = _client(), next(_agreements)
     client.key_value_set(f"jaxlit/{number}/{index}", json.dumps([topic, value]))
-    if number >= 2:  # whoever came to the last agreement has read everything of the one before it
+    if number >= 2:  # every process at the last agreement has read all values of the one before it
         client.key_value_delete(f"jaxlit/{number - 2}/{index}")
-    found = []
+    values = []
     for process in range(count):
         try:
             their_topic, theirs = json.loads(
@@ -55,8 +55,8 @@ def agree(topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
                 f"Process {index} is at '{topic}' while process {process} is at '{their_topic}'. Every process must "
                 "run the same script with the same arguments, and give the same number of batches."
             )
-        found.append(theirs)
-    return found
+        values.append(theirs)
+    return values
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
@@ -74,16 +74,16 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
     except Exception as error:
         failure = error
     # A download may take hours; a process that dies is noticed by jax itself.
-    told = agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
+    failures = agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
     if failure is not None:
         raise failure
-    for process, error in enumerate(told):
+    for process, error in enumerate(failures):
         if error is not None:
             raise ProcessError(f"{topic} failed in process {process}: {error}")
 
 
 def fetch(x: Any) -> np.ndarray:
-    """Return an array as numpy, whole, also if parts of it lie with other processes; then all must come here."""
+    """Return an entire array as numpy; if other processes hold parts of it, all must call this."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         from jax.experimental import multihost_utils
 
@@ -92,7 +92,7 @@ def fetch(x: Any) -> np.ndarray:
 
 
 def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return every process's rows after each other.
+    """Return the rows of all processes, in their order.
 
     Args:
         x: This process's, (rows[process], ...).
@@ -107,7 +107,7 @@ def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
 
 
 def _client() -> Any:
-    from jax._src import distributed  # jax has no public door to its key-value store, which needs no device
+    from jax._src import distributed  # jax has no public access to its key-value store, which needs no device
 
     return distributed.global_state.client
 

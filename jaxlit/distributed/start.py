@@ -1,4 +1,4 @@
-"""Several processes: how they start, and which rows are whose."""
+"""Several processes: how they start, and which rows each has."""
 
 import os
 import re
@@ -22,8 +22,8 @@ def initialize(
 ) -> None:
     """Join the processes of one training; call it first in the script, before anything else uses jax.
 
-    Under SLURM, Open MPI, Kubernetes or on a TPU pod the arguments are found by jax and may be left out; with
-    nothing to find and no arguments the program continues as one process. A second call does nothing.
+    Under SLURM, Open MPI, Kubernetes or on a TPU pod jax detects the arguments, which may be left out; without a
+    cluster and without arguments the program continues as one process. A second call does nothing.
 
     Args:
         coordinator_address: "host:port" of process 0, the same in every process.
@@ -60,18 +60,18 @@ def initialize(
             **given, local_device_ids=local_device_ids, initialization_timeout=max(1, round(timeout))
         )
     except RuntimeError as error:
-        raise ProcessError(_not_met(coordinator_address or "the coordinator that jax found", timeout)) from error
+        raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
 
 
 def jax_runs() -> bool:
-    """Return whether jax has found its devices already."""
+    """Return whether jax has initialized its devices."""
     from jax._src import xla_bridge  # jax has no public way to ask without starting its backend
 
     return xla_bridge.backends_are_initialized()
 
 
 def own_rows(rows: int, process: int | None = None) -> slice:
-    """Return which rows of a global batch are this process's: equal parts where they divide among the processes.
+    """Return the slice of a global batch's rows that is this process's: equal parts where they divide.
 
     Args:
         rows: Rows of the batch.
@@ -99,7 +99,7 @@ def shard_options(*, drop_remainder: bool = True) -> Any:
 
 
 def _check(given: Mapping[str, Any]) -> bool:
-    """Refuse the arguments that name the processes, unless they are all there or none; returns whether they are there.
+    """Refuse the arguments that name the processes unless all or none are given; return whether they are.
 
     Raises:
         ArgumentError: Some are missing, or one is out of its range.
@@ -108,7 +108,7 @@ def _check(given: Mapping[str, Any]) -> bool:
     if 0 < len(missing) < len(given):
         raise ArgumentError(
             f"distributed.initialize got {', '.join(k for k in given if k not in missing)} without "
-            f"{', '.join(missing)}. Pass all three, or none to let jax find them."
+            f"{', '.join(missing)}. Pass all three, or none to let jax detect them."
         )
     address, count, process = (given[name] for name in ("coordinator_address", "num_processes", "process_id"))
     if address is not None and not re.fullmatch(r".+:\d+", address):
@@ -125,7 +125,7 @@ def _check(given: Mapping[str, Any]) -> bool:
 
 
 def _wait_for(address: str, timeout: float) -> None:
-    # jax itself would end the process, and not name the address.
+    # jax itself would end the process without naming the address.
     host, port = address.rsplit(":", 1)
     end = time.monotonic() + timeout
     while True:
@@ -146,7 +146,7 @@ def _not_met(address: str, timeout: float) -> str:
 
 
 def _cluster_is_present() -> bool:
-    from jax._src.clusters import ClusterEnv  # nor a way to ask what initialize() would find
+    from jax._src.clusters import ClusterEnv  # nor a public way to ask what initialize() would detect
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         return True

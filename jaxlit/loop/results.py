@@ -15,42 +15,6 @@ from jaxlit.errors import StateError, did_you_mean
 from jaxlit.loop.history import History
 
 
-class MetricView(Mapping[str, float]):
-    """A read-only mapping of metrics; a value comes from the device when its key is read."""
-
-    def __init__(
-        self,
-        names: Callable[[], Sequence[str]],
-        read: Callable[[str], float],
-        version: Callable[[str], int | None] = lambda name: None,
-    ) -> None:
-        self._names, self._read, self._version = names, read, version
-
-    def version(self, name: str) -> int | None:
-        """Return a number that is another for each new value of a metric; None for one that every step changes."""
-        return self._version(name)
-
-    def __getitem__(self, name: str) -> float:
-        if active_collector() is not None:
-            raise StateError(
-                f"The metric {name!r} is read inside a step, which is traced once: it would stay what it was then. "
-                "Read it in a hook, and pass what depends on it in the batch or in an nnx.Variable."
-            )
-        names = self._names()
-        if name not in names:
-            raise KeyError(f"No metric {name!r} was logged.{did_you_mean(name, names)} Logged: {sorted(names)}.")
-        return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __len__(self) -> int:
-        return len(self._names())
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
 @dataclass(frozen=True)
 class Slot:
     """One name in the metric mappings."""
@@ -60,6 +24,41 @@ class Slot:
     callback: bool = True  # shows in callback_metrics
     logged: bool = True  # shows in logged_metrics and progress_bar_metrics, if the metric does
     number: int | None = None  # which value of all this is; None for one that every step changes
+
+    def __float__(self) -> float:
+        value = self.value() if callable(self.value) else self.value
+        return float(value)  # type: ignore[arg-type]
+
+
+class MetricView(Mapping[str, float]):
+    """A read-only mapping of metrics; a value comes from the device when its key is read."""
+
+    def __init__(self, slots: Mapping[str, Slot], shows: Callable[[Slot], bool]) -> None:
+        self._slots, self._shows = slots, shows
+
+    def version(self, name: str) -> int | None:
+        """Return a number that is another for each new value of a metric; None for one that every step changes."""
+        return self._slots[name].number
+
+    def __getitem__(self, name: str) -> float:
+        if active_collector() is not None:
+            raise StateError(
+                f"The metric {name!r} is read inside a step, which is traced once: it would stay what it was then. "
+                "Read it in a hook, and pass what depends on it in the batch or in an nnx.Variable."
+            )
+        if (slot := self._slots.get(name)) is None or not self._shows(slot):
+            names = sorted(self)
+            raise KeyError(f"No metric {name!r} was logged.{did_you_mean(name, names)} Logged: {names}.")
+        return float(slot)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, slot in self._slots.items() if self._shows(slot))
+
+    def __len__(self) -> int:
+        return sum(map(self._shows, self._slots.values()))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class Results:
@@ -78,9 +77,9 @@ class Results:
         self._read_of: tuple[Any, list[float], Any] = (None, [], None)
         self._slots: dict[str, Slot] = {}
         self._count = 0  # values of epochs put here
-        self.callback_metrics = self._view(lambda slot: slot.callback)
-        self.logged_metrics = self._view(lambda slot: slot.logged and slot.metric.logger)
-        self.progress_bar_metrics = self._view(lambda slot: slot.logged and slot.metric.prog_bar)
+        self.callback_metrics = MetricView(self._slots, lambda slot: slot.callback)
+        self.logged_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.logger)
+        self.progress_bar_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.prog_bar)
 
     def show_steps(self, table: Table, rates: Sequence[str] = ()) -> None:
         """From now on show the values of `latest`, whose columns are those of `table`, and learning rates."""
@@ -133,7 +132,7 @@ class Results:
 
     def state_dict(self) -> list[Any]:
         """Return every value as a float; waits for the device."""
-        return [[k, asdict(s.metric), self._value(k), s.callback, s.logged, s.number] for k, s in self._slots.items()]
+        return [[k, asdict(s.metric), float(s), s.callback, s.logged, s.number] for k, s in self._slots.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
         """Show what `state_dict` returned."""
@@ -163,18 +162,6 @@ class Results:
     def has_column(self, metric: Metric) -> bool:
         """Return whether the training step itself logs one of a metric's names."""
         return any(metric.names & other.names for other in self._table.metrics[1:])
-
-    def _view(self, where: Callable[[Slot], bool]) -> MetricView:
-        return MetricView(
-            lambda: [name for name, slot in self._slots.items() if where(slot)], self._value, self._number
-        )
-
-    def _number(self, name: str) -> int | None:
-        return self._slots[name].number
-
-    def _value(self, name: str) -> float:
-        value: Any = self._slots[name].value
-        return float(value() if callable(value) else value)  # type: ignore[arg-type]
 
 
 class Outputs(Mapping[str, Any]):

@@ -1,4 +1,4 @@
-"""Proofs that users can run too: fake devices, the same training under every strategy, crashes on purpose."""
+"""Checks for users: simulated devices, equal training under every strategy, injected faults."""
 
 from jaxlit.testing.devices import fake_devices
 from jaxlit.testing.faults import Crash, faults

@@ -12,9 +12,9 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def fake_devices(count: int) -> None:
-    """Simulate `count` CPU devices; call it before the first use of jax, in a conftest say.
+    """Simulate `count` CPU devices; call it before the first use of jax, for example in a conftest.
 
-    Once jax runs it only checks that there are at least `count` devices.
+    After that it only checks that there are at least `count` devices.
 
     Args:
         count: How many.

@@ -1,4 +1,4 @@
-"""How far two trainings are apart."""
+"""The difference between two trainings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ PARTS = ("loss", "metrics", "grads", "params")
 RTOL = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2.5e-3}
 """How far trainings may differ, by precision.
 
-Strategies add up rows in another order, so what they round differs: a number of float32 by 2**-24 each time, of which
-1e-5 are 170. The 16-bit floats have room for five roundings, of 2**-8 and of 2**-11, where a gradient that leaves a
-replica out of eight is off by an eighth.
+Strategies add up rows in different orders, and round differently: in float32 by 2**-24 each time, so that 1e-5 allows
+170 roundings. The tolerances of the 16-bit floats allow five roundings, of 2**-8 and of 2**-11; a gradient that misses
+one of eight replicas is off by an eighth.
 """
 
 
@@ -23,12 +23,12 @@ def assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) ->
 
     Args:
         parts: Which of "loss", "metrics", "grads", "params".
-        a: The one that is taken for right.
+        a: The reference.
         b: The other.
         rtol: The most that they may differ.
 
     Raises:
-        AssertionError: They differ by more, or in a whole number; it names them, the part and the difference.
+        AssertionError: They differ by more, or in an integer; it names them, the part and the difference.
     """
     return max((_assert_part_close(part, a, b, rtol) for part in parts), default=0.0)
 
@@ -37,7 +37,7 @@ def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> floa
     left, right = _arrays(part, a), _arrays(part, b)
     what = "the gradient of the first step under " if part == "grads" else ""
     assert left.keys() == right.keys(), f"{part}: {a.name} has {sorted(left)}, {b.name} has {sorted(right)}"
-    found, floor = 0.0, 0.0
+    largest, floor = 0.0, 0.0
     if part in ("grads", "params"):
         # An array whose true value is zero holds rounding noise of the size of the others; counts and keys have none.
         floating = [x for x in left.values() if np.issubdtype(x.dtype, np.inexact)]
@@ -53,8 +53,8 @@ def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> floa
             f"{part} {name}: {what}{a.name} and {b.name} differ by {worst:.3g} where the largest value is {scale:.3g} "
             f"(rtol={rtol})"
         )
-        found = max(found, float(worst / max(scale, floor)) if worst else 0.0)
-    return found
+        largest = max(largest, float(worst / max(scale, floor)) if worst else 0.0)
+    return largest
 
 
 def _arrays(part: str, training: Training) -> dict[str, Any]:

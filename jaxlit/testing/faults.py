@@ -1,4 +1,4 @@
-"""A filesystem that fails where it is told to, to see what a training loses."""
+"""Faults injected into file operations, to see what a training loses."""
 
 import contextlib
 import errno
@@ -18,24 +18,24 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Crash(BaseException):
-    """The process, as far as a folder is concerned, has died: `jl.testing.faults(kind="crash")`."""
+    """For a folder, the process has died: `jl.testing.faults(kind="crash")`."""
 
 
 class faults:
-    """Count what a program does to the files in a folder, and make it fail at one of these operations.
+    """Count a program's operations on the files in a folder, and make one of them fail.
 
-    Every file that Python opens to write, and every folder made, file renamed, deleted or put onto the disk counts,
-    by any library and in any thread. What a library writes from C++ does not.
+    Every file that Python opens to write counts, and every folder created and every file renamed, deleted or flushed to
+    the disk, in any library and any thread. Writes of a library's C++ code do not.
 
     Args:
-        folder: The folder; what is below it counts as well.
+        folder: The folder, with its subfolders.
         at: The operation that fails, from 1; None only counts.
         kind: "kill" ends the process by SIGKILL. "crash" raises `Crash` there and at every later operation, so that
             the folder is left as by a kill. "full" fails like a full disk from there on, "denied" like a folder that
             may not be written to, "broken" like a disk that has failed.
 
     Attributes:
-        operations: What was done, in order: (operation, path).
+        operations: The operations in order: (operation, path).
 
     Raises:
         ArgumentError: A value is out of its set.
@@ -99,13 +99,13 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
     if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITING):
         return
     paths = [args[0]]
-    if event in ("os.rename", "os.link", "os.symlink"):  # what is made counts where it is made
+    if event in ("os.rename", "os.link", "os.symlink"):  # a new file counts in its folder
         paths = [args[0], args[1]] if event == "os.rename" else [args[1]]
     # A path may be relative to a folder that is open.
     opened = (
         [x for x in args[1:] if type(x) is int and x >= 0] if event.startswith("os.") and event != "os.mkdir" else []
     )
-    known = [found for path in paths if (found := _absolute(path, opened)) is not None]
+    known = [absolute for path in paths if (absolute := _absolute(path, opened)) is not None]
     for fault in list(_active):
         inside = [path for path in known if path == fault.folder or path.startswith(fault.folder + os.sep)]
         if inside:

@@ -1,4 +1,4 @@
-"""Few cases that show what two choices do together."""
+"""A few cases that cover every pair of choices."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         case = dict(next(iter(missing)))
 
         def worth(choice: tuple[int, int], case: dict[int, int] = case) -> tuple[int, int]:
-            # Among values that are worth the same, the one that is rarer so far: more triples occur.
+            # Among equal values the rarer one so far: more triples occur.
             return sum(frozenset([choice, other]) in missing for other in case.items()), -used[choice]
 
         for i, size in enumerate(sizes):

@@ -28,7 +28,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "gradient_clip_val": (None, 0.1),
     "precision": ("32-true", "bf16-mixed"),
 }
-"""Arguments of the Trainer that a strategy has a part in, each with values that it must train alike under."""
+"""Arguments of the Trainer that a strategy affects, each with values under which it must train equally."""
 
 _NONE: Mapping[str, Sequence[Any]] = MappingProxyType({})
 
@@ -64,11 +64,11 @@ def assert_same_training(
         data: A loader that gives the same batches each time, or a DataModule.
         strategies: Names or objects.
         devices: Device counts to run on; `single` runs on one.
-        steps: Optimizer steps, beside that of a tail.
+        steps: Optimizer steps, without that of a tail.
         tx: The optimizer in place of the module's own.
         rtol: Tolerance relative to the largest magnitude: of the metric, or among all gradients or parameters. One
             number, or one for each precision.
-        compare: Which of "loss", "metrics", "grads", "params"; the last is the module's whole state.
+        compare: Which of "loss", "metrics", "grads", "params"; the last is the module's entire state.
         reference: Trains a module in place on a list of batches, without a Trainer, and returns the loss of each
             batch; takes the value of each factor by its name. `single` is compared with it in losses and parameters.
         factors: Values of arguments of the Trainer, such as `FACTORS`. Each meets each value of the others, each
@@ -99,7 +99,7 @@ class _Comparison:
     """Trainings compared with that of `single`, which is trained once for each case of the factors.
 
     Attributes:
-        found: The differences, by the names of the trainings.
+        differences: By the names of the trainings.
         singles: The trainings under `single`, each with its case.
     """
 
@@ -111,7 +111,7 @@ class _Comparison:
     rtol: float | Mapping[str, float]
     compare: Sequence[str]
     reference: "Callable[..., Sequence[Any]] | None"
-    found: dict[str, float] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
     singles: list[tuple[dict[str, Any], Training]] = field(default_factory=list)
 
     def run(self, others: list[Any], factors: Mapping[str, Sequence[Any]]) -> dict[str, float]:
@@ -119,7 +119,7 @@ class _Comparison:
         layouts = {"devices": self.devices, "strategy": others} if others else {}
         for case in pairwise({**layouts, **factors}):
             self.compare_one(case.pop("strategy", "single"), case.pop("devices", 1), case)
-        return self.found
+        return self.differences
 
     def compare_one(self, strategy: "str | Strategy", devices: int, case: dict[str, Any]) -> None:
         """Train under a strategy and compare."""
@@ -130,8 +130,8 @@ class _Comparison:
         kin = _kin_of(strategy) if single.random and _is_per_replica(strategy) else None
         first = single if kin is None else self.train(kin, devices, case)
         difference = assert_close(self.compare, first, other, tolerance)
-        alike = sum(name.split(" #")[0] == other.name for name in self.found)  # of two objects of one class
-        self.found[f"{other.name} #{alike + 1}" if alike else other.name] = difference
+        alike = sum(name.split(" #")[0] == other.name for name in self.differences)  # of two objects of one class
+        self.differences[f"{other.name} #{alike + 1}" if alike else other.name] = difference
 
     def single(self, case: dict[str, Any]) -> Training:
         """Return the training under `single`; a new one is compared with the reference."""
@@ -142,8 +142,8 @@ class _Comparison:
         self.singles.append((case, single))
         if self.reference is not None:
             by_hand = _train_by_hand(partial(self.reference, **case), self.model_fn(), self.batches(case)[0])
-            told = [part for part in ("loss", "params") if part in self.compare]  # all that such a loop tells
-            self.found[single.name] = assert_close(told, by_hand, single, self.tolerance(case))
+            parts = [part for part in ("loss", "params") if part in self.compare]  # a loop returns no others
+            self.differences[single.name] = assert_close(parts, by_hand, single, self.tolerance(case))
         return single
 
     def train(self, strategy: "str | Strategy", devices: int | str, case: dict[str, Any]) -> Training:
@@ -204,7 +204,7 @@ def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any) -
 
 
 def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:
-    """Return the first batches of a loader, begun again where it ends, and how many tails were put after them."""
+    """Return the first batches of a loader, repeated if it ends, and how many tails were added."""
     if isinstance(data, DataModule):
         data.setup("fit")
         data = data.train_dataloader()
@@ -212,7 +212,7 @@ def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[A
     while len(batches) < count:
         some = list(itertools.islice(iter(data), count - len(batches)))
         if not some:
-            raise ArgumentError("assert_same_training(data=...) gave no batch. Give a loader that begins again.")
+            raise ArgumentError("assert_same_training(data=...) gave no batch. Give a re-iterable loader.")
         batches += some
     several = [n for n in devices if n > 1]
     rows = num_rows(batches[0])

@@ -1,4 +1,4 @@
-"""One training, and what every strategy must agree on of it."""
+"""One training, and its results that every strategy must reproduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ def keep_first_grads() -> optax.GradientTransformation:
 
 @dataclass
 class Training:
-    """What one training gave.
+    """The results of one training.
 
     Attributes:
         name: Strategy and device count.
@@ -88,7 +88,7 @@ def train(
     tx: optax.GradientTransformation | None = None,
     **trainer_arguments: Any,
 ) -> Training:
-    """Train a fresh model for some steps and return what every strategy must agree on.
+    """Train a new model for some steps and return the results that every strategy must reproduce.
 
     Args:
         model_fn: Returns a new module with the same weights at each call.
@@ -112,7 +112,7 @@ def train(
 
     # The class, not the object: an attribute would become part of the module's graph.
     module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": configure_optimizers})
-    plain = type(strategy).__str__ is object.__str__  # which would show where in memory it is
+    plain = type(strategy).__str__ is object.__str__  # which would print its address
     training = Training(f"{type(strategy).__name__ if plain else strategy} on {devices}")
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
@@ -142,11 +142,11 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
     """Return the arrays of a pytree by their paths, keys as raw data and 16-bit floats as float32."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = [(leaf_name(path), jax.random.key_data(x) if is_key(x) else x) for path, x in leaves]
-    # numpy takes bfloat16 for no float.
+    # numpy does not know bfloat16 as a float.
     return {name: np.asarray(x, np.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else None) for name, x in arrays}
 
 
 def _has_own_keys(module: Any) -> bool:
-    """Return whether a module holds keys beside those of its streams."""
+    """Return whether a module holds keys other than those of its streams."""
     state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
     return any(is_key(x) for x in jax.tree.leaves(state))

@@ -35,7 +35,7 @@ class Given:
 
     callbacks: list[Callback]
     loggers: list[Callback]
-    default_checkpoint: ModelCheckpoint | None
+    default_checkpoint: Callback | None
 
 
 def all_callbacks(settings: Settings) -> Given:
@@ -58,7 +58,6 @@ def all_callbacks(settings: Settings) -> Given:
     for kind, enabled in ((CSVLogger, csv), (JSONLLogger, jsonl)):
         if enabled and all(c.role != kind.role for c in callbacks):
             callbacks.append(kind())
-    saver: ModelCheckpoint | None = None
     for kind, argument in (
         (ProgressBar, "enable_progress_bar"),
         (ModelSummary, "enable_model_summary"),
@@ -71,8 +70,7 @@ def all_callbacks(settings: Settings) -> Given:
                 f"Trainer({argument}=False) with a {type(present).__name__} among the callbacks. Leave one of them out."
             )
         if enabled and not present:
-            callbacks.append(added := kind())
-            saver = added if isinstance(added, ModelCheckpoint) else saver
+            callbacks.append(kind())
     callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
@@ -82,7 +80,8 @@ def all_callbacks(settings: Settings) -> Given:
             "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
             "enable_checkpointing out."
         )
-    return Given(callbacks, loggers, saver if saver in callbacks else None)
+    added = without(callbacks, [*given, *loggers])
+    return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
 
 
 def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:

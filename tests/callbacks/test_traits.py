@@ -1,0 +1,85 @@
+"""A callback of a user can answer what the loop and the Trainer ask their own callbacks."""
+
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.journal import Rows
+from kit.modules import Mean
+from kit.refusals import refuses, warnings_of
+from kit.trainers import fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+
+
+def made(**members: Any) -> Any:
+    return type("Mine", (jl.Callback,), members)()
+
+
+@pytest.mark.parametrize(
+    ("role", "default"),
+    [("progress_bar", "ProgressBar"), ("model_summary", "ModelSummary"), ("csv_logger", "CSVLogger")],
+)
+def test_a_role_replaces_the_default_callback(role: str, default: str) -> None:
+    def names(*callbacks: jl.Callback) -> list[str]:
+        return [type(c).__name__ for c in make_trainer(*callbacks).callbacks]
+
+    assert default in names()
+    assert default not in names(made(role=role, max_depth=0))
+
+
+def test_a_checkpoint_callback_comes_after_all_others() -> None:
+    saver, late = made(role="checkpoint", monitor=None), jl.callbacks.EMA(0.5)
+    trainer = make_trainer(saver, late)
+    assert trainer.callbacks[-1] is saver
+    assert trainer.checkpoint_callback is saver
+
+
+def test_is_logger_puts_a_callback_among_the_loggers() -> None:
+    class Mine(jl.callbacks.Logger):
+        """Only `is_logger` counts."""
+
+    mine = Mine()
+    assert make_trainer(mine, logger=False).loggers == [mine]
+    mine.is_logger = False
+    assert make_trainer(mine, logger=False).loggers == []
+
+
+def test_training_continues_without_a_callback_that_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def fail(self: Any, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        calls.append(batch_idx)
+        raise ConnectionError("gone")
+
+    assert fit(Mean(), numbered(3), None, made(may_fail=True, on_train_batch_end=fail)).global_step == 3
+    assert calls == [0]
+    assert sum("Mine.on_train_batch_end failed" in text for text in warnings_of(caplog)) == 1
+
+
+def test_row_files_belong_to_one_callback() -> None:
+    both = [made(row_files=("rows.txt",)), made(row_files=("rows.txt",))]
+    refuses(ArgumentError, lambda: make_trainer(*both), r"write to rows\.txt", "Leave one")
+
+
+def test_conflict_with_refuses_another_callback() -> None:
+    never = made(conflict_with=lambda self, other: "Not both. Leave one out." if other.role == "" else None)
+    refuses(ArgumentError, lambda: make_trainer(jl.callbacks.EMA(0.5), never), "^Not both")
+
+
+def test_rates_in_asks_for_rows_with_learning_rates() -> None:
+    rows = Rows(rates=True)
+    fit(Mean(), numbered(4), None, rows, made(rates_in="epoch"), log_every_n_steps=1)
+    assert [step for step, values in rows.rows if "lr" in values] == [3]
+
+
+def test_batches_per_step_counts_in_the_estimated_steps() -> None:
+    def set_it(self: Any, trainer: Any, *_: Any) -> None:
+        trainer.accumulate_grad_batches = self.batches_per_step(trainer.current_epoch)
+
+    windows = made(batches_per_step=lambda self, epoch: (4, 1)[epoch], setup=set_it, on_train_epoch_start=set_it)
+    trainer = fit(Mean(), numbered(4), None, windows, max_epochs=2)
+    assert trainer.global_step == 1 + 4
+    trainer.accumulate_grad_batches = 1
+    assert trainer.estimated_stepping_batches == 1 + 4
