@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
 from jaxlit.reporting.curves import colors, spans_decades, together
 
@@ -102,13 +103,8 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             ArgumentError: A name was never logged, or nothing was.
             LoggerError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise LoggerError(
-                "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
-            ) from error
+        matplotlib = check.import_package("matplotlib.figure", owner="History.plot", install="jaxlit[plot]")
+        ticker = check.import_package("matplotlib.ticker", owner="History.plot", install="jaxlit[plot]")
         if not self:
             raise ArgumentError("History.plot draws logged metrics. Nothing was logged: call self.log in a step.")
         chosen = list(self) if names is None else list(names)
@@ -120,7 +116,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         pictures = together(chosen)
         columns = min(len(pictures), 3)
         rows = -(-len(pictures) // columns)
-        figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+        figure = matplotlib.Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
         figure.suptitle(self.title())
         for k, group in enumerate(pictures.values()):
             axes = figure.add_subplot(rows, columns, k + 1)
@@ -131,7 +127,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             every = every[np.isfinite(every)]
             if spans_decades(every):
                 axes.set_yscale("log")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
             axes.set_xlabel("step")
             axes.grid(alpha=0.25)
             axes.legend()

@@ -15,7 +15,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.shown import shown
 from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
@@ -97,14 +97,9 @@ class LRFinder:
         Raises:
             LoggerError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise LoggerError(
-                "LRFinder.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
-            ) from error
+        matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="jaxlit[plot]")
         rates, losses = self.results["lr"], self.results["loss"]
-        figure = Figure(layout="constrained")
+        figure = matplotlib.Figure(layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss")
         axes.plot(rates, losses)
         axes.set_xscale("log" if self._mode == "exponential" else "linear")
