@@ -29,7 +29,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named
+from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named, remat_policy
 
 
 class Pipeline(Strategy):
@@ -89,9 +89,6 @@ class Pipeline(Strategy):
         mesh: Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name = type(self).__name__
-        for key, value in (("stages", stages), ("microbatches", microbatches)):
-            known = value is None or check.is_int(value, low=1)
-            check.require(known, key, value, "takes an int of at least 1 or None", owner=name)
         if not isinstance(schedule, Schedule):
             check.one_of("schedule", schedule, [*SCHEDULES], owner=name)
         check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=name)
@@ -101,8 +98,12 @@ class Pipeline(Strategy):
             and all(check.is_int(x, low=1) for x in balance)
         ):
             check.one_of("balance", balance, ("count", "flops"), owner=name)
-        self.stages, self.microbatches, self.balance, self.remat = stages, microbatches, balance, _policy(remat, name)
-        self.accum_dtype, self.loss_reduction = _float_dtype(accum_dtype, name), loss_reduction
+        self.stages = check.integer("stages", stages, low=1, also=(None,), owner=name)
+        self.microbatches = check.integer("microbatches", microbatches, low=1, also=(None,), owner=name)
+        self.balance, self.remat = balance, remat_policy(remat, name)
+        self.accum_dtype, self.loss_reduction = jax.numpy.dtype(accum_dtype), loss_reduction
+        valid = jax.numpy.issubdtype(self.accum_dtype, jax.numpy.floating)
+        check.require(valid, "accum_dtype", accum_dtype, "takes a floating dtype such as 'float32'", owner=name)
         self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
         self.sizes: Any = self.balance
         self._facts: list[StageFacts] = []
@@ -322,28 +323,6 @@ def _shardings(program: Program) -> list[NamedSharding]:
     """Return those of the state that leaves a program first."""
     first = program.outputs[0]
     return [x.sharding for x in first if isinstance(x, ArraySpec)]
-
-
-_POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable")
-
-
-def _policy(remat: bool | str, owner: str) -> Any:
-    """Return a policy of `jax.checkpoint_policies`, None to keep everything."""
-    if isinstance(remat, bool):
-        return jax.checkpoint_policies.nothing_saveable if remat else None
-    known = isinstance(remat, str) and remat in _POLICIES
-    check.require(known, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
-    return getattr(jax.checkpoint_policies, remat)
-
-
-def _float_dtype(given: Any, owner: str) -> np.dtype:
-    try:
-        dtype = jax.numpy.dtype(given)
-    except TypeError:
-        dtype = None
-    known = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
-    check.require(known, "accum_dtype", given, "takes a floating dtype such as 'float32'", owner=owner)
-    return dtype  # type: ignore[return-value]
 
 
 _INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}
