@@ -184,10 +184,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         ("prefetch", 0, ("auto",)),
         ("max_in_flight", 1, ("auto",)),
     ):
-        value = given[name]
-        is_special = any(type(value) is type(x) and value == x for x in special)
-        other = " or 'auto'" if "auto" in special else ""
-        checked[name] = special[0] if is_special else check.integer(name, value, low=low, other=other)
+        checked[name] = check.integer(name, given[name], low=low, also=special)
     names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
     checked |= {name: check.limit(name, given[name]) for name in names}
     for name, check_value in (

@@ -41,16 +41,8 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         given: By stage, what was passed to the verb and the argument's name.
         datamodule: The DataModule, if one was passed.
     """
-    return Loaders(
-        stage.verb,
-        given,
-        datamodule,
-        None,
-        settings.limits,
-        intake=settings.intake,
-        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
-        asked=not settings.fast_dev_run,
-    )
+    overfit = stage.verb == "fit" and bool(settings.overfit_batches)
+    return Loaders(stage.verb, given, datamodule, settings.limits, intake=settings.intake, overfit=overfit)
 
 
 def check_model(model: Any, stage: Stage) -> None:

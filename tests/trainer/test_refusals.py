@@ -116,7 +116,7 @@ SEVERAL: list[tuple[Any, ...]] = [
     (Arg, {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "every_n_epoch=None.*val_check_interval=0.5"),
     (Arg, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "foo"}, "gradient_clip_algorithm", "'foo'", "'norm'"),
     (Arg, {"resume": "x", "fast_dev_run": 1}, "resume='x', fast_dev_run=1", "Leave one"),
-    (Arg, {"strategy": "simulate:0"}, r"replicas=...\) must be a positive int, got 0"),
+    (Arg, {"strategy": "simulate:0"}, r"replicas=...\) takes an int of at least 1 or None, got 0"),
     (Arg, {"strategy": "simulate:4", "devices": 2}, "names two numbers of replicas"),
     (Type, {"strategy": jl.strategies.DDP}, "strategy=DDP", "class", r"Pass DDP\(\)"),
     (Arg, {"devices": 9, "strategy": "ddp"}, r"devices=9\) asks for more devices than the 8 cpu", "XLA_FLAGS"),
