@@ -56,8 +56,6 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    # Called with the rows that a replica's step is traced for, by stage and loader.
-    row_checks: dict[tuple[str, int | None], Callable[[int], None]] = field(default_factory=dict)
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -101,7 +99,7 @@ class PureModule:
 
     def untraced(self) -> "PureModule":
         """Return the same with no step traced: what a trace shows is true of one program only."""
-        return replace(self, traced={}, row_checks={}, _bodies={})
+        return replace(self, traced={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
@@ -159,9 +157,6 @@ class PureModule:
             new = _written(given, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, list(collector.metrics.values()), traced)
-        if replica.splits and (check := self.row_checks.pop((stage, loader), None)) is not None:
-            check(rows)  # traces this step as well
-            self.row_checks[stage, loader] = check
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
