@@ -47,7 +47,7 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         datamodule,
         None,
         settings.limits,
-        intake=settings.intake,
+        intake={name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")},
         overfit=stage.verb == "fit" and bool(settings.overfit_batches),
         asked=not settings.fast_dev_run,
     )
@@ -76,7 +76,9 @@ def check_model(model: Any, stage: Stage) -> None:
 def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: Strategy, settings: Settings) -> Any:
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
-        loaders.check_before_building(model.cls, settings.timeouts)  # building it may take minutes
+        loaders.check_before_building(
+            model.cls, (settings.data_timeout, settings.hang_timeout)
+        )  # building it may take minutes
         model = build_lazy(model, strategy, settings.seed)
     else:
         call_step(model, stage.name)

@@ -1,8 +1,13 @@
-"""What a Trainer shows of its runs."""
+"""What a Trainer shows: its arguments as the runs use them, and what its runs have come to."""
 
+import dataclasses
+import functools
 import math
+import operator
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -10,26 +15,131 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import steps_of
 from jaxlit.core.log import active_collector
 from jaxlit.core.module import TrainModule
+from jaxlit.core.reads import READS
 from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.errors import did_you_mean
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.run import Run
+from jaxlit.loop.settings import Settings
+from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.terminal import short_path
-from jaxlit.trainer.arguments import TrainerArguments, notes_reads
+from jaxlit.shown import shown
+from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import no_logger
 from jaxlit.trainer.explanation import step_flops
 from jaxlit.trainer.saver import Saver
+from jaxlit.trainer.session import Session
 
 if TYPE_CHECKING:
     from jaxlit.callbacks.early_stopping import EarlyStopping
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 
+_C = TypeVar("_C", bound=type)
+
+
+def _stored(path: str, doc: str = "The argument as the runs use it; see `jaxlit.Trainer`.") -> Any:
+    """Return a property that reads a path from the session; annotated with its type, which an editor then knows."""
+    return property(operator.attrgetter(f"_session.{path}"), doc=doc)
+
+
+def notes_reads(cls: _C) -> _C:
+    """Let the properties of a class note that a step reads them while it is traced: it is compiled for their values.
+
+    What is annotated and has no value becomes a property that reads the argument of this name.
+    """
+
+    def noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(read)
+        def get(trainer: Any) -> Any:
+            value = read(trainer)
+            if (reads := READS.get()) is not None:
+                reads.note(trainer, name, value)
+            return value
+
+        return get
+
+    known = {**vars(cls)}
+    known |= {name: _stored(f"settings.{name}") for name in {*cls.__annotations__} - {*known, "_session"}}
+    for name, value in known.items():
+        if isinstance(value, property) and value.fget is not None:
+            setattr(cls, name, property(noting(name, value.fget), doc=value.__doc__))
+    return cls
+
 
 @notes_reads
-class TrainerProperties(TrainerArguments):
-    """What a Trainer shows of its runs."""
+class TrainerProperties:
+    """What a Trainer shows: its arguments as the runs use them, and what its runs have come to."""
+
+    _session: Session
+
+    # Arguments; one that is set holds from then on.
+    max_epochs: int | None
+    max_steps: int
+    max_time: timedelta | None
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    fast_dev_run: int
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    check_val_every_n_epoch: int | None
+    val_check_interval: int | float | timedelta
+    num_sanity_val_steps: int
+    prefetch: int | str
+    data_timeout: float | timedelta | None
+    hang_timeout: float | timedelta | None
+    max_in_flight: int | str
+    max_recompiles: int | None
+    compile_cache: bool | str | Path
+    reload_dataloaders_every_n_epochs: int
+    host_keys: tuple[str | int, ...]
+    nan_policy: str
+    precision: str
+    resume: str | Path | None
+    seed: int
+    debug: bool
+    min_epochs: int = _stored("settings.least_epochs", "Epochs before which `stop` does not end training.")
+    min_steps: int = _stored("settings.least_steps", "Optimizer steps before which `stop` does not end training.")
+    callbacks: list[Callback] = _stored("callbacks", "All callbacks in order, those that the module adds at the end.")
+    strategy: Strategy = _stored("strategy", "The strategy, set up on its devices.")
+    settings: Settings = _stored("settings", "Every argument, checked and brought to one form; frozen.")
+    config: dict[str, Any] = _stored("config", "The arguments as they were given, as JSON values, for loggers.")
+
+    # What runs change.
+    should_stop: bool = _stored("control.should_stop", "Whether a stop was asked for.")
+    stop_reason: str | None = _stored("control.stop_reason", "Why, as the first `stop` said.")
+    interrupted: bool = _stored("control.interrupted", "Whether Ctrl-C, SIGTERM or another signal has ended the run.")
+    sanity_checking: bool = _stored("control.sanity_checking", "Whether a validation before training runs.")
+    num_training_batches: int | float = _stored(
+        "control.num_training_batches", "Batches of an epoch; inf if the loader has no length."
+    )
+    num_val_batches: list[int | float] = _stored("control.num_val_batches", "Batches of each validation loader.")
+    num_predict_batches: list[int | float] = _stored(
+        "control.num_predict_batches", "Batches of each loader of predict."
+    )
+    predict_outputs: Any = _stored(
+        "control.predict_outputs", "What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on."
+    )
+    module: TrainModule | None = _stored("module", "The module of the newest run.")
+    model: Any = _stored("module", "The module of the newest run, as `module`.")
+    saver: Saver = _stored("saver", "Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
+    callback_metrics: MetricView = _stored(
+        "results.callback_metrics", "Every logged metric; reading a key waits for the device."
+    )
+    logged_metrics: MetricView = _stored("results.logged_metrics", "The metrics that go to loggers.")
+    progress_bar_metrics: MetricView = _stored(
+        "results.progress_bar_metrics", "The metrics logged with `prog_bar=True`."
+    )
+    loss: float | None = _stored("results.loss", "The training loss of the bar; None if the step logs one for it.")
+    history: History = _stored("results.history", "Every metric's steps and values, also to plot; of the newest fit.")
+    run_dir: Path = _stored("folder.path", "The run's folder, made by the first write.")
+    log_dir: Path = _stored("folder.path", "The same as `run_dir`.")
 
     def __repr__(self) -> str:
         try:
@@ -47,93 +157,15 @@ class TrainerProperties(TrainerArguments):
             return object.__repr__(self)
 
     @property
-    def should_stop(self) -> bool:
-        """Whether a stop was asked for."""
-        return self._session.control.should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        self._session.set("should_stop", value)
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why, as the first `stop` said."""
-        return self._session.control.stop_reason
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C, SIGTERM or another signal has ended the run."""
-        return self._session.control.interrupted
-
-    @property
-    def sanity_checking(self) -> bool:
-        """Whether the validation that runs is the one before training."""
-        return self._session.control.sanity_checking
-
-    @property
-    def num_training_batches(self) -> int | float:
-        """Batches of an epoch; inf if the loader has no length."""
-        return self._session.control.num_training_batches
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader."""
-        return self._session.control.num_val_batches
-
-    @property
-    def num_predict_batches(self) -> list[int | float]:
-        """Batches of each loader that is predicted."""
-        return self._session.control.num_predict_batches
-
-    @property
-    def predict_outputs(self) -> Any:
-        """What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on."""
-        return self._session.control.predict_outputs
-
-    @property
-    def module(self) -> TrainModule | None:
-        """The module of the newest run."""
-        return self._session.module
-
-    @property
-    def model(self) -> Any:
-        """The module of the newest run, as `module`."""
-        return self._session.module
+    def log_every_n_steps(self) -> int:
+        """Optimizer steps between logged rows, 0 for none."""
+        every = self._session.settings.log_every_n_steps
+        return self._session.control.log_every if isinstance(every, str) else every
 
     @property
     def datamodule(self) -> Any:
         """The DataModule of the newest run, None without one."""
         return None if self._session.current is None else self._session.current.loaders.datamodule
-
-    @property
-    def saver(self) -> Saver:
-        """Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`."""
-        return self._session.saver
-
-    @property
-    def callback_metrics(self) -> MetricView:
-        """Every logged metric; reading a key waits for the device."""
-        return self._session.results.callback_metrics
-
-    @property
-    def logged_metrics(self) -> MetricView:
-        """The metrics that go to loggers."""
-        return self._session.results.logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> MetricView:
-        """The metrics logged with `prog_bar=True`."""
-        return self._session.results.progress_bar_metrics
-
-    @property
-    def loss(self) -> float | None:
-        """The training loss of the bar; None if the step logs one for it."""
-        return self._session.results.loss
-
-    @property
-    def history(self) -> History:
-        """Every logged metric's steps and values, also to plot; of the newest fit."""
-        return self._session.results.history
 
     @property
     def is_running(self) -> bool:
@@ -144,16 +176,6 @@ class TrainerProperties(TrainerArguments):
     def is_global_zero(self) -> bool:
         """Whether this is the process that writes files."""
         return jax.process_index() == 0
-
-    @property
-    def run_dir(self) -> Path:
-        """The run's folder, made by the first write."""
-        return self._session.folder.path
-
-    @property
-    def log_dir(self) -> Path:
-        """The same as `run_dir`."""
-        return self._session.folder.path
 
     @property
     def current_epoch(self) -> Any:
@@ -246,3 +268,27 @@ class TrainerProperties(TrainerArguments):
     def val_dataloaders(self) -> list[Any]:
         """The loaders that the newest fit validates on."""
         return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.val]
+
+
+def check_settable(trainer: Any, name: str, value: Any) -> None:
+    """Refuse to set what is fixed, what only runs change, and a misspelt attribute, which nothing would read.
+
+    Raises:
+        AttributeError: With what to do.
+    """
+    known, arguments = hasattr(type(trainer), name), {field.name for field in dataclasses.fields(Settings)}
+    if name in arguments and (name == "strategy" or not known or name == "logger"):
+        raise AttributeError(
+            f"Trainer.{name} is fixed when a Trainer is made, and would be set to {shown(value)}. Make another one "
+            f"with Trainer({name}=...)."
+        )
+    if isinstance(getattr(type(trainer), name, None), property) and name not in {*arguments, "should_stop"}:
+        raise AttributeError(
+            f"Trainer.{name} is a result of the runs, and would be set to {shown(value)}. Set an argument of the "
+            "Trainer instead, or call what changes it: fit, validate, test, predict, stop."
+        )
+    if known:
+        return
+    text = advice("Trainer").get(name, "") or did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")])
+    if text:
+        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {shown(value)}. {text.strip()}")

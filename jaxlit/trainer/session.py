@@ -193,8 +193,8 @@ class Session:
         """Set an argument, a field of the control, or the callbacks, from now on."""
         if name == "callbacks":
             self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-        elif hasattr(self.control, name):
-            setattr(self.control, name, value)
+        elif name == "should_stop":
+            self.control.should_stop = value
         else:
             settings = dataclasses.replace(self.settings, **{name: value})
             check_accumulation(self.active, settings)
@@ -281,7 +281,8 @@ class Session:
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(
-            *self.settings.timeouts,
+            self.settings.data_timeout,
+            self.settings.hang_timeout,
             control=self.control,
             progress=lambda: self.current and self.current.progress,
             place=lambda: self.current.place if self.current else "",
