@@ -177,14 +177,12 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
             )
-        self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
         checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
         # A job that was started again continues from its newest checkpoint, which is further on.
         weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
-        several, fitting = jax.process_count() > 1, stage.verb == "fit"
-        self.folder.claim(files, self.settings.resume, checkpoint, several=several, fitting=fitting)
+        self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.verb == "fit")
         return checkpoint, weights
 
     # A run ------------------------------------------------------------------------------------------
