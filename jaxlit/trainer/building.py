@@ -135,10 +135,6 @@ def check_fitting(settings: Settings, module: TrainModule, checkpoint: Checkpoin
 def check_accumulation(engine: Engine | None, settings: Settings) -> None:
     """Refuse to set windows of several batches in a fit whose state has no room for one.
 
-    Args:
-        engine: That of the run that continues.
-        settings: The Trainer's arguments as they would be.
-
     Raises:
         ArgumentError: Saying what to begin with.
     """

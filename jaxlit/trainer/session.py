@@ -24,7 +24,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
@@ -96,12 +96,9 @@ class Session:
             step=lambda: max(self.position.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
-        self.results.history.title = self._title
-
-    def _title(self) -> str:
-        """Return the title of pictures of the newest run: its module and its folder, if it has one."""
-        folder = self.folder.known
-        return type(self.module).__name__ + ("" if folder is None else f" · {folder.name}")
+        self.results.history.title = lambda: (
+            type(self.module).__name__ + (f" · {self.folder.known.name}" if self.folder.known else "")
+        )
 
     @property
     def engine(self) -> Engine | None:
@@ -163,11 +160,9 @@ class Session:
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
-        results: list[Any] = []
         resume = None if checkpoint is None else Resume(checkpoint)
-        loops = lambda run: results.extend(work(run, stage.name, run.evaluated))  # noqa: E731
-        self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
-        return results
+        loops = lambda run: work(run, stage.name, run.val)  # noqa: E731
+        return self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
 
     def _claim(
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
@@ -205,12 +200,12 @@ class Session:
         module: TrainModule,
         stage: Stage,
         loaders: Loaders,
-        work: Callable[[Run], object],
+        work: Callable[[Run], Any],
         *,
         take_ownership: bool,
         resume: Resume | None = None,
-    ) -> None:
-        """Set a run up, do the work, and tear it down.
+    ) -> Any:
+        """Set a run up, do the work, tear it down, and return what the work has returned.
 
         Args:
             module: The module.
@@ -226,7 +221,7 @@ class Session:
         try:
             self.current = run = self._set_up(module, loaders, position)
             with run.compiles, self._watchdog() as watchdog:
-                error: BaseException | None = None
+                results, error = None, None
                 try:
                     if run.hooks.bind("prepare_data"):
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
@@ -235,7 +230,7 @@ class Session:
                     if fitting and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
                     try:
-                        self._run_loops(run, stage, work, take_ownership, resume, watchdog)
+                        results = self._run_loops(run, stage, work, take_ownership, resume, watchdog)
                     finally:
                         self.current.close()
                 except BaseException as raised:
@@ -245,6 +240,7 @@ class Session:
                 error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
                 if error is not None:
                     raise error
+                return results
         except BaseException as error:
             note_step(error, self.position.global_step)
             raise
@@ -322,17 +318,17 @@ class Session:
         self,
         setup: Setup,
         stage: Stage,
-        work: Callable[[Run], object],
+        work: Callable[[Run], Any],
         take_ownership: bool,
         resume: Resume | None,
         watchdog: Watchdog,
-    ) -> None:
+    ) -> Any:
         hooks, fitting = setup.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
             open_fit(setup, self.strategy, resume)
         else:
-            setup.evaluated = setup.loaders.open(stage.name, required=True)
+            setup.val = setup.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
@@ -364,15 +360,14 @@ class Session:
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 log_hyperparams(hooks)
                 hooks("on_fit_start")
-            work(run)
+            results = work(run)
             if fitting:
                 hooks("on_fit_end")
+            return results
 
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
-        if not callable(fn):
-            raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         if self.active is not None and self.current is not None:
             self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
@@ -384,13 +379,12 @@ class Session:
     @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        engine, extras = self.engine, {} if self.engine is None else self.engine.extras
-        for key, keeper in extras.items():
-            if keeper is callback and engine is not None:
-                return engine.state.unflatten().extras[key]
+        for key, keeper in () if self.engine is None else self.engine.extras.items():
+            if keeper is callback and self.engine is not None:
+                return self.engine.state.unflatten().extras[key]
         raise ArgumentError(
-            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
-            f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."
+            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call it "
+            "from fit on, with a callback that defines init_arrays and update_arrays."
         )
 
     @property

@@ -274,7 +274,6 @@ def test_a_picture_shows_the_losses_and_the_suggestion() -> None:
         (ArgumentError, {"num_training_steps": 1}, "num_training_steps"),
         (ArgumentError, {"mode": "log"}, "mode.*'exponential', 'linear'"),
         (ArgumentError, {"early_stop_threshold": 0.0}, "early_stop_threshold"),
-        
         (ArgumentError, {"hyperparam": "learning"}, "learning'.*It keeps: learning_rate"),
         (ArgumentTypeError, {"trainer": 3}, "takes a jl.Trainer first"),
         (ArgumentTypeError, {"model": Rated}, "takes a module second"),
