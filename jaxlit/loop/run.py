@@ -208,7 +208,7 @@ class Run(Setup):
         """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
         if not self.control.should_stop:
             return False
-        min_epochs, min_steps = self.settings.least_epochs, self.settings.least_steps
+        min_epochs, min_steps = self.settings.min_epochs, self.settings.min_steps
         if self.position.epoch >= min_epochs and self.position.global_step >= min_steps:
             return True
         if not self._stop_logged:

@@ -1,9 +1,7 @@
 """The arguments of a Trainer, checked and brought to one form."""
 
-import dataclasses
-import datetime
 from collections.abc import Callable
-from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,27 +20,18 @@ _ONCE = {"max_epochs": 1, "min_steps": 0, "min_epochs": 0}
 _ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of a `Trainer`, by their names; `jaxlit.Trainer` says what each means.
-
-    A value that can be given in several ways has one form here: no limit of epochs is None, a duration is a timedelta.
-    The properties follow from several arguments.
-
-    Raises:
-        ArgumentError: A value is out of its set, or does not fit another.
-        ArgumentTypeError: A value has the wrong type.
-    """
+class Arguments:
+    """The arguments of a `Trainer`, checked and brought to one form; `jaxlit.Trainer` says what each means."""
 
     strategy: Any
     devices: int | str
     mesh: Any
     precision: str
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: Any
+    max_epochs: int | None  # None for no limit
+    min_epochs: int
+    max_steps: int  # -1 for no limit
+    min_steps: int
+    max_time: timedelta | None
     callbacks: Any
     logger: Any
     limit_train_batches: int | float
@@ -52,7 +41,7 @@ class Settings:
     overfit_batches: int | float
     fast_dev_run: int
     num_sanity_val_steps: int
-    val_check_interval: Any
+    val_check_interval: int | float | timedelta
     check_val_every_n_epoch: int | None
     accumulate_grad_batches: int
     gradient_clip_val: float | None
@@ -63,45 +52,49 @@ class Settings:
     enable_progress_bar: bool
     enable_model_summary: bool
     default_root_dir: str | Path | None
-    resume: Any
+    resume: str | Path | None
     seed: int
     nan_policy: str
     prefetch: int | str
     host_keys: tuple[str | int, ...]
     max_recompiles: int | None
-    data_timeout: Any
-    hang_timeout: Any
+    data_timeout: float | None  # seconds
+    hang_timeout: float | None
     max_in_flight: int | str
     compile_cache: bool | str | Path
     debug: bool
 
-    def __post_init__(self) -> None:
-        """Check each value, and then what several say together."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name, value in _checked(given).items():
-            object.__setattr__(self, name, value)
-        _check_combinations(self)
 
-    def of_trial(self) -> "Settings":
-        """Return what a `fast_dev_run` makes of them: a few batches of everything, once."""
-        once = _ONCE | {"max_steps": self.fast_dev_run}
-        return dataclasses.replace(self, **once) if self.fast_dev_run else self
+class Settings(Arguments):
+    """The arguments of a `Trainer`, frozen; the properties follow from several of them.
+
+    Args:
+        **given: All arguments, as they were given.
+
+    Raises:
+        ArgumentError: A value is out of its set, or does not fit another.
+        ArgumentTypeError: A value has the wrong type.
+    """
+
+    _given: dict[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(_given=given, **_checked(given))
+        _check_combinations(self)
+        if self.fast_dev_run:  # a few batches of everything, once, whatever the other arguments say
+            vars(self).update(_ONCE, max_steps=self.fast_dev_run)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"trainer.settings is frozen. Set trainer.{name}.")
+
+    def replace(self, name: str, value: Any) -> "Settings":
+        """Return the settings with another value of an argument, as it is given."""
+        return Settings(**{**self._given, name: value})
 
     @property
     def device_count(self) -> int | None:
         """How many devices were asked for, None for all."""
         return None if self.devices == "auto" else int(self.devices)
-
-    @property
-    def least_epochs(self) -> int:
-        """The epochs before which a stop does not end training."""
-        # As in Lightning: a least number of steps alone also keeps the first epoch going.
-        return int(self.least_steps > 0) if self.min_epochs is None else self.min_epochs
-
-    @property
-    def least_steps(self) -> int:
-        """The optimizer steps before which a stop does not end training."""
-        return self.min_steps or 0
 
     @property
     def has_limit(self) -> bool:
@@ -162,6 +155,9 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     ):
         if not isinstance(folder := given[name], (str, Path, *others)):
             raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {shown(folder)}.")
+    checked["min_steps"] = checked["min_steps"] or 0
+    if checked["min_epochs"] is None:  # as in Lightning a least number of steps alone keeps the first epoch going
+        checked["min_epochs"] = int(checked["min_steps"] > 0)
     return given | checked
 
 
@@ -186,7 +182,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "min_epochs": _int(0, None),
     "max_steps": _int(-1),
     "min_steps": _int(0, None),
-    "max_time": _or_none(lambda name, value: datetime.timedelta(seconds=check.duration(name, value))),
+    "max_time": _or_none(lambda name, value: timedelta(seconds=check.duration(name, value))),
     "overfit_batches": check.limit,
     **{stage.limit: check.limit for stage in STAGES.values()},
     "fast_dev_run": lambda name, value: int(value) if isinstance(value, bool) else check.integer(name, value, low=0),
@@ -222,7 +218,7 @@ def _check_combinations(s: Settings) -> None:
             "where a fraction has no meaning. Give val_check_interval as an int or a duration."
         )
     for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
-        low, high = getattr(s, least) or 0, getattr(s, most)
+        low, high = getattr(s, least), getattr(s, most)
         if high is not None and low > high >= 0:
             raise ArgumentError(
                 f"Trainer({least}={low}, {most}={high}): the least is more than the most. Lower {least}."

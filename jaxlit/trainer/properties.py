@@ -5,15 +5,15 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.traits import steps_of
+from jaxlit.control import Control
 from jaxlit.core.log import active_collector
 from jaxlit.core.module import TrainModule
 from jaxlit.core.reads import READS
@@ -23,7 +23,7 @@ from jaxlit.errors import did_you_mean
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.run import Run
-from jaxlit.loop.settings import Settings
+from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.terminal import short_path
@@ -37,109 +37,60 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.early_stopping import EarlyStopping
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 
-_C = TypeVar("_C", bound=type)
+ARGUMENTS = frozenset(Arguments.__annotations__)
+_FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"}  # arguments that stay as they were given
+_FIXED |= {"enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
 
 
-def _stored(path: str, doc: str = "The argument as the runs use it; see `jaxlit.Trainer`.") -> Any:
-    """Return a property that reads a path from the session; annotated with its type, which an editor then knows."""
-    return property(operator.attrgetter(f"_session.{path}"), doc=doc)
+class TrainerProperties(Arguments):
+    """What a Trainer shows: its arguments as the runs use them, where one that is set holds from then on, and results.
 
-
-def notes_reads(cls: _C) -> _C:
-    """Let the properties of a class note that a step reads them while it is traced: it is compiled for their values.
-
-    What is annotated and has no value becomes a property that reads the argument of this name.
+    Attributes:
+        settings: Every argument, checked and brought to one form; frozen.
+        strategy: The strategy, set up on its devices.
+        callbacks: All callbacks in order, those that the module adds at the end.
+        config: The arguments as they were given, as JSON values, for loggers.
+        module: The module of the newest run; `model` is the same.
+        saver: Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.
+        should_stop: Whether a stop was asked for.
+        stop_reason: Why, as the first `stop` said.
+        interrupted: Whether Ctrl-C, SIGTERM or another signal has ended the run.
+        sanity_checking: Whether the validation that runs is the one before training.
+        num_training_batches: Batches of an epoch; inf if the loader has no length.
+        num_val_batches: Batches of each validation loader.
+        num_predict_batches: Batches of each loader that is predicted.
+        predict_outputs: What the predict step returns, as `jax.ShapeDtypeStruct`s, from its first batch on.
+        callback_metrics: Every logged metric; reading a key waits for the device.
+        logged_metrics: The metrics that go to loggers.
+        progress_bar_metrics: The metrics logged with `prog_bar=True`.
+        loss: The training loss of the bar; None if the step logs one for it.
+        history: Every logged metric's steps and values, also to plot; of the newest fit.
+        run_dir: The run's folder, made by the first write; `log_dir` is the same.
     """
 
-    def noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(read)
-        def get(trainer: Any) -> Any:
-            value = read(trainer)
-            if (reads := READS.get()) is not None:
-                reads.note(trainer, name, value)
-            return value
-
-        return get
-
-    known = {**vars(cls)}
-    known |= {name: _stored(f"settings.{name}") for name in {*cls.__annotations__} - {*known, "_session"}}
-    for name, value in known.items():
-        if isinstance(value, property) and value.fget is not None:
-            setattr(cls, name, property(noting(name, value.fget), doc=value.__doc__))
-    return cls
-
-
-@notes_reads
-class TrainerProperties:
-    """What a Trainer shows: its arguments as the runs use them, and what its runs have come to."""
-
     _session: Session
-
-    # Arguments; one that is set holds from then on.
-    max_epochs: int | None
-    max_steps: int
-    max_time: timedelta | None
-    limit_train_batches: int | float
-    limit_val_batches: int | float
-    limit_test_batches: int | float
-    limit_predict_batches: int | float
-    overfit_batches: int | float
-    fast_dev_run: int
-    accumulate_grad_batches: int
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: str | None
-    check_val_every_n_epoch: int | None
-    val_check_interval: int | float | timedelta
-    num_sanity_val_steps: int
-    prefetch: int | str
-    data_timeout: float | timedelta | None
-    hang_timeout: float | timedelta | None
-    max_in_flight: int | str
-    max_recompiles: int | None
-    compile_cache: bool | str | Path
-    reload_dataloaders_every_n_epochs: int
-    host_keys: tuple[str | int, ...]
-    nan_policy: str
-    precision: str
-    resume: str | Path | None
-    seed: int
-    debug: bool
-    min_epochs: int = _stored("settings.least_epochs", "Epochs before which `stop` does not end training.")
-    min_steps: int = _stored("settings.least_steps", "Optimizer steps before which `stop` does not end training.")
-    callbacks: list[Callback] = _stored("callbacks", "All callbacks in order, those that the module adds at the end.")
-    strategy: Strategy = _stored("strategy", "The strategy, set up on its devices.")
-    settings: Settings = _stored("settings", "Every argument, checked and brought to one form; frozen.")
-    config: dict[str, Any] = _stored("config", "The arguments as they were given, as JSON values, for loggers.")
-
-    # What runs change.
-    should_stop: bool = _stored("control.should_stop", "Whether a stop was asked for.")
-    stop_reason: str | None = _stored("control.stop_reason", "Why, as the first `stop` said.")
-    interrupted: bool = _stored("control.interrupted", "Whether Ctrl-C, SIGTERM or another signal has ended the run.")
-    sanity_checking: bool = _stored("control.sanity_checking", "Whether a validation before training runs.")
-    num_training_batches: int | float = _stored(
-        "control.num_training_batches", "Batches of an epoch; inf if the loader has no length."
-    )
-    num_val_batches: list[int | float] = _stored("control.num_val_batches", "Batches of each validation loader.")
-    num_predict_batches: list[int | float] = _stored(
-        "control.num_predict_batches", "Batches of each loader of predict."
-    )
-    predict_outputs: Any = _stored(
-        "control.predict_outputs", "What the predict step returns, as jax.ShapeDtypeStructs, from its first batch on."
-    )
-    module: TrainModule | None = _stored("module", "The module of the newest run.")
-    model: Any = _stored("module", "The module of the newest run, as `module`.")
-    saver: Saver = _stored("saver", "Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.")
-    callback_metrics: MetricView = _stored(
-        "results.callback_metrics", "Every logged metric; reading a key waits for the device."
-    )
-    logged_metrics: MetricView = _stored("results.logged_metrics", "The metrics that go to loggers.")
-    progress_bar_metrics: MetricView = _stored(
-        "results.progress_bar_metrics", "The metrics logged with `prog_bar=True`."
-    )
-    loss: float | None = _stored("results.loss", "The training loss of the bar; None if the step logs one for it.")
-    history: History = _stored("results.history", "Every metric's steps and values, also to plot; of the newest fit.")
-    run_dir: Path = _stored("folder.path", "The run's folder, made by the first write.")
-    log_dir: Path = _stored("folder.path", "The same as `run_dir`.")
+    settings: Settings
+    strategy: Strategy
+    callbacks: list[Callback]
+    config: dict[str, Any]
+    module: TrainModule | None
+    model: Any
+    saver: Saver
+    should_stop: bool
+    stop_reason: str | None
+    interrupted: bool
+    sanity_checking: bool
+    num_training_batches: int | float
+    num_val_batches: list[int | float]
+    num_predict_batches: list[int | float]
+    predict_outputs: Any
+    callback_metrics: MetricView
+    logged_metrics: MetricView
+    progress_bar_metrics: MetricView
+    loss: float | None
+    history: History
+    run_dir: Path
+    log_dir: Path
 
     def __repr__(self) -> str:
         try:
@@ -274,19 +225,45 @@ class TrainerProperties:
         return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.val]
 
 
+def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Note that a step reads a property while it is traced: the step is compiled for its value."""
+
+    @functools.wraps(read)
+    def get(trainer: Any) -> Any:
+        value = read(trainer)
+        if (reads := READS.get()) is not None:
+            reads.note(trainer, name, value)
+        return value
+
+    return get
+
+
+_PLACES = {name: f"settings.{name}" for name in ARGUMENTS}  # in the session, of what has no property above
+_PLACES |= {field.name: f"control.{field.name}" for field in dataclasses.fields(Control)}
+_PLACES |= {name: name for name in ("settings", "strategy", "callbacks", "config", "module", "saver")}
+_PLACES |= {"model": "module", "run_dir": "folder.path", "log_dir": "folder.path"}
+for _name in TrainerProperties.__annotations__ | Arguments.__annotations__:
+    if _name not in vars(TrainerProperties) and _name != "_session":
+        _place = operator.attrgetter(f"_session.{_PLACES.get(_name, f'results.{_name}')}")
+        setattr(TrainerProperties, _name, property(_place))
+for _name, _value in [*vars(TrainerProperties).items()]:
+    if isinstance(_value, property) and _value.fget is not None:
+        setattr(TrainerProperties, _name, property(_noting(_name, _value.fget), doc=_value.__doc__))
+
+
 def check_settable(trainer: Any, name: str, value: Any) -> None:
     """Refuse to set what is fixed, what only runs change, and a misspelt attribute, which nothing would read.
 
     Raises:
         AttributeError: With what to do.
     """
-    known, arguments = hasattr(type(trainer), name), {field.name for field in dataclasses.fields(Settings)}
-    if name in arguments and (name == "strategy" or not known or name == "logger"):
+    if name in _FIXED:
         raise AttributeError(
             f"Trainer.{name} is fixed when a Trainer is made, and would be set to {shown(value)}. Make another one "
             f"with Trainer({name}=...)."
         )
-    if isinstance(getattr(type(trainer), name, None), property) and name not in {*arguments, "should_stop"}:
+    known = hasattr(type(trainer), name)
+    if isinstance(getattr(type(trainer), name, None), property) and name not in {*ARGUMENTS, "should_stop"}:
         raise AttributeError(
             f"Trainer.{name} is a result of the runs, and would be set to {shown(value)}. Set an argument of the "
             "Trainer instead, or call what changes it: fit, validate, test, predict, stop."

@@ -1,7 +1,6 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -189,7 +188,7 @@ class Session:
         elif name == "should_stop":
             self.control.should_stop = value
         else:
-            settings = dataclasses.replace(self.settings, **{name: value})
+            settings = self.settings.replace(name, value)
             check_accumulation(self.active, settings)
             self.settings = settings
             if self.current is not None:

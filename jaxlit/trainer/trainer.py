@@ -145,7 +145,7 @@ class Trainer(TrainerProperties):
         debug: bool = False,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        settings = Settings(**given).of_trial()
+        settings = Settings(**given)
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)
