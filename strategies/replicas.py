@@ -17,7 +17,6 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.programs.alone import trace_alone
 from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, ReplicatedBatch
@@ -126,7 +125,9 @@ class PerReplica(Strategy, ABC):
 
     def traced(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         """Return the program of `fn` on one replica, traced outside of any map, and the structure of its results."""
-        return trace_alone(fn, self.mesh.axis_names, self.axis, self.num_replicas, *args)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, results = jax.make_jaxpr(fn, axis_env=[(self.axis, self.num_replicas)], return_shape=True)(*shapes)
+        return program, jax.tree.structure(results)
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
         """Return the body of a program, to be mapped.

@@ -1,17 +1,14 @@
 """Looks at the program of a step for mistakes that its numbers would not show."""
 
-import inspect
 import logging
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxlit.core.leaves import Leaf
-from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
@@ -21,7 +18,6 @@ from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
 
 _logger = logging.getLogger("jaxlit")
-_MANY_BYTES = 64 * 2**20  # of constants in a step
 
 
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
@@ -49,7 +45,6 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
-    _warn_of_constants(closed, pure.origin)
     if twice:
         _warn_of_chance(pure, replica, args)
 
@@ -143,13 +138,10 @@ def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
             "loss of the model's outputs."
         )
     elif unused:
-        kept = {entry.key for path, is_used in zip(paths, used, strict=True) if is_used for entry in path}
-        part = next((entry.key for path in unused for entry in path if entry.key not in kept), None)
-        wrt = f"nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r})))" if part else "..."
         _logger.warning(
             f"The loss of {name}.training_step does not depend on {len(unused)} of {len(paths)} parameters, whose "
             f"gradient is zero: {some}. Call the layer in the step, or leave it out of training: "
-            f"jl.Optimizer(tx, wrt={wrt})."
+            "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
         )
 
 
@@ -162,21 +154,3 @@ def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
             "in the batch."
         )
-
-
-def _warn_of_constants(closed: Any, module: TrainModule) -> None:
-    for array in jaxpr.constants(closed):
-        if getattr(array, "nbytes", 0) > _MANY_BYTES:
-            _logger.warning(
-                f"{type(module).__name__}.training_step captures {_name_of(array, module)}, an array of "
-                f"{array.nbytes / 2**20:.0f} MiB, as a constant of the step. Pass it in the batch, or hold it in an "
-                "nnx.Variable."
-            )
-
-
-def _name_of(array: Any, module: TrainModule) -> str:
-    around = inspect.getclosurevars(inspect.unwrap(type(module).training_step))
-    for name, value in {**vars(module), **around.globals, **around.nonlocals}.items():
-        if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
-            return name
-    return f"{array.dtype}{list(array.shape)}"

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode, encode
+from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.porting import advice
@@ -82,13 +82,12 @@ def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict
     Raises:
         CheckpointError: Some must be given again.
     """
-    parameters, arguments, missing = inspect.signature(cls.__init__).parameters, {}, {}
+    arguments, missing = {}, {}
     for name, value in hparams.items():
         try:
             arguments[name] = decode(value, cls)
         except NotKeptError as error:
-            if name not in parameters or not _is_same(value, parameters[name].default):
-                missing[name] = str(error)
+            missing[name] = str(error)
     if not missing:
         return arguments
     given = ", ".join(f"{name}={text}" for name, text in missing.items())
@@ -96,10 +95,3 @@ def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict
         f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "
         f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by name."
     )
-
-
-def _is_same(saved: Any, default: Any) -> bool:
-    try:
-        return encode(default) == saved
-    except NotKeptError:
-        return False

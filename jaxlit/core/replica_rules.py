@@ -29,7 +29,6 @@ class _Related:
     values: list[Relation]
     weights: list[Relation]
     outputs: list[Relation]
-    same_draws: bool
 
 
 @dataclass(frozen=True)
@@ -53,19 +52,27 @@ class StepTraces:
     metrics: Sequence[Metric]
 
     def relate(self, replica: Replica, state: Sequence[Relation] = (), *, alike: bool = False) -> _Related:
-        """Follow the relations of the state's leaves, by default the same on every replica, to the results."""
+        """Follow the relations of the state's leaves, by default the same on every replica, to the results.
+
+        Raises:
+            StateError: The step draws the same random numbers on every replica.
+        """
         treedef = jax.tree.structure(self.results)
         outputs, same_draws = [UNKNOWN] * treedef.num_leaves, False
         if self.longer is not None:
-            leaves = jax.tree.leaves(self.arguments)
-            inputs = [ROWS if x.ndim else SAME for x in jax.tree.leaves(self.arguments[3])]
-            inputs = [*(state or [SAME] * len(jax.tree.leaves(self.arguments[:3]))), *inputs]
-            inputs += [SAME] * (len(leaves) - len(inputs))
-            outputs, same_draws = relate(
-                self.program, self.longer, inputs, str(replica.axis), replica.count, alike=alike
+            given, batch, rest = map(jax.tree.leaves, (self.arguments[:3], self.arguments[3], self.arguments[4:]))
+            rows = [ROWS if x.ndim else SAME for x in batch]
+            inputs = [*(state or [SAME] * len(given)), *rows, *[SAME] * len(rest)]
+            axis, count = str(replica.axis), replica.count
+            outputs, same_draws = relate(self.program, self.longer, inputs, axis, count, alike=alike)
+        if same_draws:
+            raise StateError(
+                f"{self.step} draws random numbers for its rows from a key that is the same on every replica: each "
+                "would draw the same for its own rows. Draw from nnx.Rngs, or from a typed key (jax.random.key) that "
+                "the module holds in an nnx.Variable; or use strategy='ddp', whose steps see the entire batch."
             )
         _, parts = treedef.unflatten(outputs)
-        return _Related(*map(jax.tree.leaves, parts), same_draws=same_draws)
+        return _Related(*map(jax.tree.leaves, parts))
 
 
 def reduction_of(
@@ -91,28 +98,18 @@ def reduction_of(
     """
     arrays = jax.tree.leaves(traces.arguments[:3])
     keys = {i for i, was in enumerate(changed) if was and is_key(arrays[i])}
-    welfords = _welfords(leaves, changed, traces.relate(replica).state)
-    merged = {i for _, mean, m2 in welfords for i in (mean, m2)}
     parts: set[int] = set()  # leaves that add up over replicas
     while True:  # a leaf that is in parts may make another one so
-        related = traces.relate(
-            replica, [UNKNOWN if i in merged else TOTAL if i in parts else SAME for i in range(len(leaves))]
-        )
+        related = traces.relate(replica, [TOTAL if i in parts else SAME for i in range(len(leaves))])
         # BatchNorm's statistics are the same on every replica already, or averaged on purpose.
         owners = [leaf.owner for leaf in leaves]
         state = [MEAN if x == UNKNOWN and o == "batchnorm" else x for o, x in zip(owners, related.state, strict=False)]
-        written = {i for i, was in enumerate(changed) if was} - keys - merged
+        written = {i for i, was in enumerate(changed) if was} - keys
         unclear = {i for i in written if not _is_reducible(state[i], arrays[i].dtype)}
         if unclear <= parts:
             break
         parts |= unclear
-    if related.same_draws:
-        raise StateError(
-            f"{traces.step} draws random numbers for its rows from a key that is the same on every replica: each would "
-            "draw the same for its own rows. Draw from nnx.Rngs, or from a typed key (jax.random.key) that the module "
-            "holds in an nnx.Variable; or use strategy='ddp', whose steps see the entire batch."
-        )
-    unclear |= {i for i in parts if state[i].as_total() != TOTAL} | {n for n, *_ in welfords if n not in parts}
+    unclear |= {i for i in parts if state[i].as_total() != TOTAL}
     if unclear:
         why = "" if traces.longer else " (it could not be traced with more rows, which would show it)"
         raise StateError(
@@ -121,7 +118,6 @@ def reduction_of(
             f"rows{why}. Write a mean or a running sum over rows, log the value instead, or use strategy='ddp', whose "
             "steps see the entire batch."
         )
-    parts |= {i for indices in welfords for i in indices}
     if parts:
         _check_reads(traces, replica, leaves, parts, related)
     outputs = _outputs(related, traces, rows_of)
@@ -131,23 +127,10 @@ def reduction_of(
     return Reduction(
         state=tuple(SAME if i in keys else state[i] if was else None for i, was in enumerate(changed)),
         parts=frozenset(parts),
-        welfords=welfords,
         values=(*loss, *related.values[1:]),
         weights=tuple(related.weights),
         outputs=outputs,
     )
-
-
-def _welfords(
-    leaves: Sequence[Leaf], changed: tuple[bool, ...], state: list[Relation]
-) -> tuple[tuple[int, int, int], ...]:
-    """Return the indices of (count, mean, m2) of each Welford that a step gives rows."""
-    groups: dict[int, dict[str, int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.owner == "welford":
-            groups.setdefault(leaf.group, {})[leaf.name.rpartition(".")[2]] = i
-    indices = [(g["count"], g["mean"], g["m2"]) for g in groups.values()]
-    return tuple(x for x in indices if any(changed[i] and state[i] not in (SAME, ZERO) for i in x))
 
 
 def _is_reducible(relation: Relation, dtype: Any) -> bool:

@@ -33,9 +33,6 @@ class Held(Linear):
     def use_layer(self, x: jax.Array) -> jax.Array:
         return self.layer(x)
 
-    def double(self, x: jax.Array) -> jax.Array:
-        return 2 * x
-
     @property
     def same_layer(self) -> Any:
         return self.layer
@@ -123,7 +120,6 @@ def test_so_is_one_of_a_lazy_module_and_in_a_sequential() -> None:
 
 TRAINED: dict[str, Callable[..., Any]] = {
     "a function": lambda m: jnp.tanh,
-    "bound method without weights": lambda m: m.double,
     "partial of plain values": lambda m: functools.partial(jnp.clip, min=-1.0),
     "method of a tuple": lambda m: Scale(1.0).of,
     "closure that is not filled yet": lambda m: unfilled(),

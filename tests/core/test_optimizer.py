@@ -161,17 +161,6 @@ def test_what_no_optimizer_takes_is_refused_in_its_constructor(kind: Any, make: 
     refuses(kind, make, *words)
 
 
-def test_several_optimizers_are_shown_as_groups_of_the_module() -> None:
-    class Two(Linear):
-        def configure_optimizers(self) -> Any:
-            return [SGD, ADAM]
-
-    text = (
-        r"^Two\.configure_optimizers returned 2 optimizers.*\n.*\n    return jl\.Optimizer\(by=\{'bias': .*'kernel': "
-    )
-    refuses(ModuleError, lambda: fit(Two(), random(), **BARE), text)
-
-
 class Zoo(nnx.Module):
     """Every kind of layer whose parameters decay or do not."""
 

@@ -341,7 +341,7 @@ def test_a_linen_module_comes_with_a_note() -> None:
         (lambda x: x.detach(), AttributeError, r"no detach\(\). In its place: jax.lax.stop_gradient\(x\)"),
         (lambda x: x.view(x.size(0), -1), TypeError, r"If this was x.size\(\): .* In its place: x.shape"),
         (lambda x: x.view(1, -1), NotImplementedError, r"In its place: x.reshape\(shape\)"),
-        (lambda x: x.mean(dim=0), TypeError, r"axis= in place of dim="),
+        (lambda x: x.mean(dim=0), TypeError, r"axis= and keepdims= in place of dim="),
     ],
 )
 def test_a_method_of_a_tensor_is_told_with_what_arrays_have(
