@@ -359,7 +359,6 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Type, lambda: jl.Trainer(resume=ARRAY), r"resume.*got float64\[2\]\."),
     ("", Type, lambda: jl.Trainer(accumulate_grad_batches={0: ARRAY}), r"got \{0: float64\[2\]\}\. "),  # type: ignore[arg-type]
     ("", Type, lambda: fit(Mean(), numbered(1), ckpt_path=ARRAY), r"ckpt_path.*got float64\[2\]\."),
-    ("", Type, lambda: make_trainer().saver.announce(ARRAY, "x"), r"announce.*got float64\[2\]\. "),
     ("arrays in a list", Type, lambda: jl.Trainer(callbacks=[jnp.ones(3)]), r"got float32\[3\]\."),
     ("deepspeed", Arg, lambda: jl.Trainer(strategy="deepspeed"), "Use strategy='fsdp'"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
