@@ -63,11 +63,9 @@ class PerReplica(Strategy, ABC):
     per_replica = True
 
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
-        owner, known = type(self).__name__, isinstance(sync_batchnorm, bool)
-        check.require(known, "sync_batchnorm", sync_batchnorm, "must be True or False", owner=owner)
-        known = loss_reduction in ("mean", "sum")
-        check.require(known, "loss_reduction", loss_reduction, "must be 'mean' or 'sum'", owner=owner)
-        self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
+        owner = type(self).__name__
+        self.sync_batchnorm = check.boolean("sync_batchnorm", sync_batchnorm, owner=owner)
+        self.loss_reduction = check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=owner)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Refuse a subclass with its own `batch_spec`: a replica has entire rows.

@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean, module
@@ -184,17 +186,6 @@ def test_no_moment_of_a_join_has_fewer_rows(kind, disk):
 
 
 @each_kind
-def test_values_join_the_row_of_their_step_behind_others(kind):
-    logger, path, trainer = kind(), path_of(kind()), make_trainer(default_root_dir="run")
-    for step, values in ((4, {"loss": 1.0}), (5, {"mine": 2.0}), (4, {"loss_epoch": 3.0}), (5, {"more": 4.0})):
-        logger.on_log(trainer, {"epoch": 0, **values}, step)
-    joined = [{"step": 4, "epoch": 0, "loss": 1, "loss_epoch": 3}, {"step": 5, "epoch": 0, "mine": 2, "more": 4}]
-    assert read(path) == joined
-    assert logger.state_dict()["rows"] == 2
-    logger.finalize("success")
-
-
-@each_kind
 def test_a_half_written_last_row_is_cut_by_the_next_run(kind):
     logger, path = kind(), path_of(kind())
     log(logger, 0, 1)
@@ -285,14 +276,6 @@ def test_a_resume_after_a_kill_makes_the_same_files(tmp_path):
     assert [(row["step"], row["told"]["counts"]) for row in told] == [(2, [3]), (6, [3]), (10, [3])]
 
 
-def test_a_resume_without_state_drops_rows_by_their_step():
-    trainer = train("run", max_epochs=1)
-    assert [row["step"] for row in rows_in("run")] == [0, 1, 2, 3, 4, 5]
-    for logger in (CSVLogger(), JSONLLogger()):
-        logger.on_load_checkpoint(trainer, trainer.module, {"global_step": 3})
-    assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
-
-
 @each_kind
 def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     def full(*args):
@@ -312,27 +295,6 @@ def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     assert [row["step"] for row in read(path_of(kind()))] == [0, 1, 2, 3]
 
 
-@each_kind
-def test_what_is_logged_at_one_step_is_one_row(kind, capsys):
-    logger, path = kind(), path_of(kind())
-    put = lambda step, **values: logger.on_log(make_trainer(default_root_dir="run"), values, step)  # noqa: E731
-    put(1, loss=0.5, epoch=0)
-    put(1, val=0.25, epoch=0)
-    put(1, train=np.float32(0.125), epoch=0)
-    joined = {"step": 1, "loss": 0.5, "epoch": 0, "val": 0.25, "train": 0.125}
-    assert read(path) == [joined]
-    put(1, test=4.0, epoch=1)
-    put(1, test=8.0, epoch=1)  # a name has one value in a row
-    assert read(path)[1:] == [{"step": 1, "test": x, "epoch": 1} for x in (4.0, 8.0)]
-    with file_size_limit(path.stat().st_size):
-        put(1, loss=2.0, epoch=1)
-    assert read(path)[1:] == [{"step": 1, "test": x, "epoch": 1} for x in (4.0, 8.0)]
-    put(1, loss=2.0, epoch=1)
-    assert read(path)[2:] == [{"step": 1, "test": 8.0, "epoch": 1, "loss": 2.0}]
-    assert logger.state_dict()["rows"] == 3
-    logger.teardown(None, None, "fit")
-
-
 def test_a_checkpoint_within_a_row_goes_on_with_it():
     def step(self, batch):
         loss = (self.error(batch) ** 2).mean()
@@ -349,6 +311,47 @@ def test_a_checkpoint_within_a_row_goes_on_with_it():
     train("run", ckpt_path="run/at0")
     assert [sorted(row) for row in rows_in("run")] == [["epoch", "loss_epoch", "loss_step", "lr", "step", "val"]] * 2
     assert rows_in("run") == rows_in("whole")
+
+
+def joined(rows, row):
+    """Return the rows after one more: it joins one of the last four of its step and epoch that lacks its names."""
+    for k in reversed(range(max(len(rows) - 4, 0), len(rows))):
+        if {name: x for name, x in rows[k].items() if name in row} == {name: row[name] for name in ("step", "epoch")}:
+            return [*rows[:k], {**rows[k], **row}, *rows[k + 1 :]]
+    return [*rows, row]
+
+
+@each_kind
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.sets(st.sampled_from("abc"), min_size=1)), min_size=1, max_size=12),
+    st.integers(0, 11),
+)
+def test_rows_join_by_step_and_epoch_also_after_a_resume(kind, calls, at):
+    shutil.rmtree("run", ignore_errors=True)
+    logger, trainer, rows, saved = kind(), make_trainer(default_root_dir="run"), [], []
+    for i, (step, names) in enumerate(calls):
+        values = {name: i + 0.5 for name in sorted(names)}
+        logger.on_log(trainer, {"epoch": step // 3, **values}, step)
+        rows = joined(rows, {"step": step, "epoch": step // 3, **values})
+        assert read(path_of(logger)) == rows
+        saved.append((json.loads(json.dumps(logger.state_dict())), rows))
+    state, rows = saved[at % len(saved)]
+    logger.finalize("success")
+    again = kind()
+    again.load_state_dict(state)
+    again.on_load_checkpoint(trainer, None, {"global_step": 0})
+    assert read(path_of(again)) == rows
+    again.on_log(trainer, {"epoch": 1, "a": 0.25}, 3)
+    assert read(path_of(again)) == joined(rows, {"step": 3, "epoch": 1, "a": 0.25})
+    again.finalize("success")
+
+
+def test_a_resume_without_state_drops_rows_by_their_step():
+    trainer = train("run", max_epochs=1)
+    for logger in (CSVLogger(), JSONLLogger()):
+        logger.on_load_checkpoint(trainer, trainer.module, {"global_step": 3})
+    assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
 
 
 # Which loggers a Trainer has

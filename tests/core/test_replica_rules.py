@@ -240,7 +240,7 @@ def test_a_mean_is_refused_where_a_sum_is_meant() -> None:
 
 
 def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) must be 'mean' or 'sum', got 'max'"):
+    with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) takes one of 'mean', 'sum', got 'max'"):
         jl.strategies.PMap(loss_reduction="max")
 
 
