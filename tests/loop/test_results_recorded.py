@@ -262,9 +262,9 @@ REFUSED = {name: case["hook"] for name, case in CASES.items() if "raised" in cas
     "log01_train_none": "on_epoch=False",
     "log03_multi_dl_no_idx": "add_dataloader_idx",
     "log13_value_both_false": "on_epoch=False",
-    "log13_value_dictv": "dict",
+    "log13_value_dictv": "a.: 1.0",
     "log13_value_dlname": "dataloader_idx",
-    "log13_value_list": "list",
+    "log13_value_list": r"\[1, 2\]",
     "log13_value_name_int": "str",
     "log13_value_none": "NoneType",
     # No hooks of the loop: the message need not name them.
