@@ -266,7 +266,7 @@ REFUSED = {name: case["hook"] for name, case in CASES.items() if "raised" in cas
     "log13_value_dlname": "dataloader_idx",
     "log13_value_list": r"\[1, 2\]",
     "log13_value_name_int": "str",
-    "log13_value_none": "NoneType",
+    "log13_value_none": "got None",
     # No hooks of the loop: the message need not name them.
     "log11_where_configure_optimizers": "configure_optimizers|outside",
     "log11_where_on_before_batch_transfer": "on_before_batch_transfer|outside",
