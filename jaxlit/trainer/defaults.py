@@ -1,6 +1,6 @@
 """The callbacks that a Trainer adds, and how those of a run go together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,14 +9,17 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
+from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.core.hparams import hparams_of
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 from jaxlit.notes import noting_place
+from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 
@@ -80,6 +83,20 @@ def all_callbacks(settings: Settings) -> Given:
         )
     added = without(callbacks, [*given, *loggers])
     return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
+
+
+def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:
+    """Return the rows of the model's summary, as deep as that of the callbacks; none if it shows none."""
+    summary: Any = next((c for c in callbacks if c.role == "model_summary"), None)
+    depth = -1 if summary is None else summary.max_depth
+    return summarize(state, module, max_depth=depth, notes=notes) if depth else []
+
+
+def no_logger(media: MediaFolder) -> NoLogger:
+    """Return `trainer.logger` of a Trainer without loggers."""
+    logger = NoLogger()
+    logger._media = media
+    return logger
 
 
 def callbacks_of_module(module: Any) -> list[Callback]:

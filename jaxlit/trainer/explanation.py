@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jaxlit.callbacks.model_summary import summarize
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
@@ -17,6 +16,7 @@ from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import devices_of, placement
 from jaxlit.table import count, duration, size, table
+from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,7 @@ def _numbered(keys: Sequence[tuple[str, ...]]) -> list[str]:
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.stored()) is None:
         return ()
-    summary: Any = next((c for c in run.hooks.callbacks if c.role == "model_summary"), None)
-    depth = -1 if summary is None else summary.max_depth
-    rows = summarize(state, run.module, max_depth=depth, notes=engine.strategy.notes) if depth else []
+    rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)

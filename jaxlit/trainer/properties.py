@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.traits import steps_of
 from jaxlit.control import Control
 from jaxlit.core.log import active_collector
@@ -29,6 +28,7 @@ from jaxlit.programs.flops import Flops
 from jaxlit.reporting.terminal import short_path
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.defaults import no_logger
 from jaxlit.trainer.explanation import step_flops
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
@@ -191,11 +191,7 @@ class TrainerProperties(Arguments):
     @property
     def logger(self) -> Any:
         """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which keeps pictures and the like only."""
-        for logger in self.loggers:
-            return logger
-        no_logger = NoLogger()
-        no_logger._media = self._session.media
-        return no_logger
+        return next(iter(self.loggers), None) or no_logger(self._session.media)
 
     # Any stands for None: a program knows whether it has one, and a check for None is allowed but not asked for.
     @property

@@ -275,8 +275,6 @@ def test_a_picture_shows_the_losses_and_the_suggestion() -> None:
         (ArgumentError, {"mode": "log"}, "mode.*'exponential', 'linear'"),
         (ArgumentError, {"early_stop_threshold": 0.0}, "early_stop_threshold"),
         (ArgumentError, {"hyperparam": "learning"}, "learning'.*It keeps: learning_rate"),
-        (ArgumentTypeError, {"trainer": 3}, "takes a jl.Trainer first"),
-        (ArgumentTypeError, {"model": Rated}, "takes a module second"),
         (ArgumentError, {"train_dataloaders": iter(BATCHES)}, "got an iterator"),
         (ArgumentError, {"model": Linear()}, "It keeps: none.*inject_hyperparams"),
     ],
