@@ -164,8 +164,7 @@ def lr_find(
         check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
     if isinstance(train_dataloaders, Iterator):
         raise ArgumentError(
-            "jl.lr_find(train_dataloaders=...) got an iterator, whose batches the training would miss. Pass a loader "
-            "that starts again."
+            "jl.lr_find(train_dataloaders=...) takes a loader that starts again, got an iterator. Pass a list of it."
         )
     holder, name = _attribute(model, attr_name) if update_attr else (None, "")
     rates = _rates(min_lr, max_lr, num_training_steps, mode)
