@@ -61,15 +61,6 @@ def test_the_note_names_callback_hook_epoch_batch_and_step(hook: str, place: str
     assert note == f"It was raised by Made.{hook} {place}."
 
 
-def test_an_error_through_nested_hooks_names_the_inner_one() -> None:
-    def save(trainer: Any, *_: Any) -> None:
-        trainer.saver.announce(trainer.callbacks[0], Path("any"))
-
-    outer, inner = hooks("Outer", on_train_batch_end=save), hooks("Inner", on_checkpoint_saved=raising)
-    note = note_of(lambda: fit(Mean(), numbered(3), None, outer, inner))
-    assert note == "It was raised by Inner.on_checkpoint_saved in epoch 0, batch 1 (global_step 1)."
-
-
 def test_errors_of_loader_hooks_and_states_name_their_place() -> None:
     for name in ("train_dataloader", "configure_optimizers", "configure_callbacks"):
         made = module(**{name: raising})
@@ -195,19 +186,6 @@ def test_a_disabled_logger_is_called_again_in_the_next_run(caplog: Any) -> None:
     trainer.validate(Mean(), numbered(1))
     assert calls[8:] == ["on_log", "teardown"]
     assert sum("is disabled" in text for text in warnings_of(caplog)) == 2
-
-
-def test_a_disabled_logger_gets_no_traced_values(caplog: Any) -> None:
-    calls: list[int] = []
-    functions = {"trace_step": lambda *_: {"seen": jnp.ones(2)}, "on_trace": lambda *_: calls.append(1)}
-    bad = logger_with(on_train_start=raising, **functions)
-    bad.trace_every_n_steps = 1
-    fit(Mean(), numbered(3), logger=bad)
-    assert calls == [] and len(warnings_of(caplog)) == 1
-    bad = logger_with(**functions)
-    bad.trace_every_n_steps = 1
-    fit(Mean(), numbered(3), logger=bad)
-    assert calls == [1, 1, 1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])

@@ -155,15 +155,6 @@ def test_another_width_is_refused_with_the_leaves_that_differ(folder: Path) -> N
     assert fit(other, random(1)).global_step == 1  # and it can be trained
 
 
-@pytest.mark.full
-def test_a_layer_more_or_less_is_refused_by_name(folder: Path) -> None:
-    found = refused(saved(folder)[0], "does not fit", module=net(More))
-    assert found["module.more.bias"] == ["nothing", "float32[1]"]
-    fit(net(More), random(1)).save_checkpoint("more")
-    found = refused("more", "does not fit Net")
-    assert found["module.more.kernel"] == ["float32[1, 1]", "nothing"]
-
-
 @pytest.mark.parametrize(
     ("tx", "now"),
     [
@@ -175,11 +166,6 @@ def test_a_layer_more_or_less_is_refused_by_name(folder: Path) -> None:
 def test_another_optimizer_is_refused_even_if_its_arrays_fit(tx: Any, now: str, folder: Path) -> None:
     row = refused(saved(folder)[0], "reset_optimizer=True", module=net(tx=tx))["the optimizer"]
     assert "ScaleByAdamState" in row[0] and now in row[1]
-
-
-def test_another_precision_is_refused_by_dtype(folder: Path) -> None:
-    found = refused(saved(folder)[0], "does not fit Net", precision="bf16-true")
-    assert found["module.inner.kernel"] == ["float32[3, 16]", "bfloat16[3, 16]"]
 
 
 def test_a_reset_optimizer_keeps_the_weights_and_begins_anew(folder: Path) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import journal as kit_journal
-from kit.batches import Stream, numbered
-from kit.checkpoints import state_of
+from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.resume_model import (
     BATCH_SIZE,
-    Journal,
     RaisesAt,
     SavesAt,
     Stopped,
@@ -29,7 +27,6 @@ from kit.resume_model import (
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
-from kit.trainers import make_trainer as kit_trainer
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -217,24 +214,6 @@ def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
-@pytest.mark.full
-def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
-    def run(name: str, stop: Sequence[jl.Callback] = (), seed: int = 0, **arguments: Any) -> jl.Trainer:
-        # Without validation: a stop makes one more, which is in no training without it.
-        given = {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1} | arguments
-        callbacks = [Journal(tmp_path / name / f"journal{seed}"), *stop]
-        trainer = kit_trainer(*callbacks, default_root_dir=tmp_path / name, **given)
-        return fit(trainer, (loaders()[0], None), seed=seed)
-
-    whole = run("whole")
-    cut = run("cut", [Does("on_train_batch_end", 24, lambda t: t.stop("enough"))], enable_checkpointing=True)
-    state = state_of(cut.checkpoint_callback.last_model_path)
-    assert state["position"]["filled"] == 25 - 23  # the window's last batch was
-    last = run("cut", seed=1, resume="auto")
-    assert_is_the_end_of(journal(last), journal(whole), 25)
-    assert final(last) == final(whole) and csv(last) == csv(whole)
-
-
 # What is over ----------------------------------------------------------------------------------------
 
 
@@ -294,13 +273,6 @@ def test_an_epoch_beyond_the_new_limit_ends_after_a_resume() -> None:
     mean_fit(numbered(8), SAVE)
     trainer, batches = mean_fit(numbered(8), limit_train_batches=3, ckpt_path="at")
     assert batches == [1, 2, 3] and (trainer.global_step, trainer.current_epoch) == (5 + 3, 2)
-
-
-@pytest.mark.parametrize("count", [4, 5])  # less than what was seen, and just that
-def test_a_loader_that_is_shorter_now_ends_the_epoch(count: int) -> None:
-    mean_fit(Stream(numbered(8)), SAVE)
-    trainer, batches = mean_fit(Stream(numbered(count)), ckpt_path="at")
-    assert batches == [*range(1, count + 1)] and (trainer.global_step, trainer.current_epoch) == (5 + count, 2)
 
 
 def test_another_accumulation_is_refused_inside_a_window() -> None:

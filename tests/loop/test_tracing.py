@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -117,35 +116,6 @@ def test_a_skipped_rest_of_an_epoch_shifts_nothing(accumulate: int) -> None:
     assert sees.rows() == {s: {"grad": walk(used)[s][0]} for s in steps}
 
 
-def test_callbacks_with_other_intervals_have_other_steps() -> None:
-    both = [Sees(2, scalar="a"), Sees(3, scalar="b")]
-    fit(both, range(1, 7), max_epochs=1)
-    assert [callback.steps("trace") for callback in both] == [[1, 3, 5], [2, 5]]
-    known = walk(range(1, 7))
-    names = {1: "a", 2: "b", 3: "a", 5: "ab"}
-    assert both[0].rows() == {s: dict.fromkeys(names[s], known[s][0]) for s in (1, 2, 3, 5)}
-
-
-def test_equal_callbacks_get_their_own_traced_values() -> None:
-    @dataclass
-    class Scaled(jl.Callback):
-        factor: float
-
-        def __post_init__(self) -> None:
-            told[id(self)] = []
-            self.trace_every_n_steps = 2
-
-        def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-            return {"array": grads["w"][...] * self.factor}
-
-        def on_trace(self, trainer: Any, values: dict[str, np.ndarray], step: int) -> None:
-            told[id(self)].append(step)
-
-    told: dict[int, list[int]] = {}
-    fit([Scaled(2.0), Scaled(2.0)], max_epochs=1)
-    assert list(told.values()) == [[1, 3], [1, 3]]
-
-
 # Where it arrives ------------------------------------------------------------------------------------
 
 
@@ -176,14 +146,6 @@ def test_only_traced_scalars_make_rows() -> None:
     names = {1: {"grad"}, 2: {"value", "batch"}, 3: {"grad"}, 5: {"grad", "value", "batch"}}
     assert {step: set(row) for step, row in sees.rows().items()} == names
     assert trainer.callback_metrics["grad"] == pytest.approx(walk(range(1, 7))[5][0], abs=1e-4)
-
-
-def test_validation_comes_behind_what_its_step_showed() -> None:
-    sees = Sees(2)
-    trainer = fit(sees, [1, 2, 3, 4], val=numbered(1, 7), max_epochs=1, val_check_interval=2)
-    assert trainer.callback_metrics["val"] == 7
-    order = [(event[0], event[1], sorted(event[2])) for event in sees.told if event[0] == "log"]
-    assert order == [(kind, s, ["epoch", x]) for s in (1, 3) for kind, x in (("log", "grad"), ("log", "val"))]
 
 
 @pytest.mark.parametrize("strategy", thinned(SEVERAL, "fsdp", "pmap", full=FOUR[1:]))
@@ -246,23 +208,6 @@ def test_what_cannot_be_shown_is_refused_before_the_first_step(case: str) -> Non
     assert not any("train_step" in name for name in found)
 
 
-@pytest.mark.parametrize(
-    ("hook", "takes"),
-    [
-        ("trace_step", lambda grads, updates: {}),
-        ("trace_step", lambda grads, updates, params, opt_state, more: {}),
-        ("on_trace", lambda trainer, values: None),
-        ("on_trace", lambda trainer, module, values, step: None),
-    ],
-)
-def test_other_arguments_are_refused(hook: str, takes: Any) -> None:
-    callback = Sees(100)
-    setattr(callback, hook, takes)
-    names = {"trace_step": "grads, updates, params, opt_state", "on_trace": "trainer, values, step"}[hook]
-    words = rf"Sees\.{hook}\(.*is called with \({names}\)\. Give it these arguments\."
-    fit_refuses(ModuleError, words, callbacks=[callback])
-
-
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_the_name_that_a_hook_logs_is_refused(hook: str) -> None:
     logs = hooks(**{hook: lambda trainer, module, *_: module.log("grad", 1.0)})
@@ -318,20 +263,6 @@ def test_a_resume_from_any_hook_goes_on_exactly() -> None:
         both = told[: at[place]] + sees.told
         for kind in ("trace", "log"):
             assert of_kind(kind, both) == of_kind(kind, told), place
-
-
-@pytest.mark.parametrize("bad", [3, 4])  # a step that fires, and one that does not
-def test_a_bad_step_that_is_left_out_keeps_its_place(bad: int) -> None:
-    values = [math.nan if i == bad else i + 1.0 for i in range(8)]
-    sees = Sees(2)
-    trainer = fit(sees, values, max_epochs=1, nan_policy="skip", log_every_n_steps=1)
-    assert trainer.global_step == 8
-    assert sees.steps("trace") == [1, 3, 5, 7]
-    known = walk([v for v in values if v == v])
-    known.insert(bad, [math.nan, known[bad][1]])
-    found = np.array([event[1:] for event in sees.traces()])
-    np.testing.assert_array_equal(found, np.array(known)[1::2])
-    np.testing.assert_array_equal([sees.rows()[s]["grad"] for s in (1, 3, 5, 7)], found[:, 0])
 
 
 @pytest.mark.parametrize(("bad", "log_every"), thinned([(4, 0), (5, 1), (4, 2), (5, 2)], (5, 1), (4, 2)))

@@ -125,15 +125,6 @@ def test_a_resume_keeps_an_accumulation_set_by_a_hook(counts: Any, batch: int) -
     assert train("cut") == train("whole")
 
 
-def test_another_number_of_the_trainer_wins_over_a_hooks() -> None:
-    stop = at_batch(1, lambda t, m: t.stop("enough"))
-    first = fit(Mean(), numbered(6), None, windows(1), stop, accumulate_grad_batches=2, default_root_dir="run")
-    assert first.global_step == 2
-    model = Mean()
-    fit(model, numbered(6), accumulate_grad_batches=4, default_root_dir="run", resume="auto")
-    assert float(model.w[0]) == pytest.approx(mean([[1.0], [2.0], [3.0, 4.0, 5.0, 6.0]]), rel=1e-5)
-
-
 def test_a_name_of_ones_own_may_be_set() -> None:
     class Mine(jl.Trainer):
         def __init__(self) -> None:

@@ -92,15 +92,6 @@ def test_rates_and_losses_are_those_of_a_loop_by_hand(arguments: dict[str, Any],
     assert (len(losses) < count) == (given["early_stop_threshold"] == 1.5)
 
 
-def test_a_loss_that_is_not_finite_ends_it_unless_nothing_may() -> None:
-    trainer = make_trainer(**BARE)
-    given: dict[str, Any] = {"min_lr": 0.1, "max_lr": 1e30, "num_training_steps": 40}
-    found = jl.lr_find(trainer, Rated(), BATCHES, early_stop_threshold=1e300, **given)
-    assert len(found.results["lr"]) < 40 and not math.isfinite(found.results["loss"][-1])
-    found = jl.lr_find(trainer, Rated(), BATCHES, early_stop_threshold=None, **given)
-    assert len(found.results["lr"]) == 40
-
-
 def fallen(losses: list[float], k: int, width: int) -> float | None:
     """Return the fall at a step in plain Python, None where it may be noise."""
     before, after = losses[:k], losses[k : k + width]
@@ -159,13 +150,6 @@ def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: in
     trainer.fit(model, loader)
     error = data["x"] @ np.asarray(model.slope[...]) - data["y"]
     assert np.mean(error**2) < 1.6 and np.mean(data["y"] ** 2) > 6
-
-
-def test_it_suggests_nothing_where_no_rate_learns(caplog: Any) -> None:
-    model = Noisy(optax.adam)
-    found = jl.lr_find(make_trainer(**BARE), model, jl.ArrayLoader(noisy(0), 8), max_lr=1e-6, update_attr=True)
-    assert found.suggestion() is None and model.lr == 1e-3
-    assert "suggests no rate of 100: the loss falls clearly at none of them" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["single", "pmap"]))

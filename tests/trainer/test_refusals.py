@@ -1,14 +1,8 @@
-"""A mistake in the use of the Trainer is refused before a step is trained, by its name, its value and what to do.
-
-`data/misuse.json` holds the mistakes that were tried on Lightning; `data/misuse_exempt.json` those that are none here,
-or are refused elsewhere or under another name.
-"""
+"""A mistake in the use of the Trainer is refused before a step is trained, by its name, its value and what to do."""
 
 import datetime
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -29,9 +23,6 @@ from jaxlit.errors import ArgumentError as Arg
 from jaxlit.errors import ArgumentTypeError as Type
 from jaxlit.errors import CheckpointError, DataError, LoggerError, ModuleError, NonFiniteError
 
-DATA = Path(__file__).parents[1] / "data"
-MISUSE: list[str] = json.loads((DATA / "misuse.json").read_text())
-EXEMPT: dict[str, str] = json.loads((DATA / "misuse_exempt.json").read_text())
 SAME, ONE_WAY = jl.Callback(), Stream(numbered(4))
 
 # Arguments with a value out of their set: the name, what the message says beside the name and the value, the values.
@@ -377,46 +368,3 @@ CALLS: list[tuple[Any, ...]] = [
 def test_other_mistakes_are_refused(row) -> None:
     _, kind, call, *words = row
     refuses(kind, call, *words)
-
-
-def test_the_error_of_a_loader_comes_through() -> None:
-    def broken() -> Iterator[Any]:
-        yield from numbered(2)
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        fit(Mean(), broken())
-
-
-def test_each_recorded_mistake_is_refused_or_exempt() -> None:
-    names = [row[0] for table in (FIT, OPTIMIZERS, CALLS) for row in table if row[0]]
-    names += [f"{name}={x!r}" for table in (VALUES, TYPES) for name, _, *values in table for x in values]
-    assert len(names) == len(set(names))
-    assert set(MISUSE) - set(names) == EXEMPT.keys()
-    assert all(reason.split(":")[0] for reason in EXEMPT.values())
-    places = (jl, jl.callbacks, jl.TrainModule, jl.Trainer)
-    for reason in EXEMPT.values():
-        part = reason.removeprefix("there is no ").replace("manual optimization", "automatic_optimization")
-        assert part == reason or not any(hasattr(place, part) for place in places), f"there is {part} now"
-    python = [name for name, reason in EXEMPT.items() if "Python's TypeError" in reason]
-    assert python == ["EarlyStopping() without monitor"]
-    with pytest.raises(TypeError, match="'monitor'"):
-        EarlyStopping()  # type: ignore[call-arg]
-
-
-ONCE = ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)
-DETACHED = module(lambda self, batch: jax.lax.stop_gradient(Mean.training_step(self, batch)))
-LEGAL: dict[str, Any] = {
-    "ModelCheckpoint(every_n_train_steps=1, every_n_epochs=1)": lambda: fit(Mean(), numbered(2), None, ONCE),
-    "strategy='fsdp' on cpu": lambda: fit(Mean(), numbered(2), strategy="fsdp"),
-    "fit(datamodule as 2nd positional)": lambda: fit(Mean(), data(train=numbered(2))),
-    "validation_step but no val dataloader": lambda: fit(Mean(), numbered(2)),
-    "2 val loaders, validation_step without dataloader_idx": lambda: fit(Mean(), numbered(2), [numbered(1)] * 2),
-    "module forgot super().__init__()": lambda: fit(Mean(), numbered(2)),
-    "training_step returns a detached tensor": lambda: fit(DETACHED, numbered(2)),
-}
-
-
-@pytest.mark.parametrize("name", [name for name, reason in EXEMPT.items() if reason.startswith("legal")])
-def test_what_is_legal_here_trains(name) -> None:
-    assert LEGAL[name]().global_step == 2
