@@ -236,7 +236,6 @@ UPDATES: list[tuple[str, Any]] = [
 ]
 INITS: list[tuple[str, Any]] = [
     ("and name is of type str", {"name": "ema"}),
-    ("and it is of type float", 0.5),
     ("got None, which has none", None),
 ]
 CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"

@@ -15,7 +15,7 @@ from kit.by_hand import mean
 from kit.journal import HOOKS, Journal, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import fit, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError
@@ -273,20 +273,6 @@ def test_runs_last_holds_for_epoch_ends_and_safe_points() -> None:
         assert called[hook] == ["first 1", "first 2", "module", "last 1", "last 2"], hook
     for hook in early:
         assert called[hook] == ["last 1", "first 1", "last 2", "first 2", "module"], hook
-
-
-@pytest.mark.parametrize("owner", ["callback", "module"])
-def test_a_batch_hook_may_leave_out_dataloader_idx(owner: str) -> None:
-    called: list[int] = []
-    if owner == "callback":
-        callback = hooks(
-            on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: called.append(batch_idx)
-        )
-        make_trainer(callback).validate(Mean(), numbered(2))
-    else:
-        hook = lambda self, outputs, batch, batch_idx: called.append(batch_idx)  # noqa: E731
-        make_trainer().validate(module(on_validation_batch_end=hook), numbered(2))
-    assert called == [0, 1]
 
 
 def test_a_hook_with_a_wrong_signature_is_refused_at_once() -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from kit.resume_model import (
     journal,
     loaders,
     make_trainer,
-    rows,
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
@@ -52,38 +51,6 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
 class SkipsTheRest(jl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 17 else None  # in the middle of a window
-
-
-class Plain(jl.DataModule):
-    """Its hooks make another loader in each epoch, from a count that only its state keeps."""
-
-    def __init__(self) -> None:
-        self.opened = 0
-
-    def train_dataloader(self) -> Any:
-        return jl.ArrayLoader(rows(101, self.opened % 2), BATCH_SIZE, shuffle=True, seed=7)
-
-    def val_dataloader(self) -> Any:
-        return loaders()[1]
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {name: x * np.float32(1 + self.opened) for name, x in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"opened": self.opened}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.opened = state_dict["opened"]
-
-
-class CountsInData(jl.Callback):
-    """Changes the DataModule at the end of each epoch."""
-
-    def __init__(self, data: Plain) -> None:
-        self.data = data
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.data.opened += 1
 
 
 # Each of what may be told, two at a time.
@@ -119,31 +86,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", thinned(OPTIONS, full=[*OPTIONS][2:4]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
-
-
-@pytest.mark.full
-def test_a_datamodule_resumes_its_state_and_loaders(tmp_path: Path) -> None:
-    def run(name: str, seed: int, stop: Sequence[jl.Callback], **arguments: Any) -> jl.Trainer:
-        data = Plain()
-        trainer = make_trainer(
-            "single",
-            tmp_path / name,
-            [CountsInData(data), *stop],
-            f"journal{seed}",
-            reload_dataloaders_every_n_epochs=1,
-            val_check_interval=5,
-            max_epochs=3,
-            **arguments,
-        )
-        return fit(trainer, (data, None), seed=seed)
-
-    whole = run("whole", 0, [])
-    saves: dict[str, Any] = {"enable_checkpointing": True, "resume": "auto"}
-    with pytest.raises(Stopped):
-        run("cut", 0, [RaisesAt("on_safe_point", 19)], **saves)  # in the second epoch of 13 batches
-    last = run("cut", 1, [], **saves)
-    assert_is_the_end_of(journal(last), journal(whole), 20)
-    assert final(last) == final(whole)
 
 
 @pytest.mark.full

@@ -222,17 +222,6 @@ def test_loader_hooks_are_asked_again_every_n_epochs(every: int, at: list[int], 
     assert weight(model) == pytest.approx(mean([[1 + epoch] for epoch in loaded]), rel=1e-6)
 
 
-def test_a_reloaded_loader_may_have_another_length() -> None:
-    lengths: list[Any] = []
-    journal = Journal()
-    watch = hooks(on_train_epoch_start=lambda trainer, module: lengths.append(trainer.num_training_batches))
-    model = module(train_dataloader=lambda self: numbered(2 + 2 * self.trainer.current_epoch))
-    arguments = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
-    fit(model, None, numbered(1), watch, journal, max_epochs=2, **arguments)
-    assert lengths == [2, 4]
-    assert validations(journal) == [1, 2, 4, 6]
-
-
 # Counts ----------------------------------------------------------------------------------------------------
 
 

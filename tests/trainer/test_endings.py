@@ -124,21 +124,6 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "left"),
-    [
-        # An untrained model is worth nothing; without `save_on_exception` only epochs' ends are there.
-        ([meddler("on_train_batch_start", 1, fail)], []),
-        ([meddler("on_train_batch_end", 7, fail), ModelCheckpoint(save_on_exception=False)], [3]),
-    ],
-    ids=["the first batch", "save_on_exception"],
-)
-def test_what_is_not_worth_a_checkpoint_writes_none(callbacks, left) -> None:
-    with pytest.raises(RuntimeError):
-        train("run", *callbacks)
-    assert names() == [f"step_{k:08d}" for k in left]
-
-
-@pytest.mark.parametrize(
     ("hook", "at", "number"),
     thinned(
         [

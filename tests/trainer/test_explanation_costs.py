@@ -12,7 +12,6 @@ from flax import nnx
 from kit import trainers
 from kit.compiles import compiles
 from kit.inside import leaves_of
-from kit.journal import hooks
 from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, splitting, thinned
 
 import jaxlit as jl
@@ -144,22 +143,6 @@ def test_each_run_numbers_the_programs_of_its_loaders() -> None:
     trainer.validate(One(), batches())
     assert [*costs(trainer)] == ["eval_step"]
     assert [part.name for part in trainer.explain().shardings] == ["kernel", "(other)", "(all)"]
-
-
-def test_recompiling_for_explain_is_not_the_runs_time() -> None:
-    seconds: list[Any] = []
-
-    def ask(trainer: Any, *_: Any) -> None:
-        jax.clear_caches()
-        seconds.append(trainer.compile_seconds)
-        with compiles() as found:
-            assert [*costs(trainer)] == ["train_step"]
-        seconds.append(trainer.compile_seconds)
-        assert found == ["jit(train_step)"]
-
-    fit(hooks("Asks", on_train_epoch_end=ask), limit_val_batches=0)
-    before, after = seconds
-    assert before == after and before["train_step"] > 0
 
 
 def test_explanation_prints_aligned_tables() -> None:

@@ -1,7 +1,6 @@
 """Signals: the first ends training after the step that runs, a second Ctrl-C at once."""
 
 import contextlib
-import os
 import signal
 import threading
 from pathlib import Path
@@ -77,11 +76,6 @@ def sigterm() -> None:
     train(("batch 0 1", signal.SIGTERM))
 
 
-def sighup_with_a_full_stderr() -> None:
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    train(("batch 0 1", signal.SIGHUP))
-
-
 ENDED = ["on_train_epoch_end", "on_train_end", "on_fit_end"]
 TORN = [*ENDED, "teardown", "late"]
 TOLD = [f"interrupted True {mean([[1], [2]])}", "handlers True"]
@@ -93,7 +87,6 @@ AGAIN = ["batch", "step 1", *TORN, "again False 1"]
     [
         (one_ctrl_c, [*TORN, *TOLD, *AGAIN], 0),
         pytest.param(sigterm, [*TORN, "raised SystemExit", *TOLD], 143, marks=pytest.mark.full),
-        pytest.param(sighup_with_a_full_stderr, [*TORN, "raised SystemExit", *TOLD], 129, marks=pytest.mark.full),
         pytest.param(
             *(a_second_in_teardown, [*ENDED, "late", "raised KeyboardInterrupt", *TOLD], -signal.SIGINT),
             marks=pytest.mark.full,
