@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.log import Metric, check_average, check_scalar, check_weight
+from jaxlit.core.log import Metric, check_average, check_value
 from jaxlit.core.replica import num_rows
 from jaxlit.errors import LogError
 from jaxlit.loop.results import Results
@@ -96,8 +96,7 @@ class HostLog:
             average = check_average(metric, value, batch_size, self.hook)
             value, weight = average.compute(), average.count.get_value()
         else:
-            check_scalar(name, value, self.hook)
-            check_weight(name, batch_size)
+            check_value(name, value, batch_size, self.hook)
             weight = batch_size if batch_size is not None else num_rows(self.batch) if batch else 1
         if isinstance(value, jax.Array):
             value = jnp.copy(value)  # it may be the module's, which a later step overwrites

@@ -161,15 +161,8 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     return given | checked
 
 
-def _int(low: int, *special: Any) -> Callable[[str, Any], Any]:
-    """Return a check of an int of at least `low`, or one of some values, all of which mean the first of them."""
-
-    def check_value(name: str, value: Any) -> Any:
-        if any(type(value) is type(x) and value == x for x in special):
-            return special[0]
-        return check.integer(name, value, low=low, other=" or 'auto'" if "auto" in special else "")
-
-    return check_value
+def _int(low: int, *also: Any) -> Callable[[str, Any], Any]:
+    return partial(check.integer, low=low, also=also)
 
 
 def _or_none(check_value: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:

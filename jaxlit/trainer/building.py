@@ -41,16 +41,9 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         given: By stage, what was passed to the verb and the argument's name.
         datamodule: The DataModule, if one was passed.
     """
-    return Loaders(
-        stage.verb,
-        given,
-        datamodule,
-        None,
-        settings.limits,
-        intake={name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")},
-        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
-        asked=not settings.fast_dev_run,
-    )
+    intake = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
+    overfit = stage.verb == "fit" and bool(settings.overfit_batches)
+    return Loaders(stage.verb, given, datamodule, settings.limits, intake=intake, overfit=overfit)
 
 
 def check_model(model: Any, stage: Stage) -> None:

@@ -338,7 +338,6 @@ class Session:
             splits=self.strategy.splits_by_process,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
-            control=self.control,
             epoch=lambda: setup.position.epoch,
         )
         self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)

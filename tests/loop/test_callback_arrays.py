@@ -229,14 +229,12 @@ def zeros(self: Any, params: Any) -> Any:
 
 UPDATES: list[tuple[str, Any]] = [
     (r"must return a tuple of two, \(arrays, params\), got dict", lambda a, p: a),
-    (r"changed arrays at total from float32\[3\] to float32\[2\]", lambda a, p: ({"total": a["total"][:2]}, p)),
-    (r"changed arrays at total .* to float32\[4\]", lambda a, p: (a.update(total=jnp.zeros(4)) or a, p)),
-    (r"changed arrays at total .* to float16\[3\]", lambda a, p: ({"total": a["total"].astype("float16")}, p)),
-    (r"changed params at bias from float32\[16\] to nothing", lambda a, p: (a, {"kernel": p["kernel"]})),
+    (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
+    (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
 ]
 INITS: list[tuple[str, Any]] = [
-    ("and name is of type str", {"name": "ema"}),
-    ("got None, which has none", None),
+    ("got {'name': 'ema'}", {"name": "ema"}),
+    ("got None", None),
 ]
 CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -244,7 +242,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"Made defines update_arrays and no init_arrays", {"update_arrays": keep}),
     (CALLED, {"init_arrays": zeros, "update_arrays": lambda self, arrays, params: (arrays, params)}),
     (
-        r"Made\.eval_params must return an array of each parameter's own shape and dtype",
+        r"Made\.eval_params must return leaves of its arrays .* of their shapes and dtypes",
         {
             "init_arrays": lambda self, params: jax.tree.map(lambda x: x.astype("float16"), params),
             "update_arrays": keep,

@@ -196,7 +196,7 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 # What configure_optimizers returns
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
-ONE = r"configure_optimizers returned 2 optimizers, and one takes a step\.\n[^\n]*\n    return jl\.Optimizer\(by=\{'"
+ONE = r"It returned 2 optimizers, and one takes a step: .* jl\.Optimizer\(by=\{'"
 SET_UP = r"Made\.configure_optimizers.*cannot be set up.*lambda params"
 
 
@@ -207,18 +207,15 @@ def scheduled(entry: Any) -> Any:
 OPTIMIZERS: list[tuple[Any, ...]] = [
     ("configure_optimizers returns 3", 3, rf"{RETURN} 3", "adamw"),
     ("", optax.sgd, "function sgd"),
-    ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} an Optimizer of nnx\. Return its tx: [^\n]{{,80}}$"),
-    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} a dict of nothing", "adamw"),
-    ("", {"a": SGD, "b": SGD}, r"a dict of 2 optimizers, and .*\n.*\n    return jl\.Optimizer\(by=\{'a': .*, 'b': "),
-    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "lr_scheduler"),
-    ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", r"\b2\b", "return one"),
+    ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} Optimizer.*\. Return its tx: [^\n]{{,80}}$"),
+    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} {{}}", "adamw"),
+    ("", {"a": SGD, "b": SGD}, ONE),
+    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "schedule inside"),
+    ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", "Return one"),
     ("", [SGD, SGD], ONE),
     ("", optax.lbfgs(), r"Made\.configure_optimizers", "value_fn", "loop of your own"),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
-    (
-        *("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd())),
-        *("no part gets them: .*'value'", r"as optax\.GradientTransformation\(\*part\)"),
-    ),
+    ("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd()), "'value'"),
     ("", jl.Optimizer(SGD, wrt=nnx.BatchStat), "Made has no variable to train", "wrt="),
     ("", optax.multi_transform({"a": SGD}, {"w": "a"}), SET_UP),
 ]
@@ -269,9 +266,8 @@ CALLS: list[tuple[Any, ...]] = [
     ),
     ("", Arg, lambda: jl.Optimizer(SGD, lr_schedule=0.1), r"lr_schedule=.*0\.1", "function of the step"),
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
-    ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
+    ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Pass what .*adamw\(1e-3\)"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
-    ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
