@@ -16,7 +16,7 @@ from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.core.hparams import hparams_of
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
+from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting
 from jaxlit.loop.settings import Settings
 from jaxlit.notes import noting_place
 from jaxlit.reporting.media_folder import MediaFolder
@@ -75,12 +75,6 @@ def all_callbacks(settings: Settings) -> Given:
     callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
-    saves = any(c.role == "checkpoint" or overrides(c, "on_safe_point") for c in callbacks)
-    if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
-        raise ArgumentError(
-            "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
-            "enable_checkpointing out."
-        )
     added = without(callbacks, [*given, *loggers])
     return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
 

@@ -15,7 +15,7 @@ from kit.trainers import fit, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
-from jaxlit.errors import ArgumentError, NonFiniteError
+from jaxlit.errors import NonFiniteError
 
 BAD = float("nan")
 RATE = optax.polynomial_schedule(0.25, 0.01, 1, 20)  # the rate tells the optimizer's step
@@ -113,13 +113,6 @@ def test_a_checkpoint_behind_each_fall_back_counts_anew() -> None:
 
 
 # Which checkpoint -------------------------------------------------------------------------------------
-
-
-def test_it_is_refused_without_checkpoints() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"nan_policy='rollback', enable_checkpointing=False.*nothing to go back to"
-    ):
-        train([1.0], jl.Callback(), enable_checkpointing=False)
 
 
 def test_rollback_ignores_later_steps_of_earlier_trainings() -> None:
