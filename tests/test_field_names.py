@@ -69,9 +69,6 @@ def test_an_argument_of_the_field_works_or_names_ours(call: str, answer: str) ->
 
 
 def test_class_methods_of_the_field_name_ours() -> None:
-    for name, answer in (("load_from_checkpoint", "ckpt_path"), ("from_datasets", r"fit\(")):
-        with pytest.raises(AttributeError, match=rf"^Data has no attribute '{name}'\. .*{answer}"):
-            getattr(Data, name)
     with pytest.raises(
         AttributeError, match=r"jl\.loggers has no attribute 'CometLogger'\. Subclass jl\.callbacks\.Logger"
     ):

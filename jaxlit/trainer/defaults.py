@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
@@ -65,7 +64,7 @@ def all_callbacks(settings: Settings) -> Given:
         (ModelCheckpoint, "enable_checkpointing"),
     ):
         present = next((c for c in callbacks if c.role == kind.role), None)
-        enabled = check.boolean(argument, getattr(settings, argument))
+        enabled = getattr(settings, argument)
         if present and not enabled:
             raise ArgumentError(
                 f"Trainer({argument}=False) with a {type(present).__name__} among the callbacks. Leave one of them out."

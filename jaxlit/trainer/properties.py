@@ -25,7 +25,6 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
-from jaxlit.reporting.terminal import short_path
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import no_logger
@@ -93,19 +92,7 @@ class TrainerProperties(Arguments):
     log_dir: Path
 
     def __repr__(self) -> str:
-        try:
-            session = vars(self)["_session"]
-            settings, mesh, folder = session.settings, session.strategy.mesh, session.folder.known
-            parts = [
-                session.strategy.describe().split("\n")[0],
-                f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-                f"{session.epoch}{'' if settings.max_epochs is None else f' of {settings.max_epochs}'} epochs",
-                f"{session.position.global_step}{f' of {settings.max_steps}' if settings.max_steps >= 0 else ''} steps",
-                f"run {short_path(folder)}" if folder is not None else "",
-            ]
-            return f"<{type(self).__name__}: {', '.join(filter(None, parts))}>"
-        except Exception:  # a debugger shows a Trainer that is not complete yet, and a user's strategy may raise
-            return object.__repr__(self)
+        return f"{type(self).__name__}(epoch={self.current_epoch}, global_step={self.global_step})"
 
     @property
     def log_every_n_steps(self) -> int:

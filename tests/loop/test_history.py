@@ -96,12 +96,6 @@ def test_a_stage_has_its_color_whatever_is_logged_first(names):
     assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
 
 
-def test_the_title_names_the_module_and_the_run():
-    trainer = fit(Mean(), numbered(2))
-    assert trainer.history.plot().get_suptitle() == f"Mean · {trainer.run_dir.name}"
-    assert fit(Mean(), numbered(2), **BARE).history.plot().get_suptitle() == "Mean"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

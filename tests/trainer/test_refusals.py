@@ -60,8 +60,6 @@ TYPES: list[tuple[Any, ...]] = [
     ("accumulate_grad_batches", INT, 0.5, {4: 2}),
     ("gradient_clip_val", NUMBER, "1", True),
     ("debug", "True or False", "yes"),
-    ("default_root_dir", "a path", 3),
-    ("compile_cache", "True, False or a path", None, 3),
     ("resume", "'auto', a path or None", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
     ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),
@@ -77,10 +75,6 @@ SEVERAL: list[tuple[Any, ...]] = [
     (Arg, {"max_epochs": None}, "Trainer.fit has no limit.*max_epochs.*max_steps.*max_time"),
     (Arg, {"min_epochs": 2, "max_epochs": 1}, r"min_epochs\b.*\b2", r"max_epochs\b.*\b1"),
     (Arg, {"max_time": datetime.timedelta(seconds=-1)}, "max_time", "-1|negative", "positive|least"),
-    *(
-        (Arg, {"overfit_batches": 2, name: x}, f"overfit_batches=2, {name}={x}", f"Leave {name} out")
-        for name, x in (("limit_train_batches", 2), ("limit_val_batches", 0.5), ("limit_val_batches", 0))
-    ),
     (Arg, {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "every_n_epoch=None.*val_check_interval=0.5"),
     (Arg, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "foo"}, "gradient_clip_algorithm", "'foo'", "'norm'"),
     (Arg, {"resume": "x", "fast_dev_run": 1}, "resume='x', fast_dev_run=1", "Leave one"),
@@ -146,7 +140,6 @@ COLUMNS_WORDS = r"train_dataloaders.*float32\[8, 2\].*ArrayLoader\(\(x, y\)"
 FIT: list[tuple[Any, ...]] = [
     ("fit(model class, not instance)", Type, {"model": Mean}, "class Mean", "instance", r"jl\.lazy"),
     ("", Type, {"model": nnx.BatchNorm(1, rngs=nnx.Rngs(0))}, "Subclass jl.TrainModule in place of nnx.Module"),
-    ("", Type, {"model": linen.Dense(1)}, "linen module, which a TrainModule can hold", r"nnx\.bridge\.ToNNX\("),
     ("fit without training_step", ModuleError, {"model": Bare()}, r"Bare has no training_step\. Define training_step"),
     ("", ModuleError, {"model": bare("No", **STEP)}, r"fit needs No\.configure_optimizers", "optax.adamw"),
     (
