@@ -58,9 +58,7 @@ class ModelSummary(Callback):
     role = "model_summary"
 
     def __init__(self, max_depth: int | str = "auto") -> None:
-        known = max_depth == "auto" or check.is_int(max_depth, low=-1)
-        check.require(known, "max_depth", max_depth, "takes an int of at least -1 or 'auto'", owner="ModelSummary")
-        self.max_depth = max_depth
+        self.max_depth = check.integer("max_depth", max_depth, low=-1, also=("auto",), owner="ModelSummary")
         self._printed = ""
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.wandb_config import config_of, monitored
@@ -52,8 +51,6 @@ class RunReport(Callback):
     in_fast_dev_run = False
 
     def __init__(self, filename: str = "report.html") -> None:
-        allowed = isinstance(filename, str) and Path(filename).name == filename and filename.endswith(".html")
-        check.require(allowed, "filename", filename, "takes a file name that ends in .html", owner="RunReport")
         self.filename = filename
         self.location: str | None = None
         self._error: BaseException | None = None
