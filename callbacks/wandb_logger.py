@@ -18,7 +18,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_images, need_pillow
+from jaxlit.reporting.images import as_images
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -247,10 +247,8 @@ class WandbLogger(Logger):
             LoggerError: Pillow is not installed.
             ArgumentError: An array is no image.
         """
-        need_pillow("WandbLogger.log_image")
-        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images)
-        texts = list(caption) if caption is not None else [None] * len(taken)
-        self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
+        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
+        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure.
@@ -258,7 +256,7 @@ class WandbLogger(Logger):
         Raises:
             LoggerError: Pillow is not installed.
         """
-        need_pillow("WandbLogger.log_figure")
+        check.import_package("PIL", owner="WandbLogger.log_figure", install="pillow")
         figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
 
         def make(wandb: Any) -> Any:

@@ -92,9 +92,7 @@ def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
 
 def test_the_time_of_compiling_is_told_apart():
     nothing = {"checkpoint_callbacks": [], "loggers": [], "callbacks": []}
-    trainer = SimpleNamespace(
-        current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing
-    )
+    trainer = SimpleNamespace(current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing)
     for seconds, told in (
         ({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"),
         ({"train_step": 0.04}, ""),
