@@ -75,12 +75,13 @@ def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Se
             "one of them out."
         )
     for key, indices in chosen.items():
-        where, known = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(index.extras[key])}
-        kind = lambda i: (leaves[i].dtype, leaves[i].shape) if isinstance(i, int) and i in known else None  # noqa: E731
-        if jax.tree.map(kind, indices) != jax.tree.map(lambda i: (leaves[i].dtype, leaves[i].shape), index.params):
+        known = {i: (leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.extras[key])}
+        wanted = [(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.params)]
+        same = jax.tree.structure(indices) == jax.tree.structure(index.params)
+        if not same or [known.get(i) for i in jax.tree.leaves(indices)] != wanted:
             raise ModuleError(
-                f"{where} must return leaves of its arrays as they are, in a pytree like the parameters, of their "
-                "shapes and dtypes. What is computed belongs into update_arrays."
+                f"{type(keepers[key]).__name__}.eval_params must return leaves of its arrays as they are, in a pytree "
+                "like the parameters, of their shapes and dtypes. What is computed belongs into update_arrays."
             )
         return indices
     return index.params

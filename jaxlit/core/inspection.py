@@ -65,25 +65,16 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
-    """Refuse or warn of writes to parameters that a step of lower precision sees rounded."""
-    if pure.precision.compute is None or pure.precision.held is not None:
+    """Refuse writes to trained parameters that a step of lower precision sees rounded."""
+    changed, rounds = pure.trace_of("training").changed, pure.precision.compute is not None
+    if not rounds or pure.precision.held is not None or not any(changed[: len(jax.tree.leaves(params))]):
         return
-    changed, leaves = pure.trace_of("training").changed, pure.leaves(params, frozen, model_state)
-    trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
-    name = next((leaf.name for leaf, written in zip(leaves, changed, strict=True) if written), "")
-    low = jnp.dtype(pure.precision.compute).name
-    if any(changed[:trained]):
-        raise StateError(
-            f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
-            f"{pure.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
-            "precision='32-true'."
-        )
-    if any(changed[trained:parameters]):
-        _logger.warning(
-            f"{pure.name}.training_step writes to {name}, an nnx.Param that it sees as {low} under precision="
-            f"{pure.precision.name!r}: what it writes is rounded to that, and small updates are lost. Hold it in "
-            "another nnx.Variable, which stays as it is."
-        )
+    name = pure.leaves(params, frozen, model_state)[changed.index(True)].name
+    raise StateError(
+        f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
+        f"{pure.precision.name!r} it sees it as {jnp.dtype(pure.precision.compute).name}: each step would round the "
+        "weights to that. Use precision='32-true'."
+    )
 
 
 def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
@@ -103,23 +94,14 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
     indices = sorted(written)  # the order of a dict's leaves
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):
-        leaf, own_key = leaves[i], is_key(state[i])
         # A key differs between replicas already.
-        if origin == i or _is_scratch(leaf) or (own_key and replica.splits):
-            continue
-        short = {"validation": "val"}.get(stage, stage)
-        way = f"Return the value, log it, or write to the variable in on_{stage}_end."
-        if own_key:
-            way = "Draw from an nnx.Rngs that the module holds: its streams differ between batches."
-        elif leaf.kind is not None and issubclass(leaf.kind, nnx.metrics.MetricState):
-            way = (
-                f"Log the metric itself, which gathers it over batches and devices: self.log('{short}/acc', metric), "
-                "or self.log_dict(metrics) for an nnx.MultiMetric."
+        if origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
+            raise StateError(
+                f"{pure.name}.{STAGES[stage].step} wrote to {leaves[i].name}. Only training changes the state, so the "
+                "write would be lost. Return the value, or log it, of an nnx metric the metric itself: "
+                f"self.log('acc', metric); write to the variable in on_{stage}_end; draw from an nnx.Rngs that the "
+                "module holds, whose streams differ between batches."
             )
-        raise StateError(
-            f"{pure.name}.{STAGES[stage].step} wrote to {leaf.name}. Only training changes the state, so the write "
-            f"would be lost. {way}"
-        )
 
 
 def _is_scratch(leaf: Leaf) -> bool:
@@ -132,15 +114,11 @@ def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unused = [path for path, is_used in zip(paths, used, strict=True) if not is_used]
     some = ", ".join(map(leaf_name, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-    if unused and not any(used):
+    if unused:
+        number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
         _logger.warning(
-            f"The loss of {name}.training_step depends on no parameter, so that nothing is trained: {some}. Return the "
-            "loss of the model's outputs."
-        )
-    elif unused:
-        _logger.warning(
-            f"The loss of {name}.training_step does not depend on {len(unused)} of {len(paths)} parameters, whose "
-            f"gradient is zero: {some}. Call the layer in the step, or leave it out of training: "
+            f"The loss of {name}.training_step does not depend on {number}. The gradient is zero: {some}. Call the "
+            "layer in the step, or leave it out of training: "
             "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
         )
 

@@ -92,11 +92,8 @@ def metric_of(where: str, name: Any, **how: Any) -> Metric:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    defaults: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
-    given: dict[str, Any] = {
-        key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None
-    }
-    metric = Metric(name, **defaults | given)
+    given = {key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None}
+    metric = Metric(name, **{"on_step": bool(by_step), "on_epoch": by_epoch} | given)
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric

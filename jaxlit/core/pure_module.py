@@ -24,6 +24,7 @@ from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.step_notes import note_step_error
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name, named_leaves
+from jaxlit.shown import shown
 
 
 @dataclass
@@ -257,15 +258,11 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
             loss, outputs = output["loss"], {k: v for k, v in output.items() if k != "loss"}
         else:
             loss, outputs = output, {}
-        dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", None)
-        if not isinstance(loss, jax.Array) or not jnp.issubdtype(loss.dtype, jnp.floating):
-            given = type(loss).__name__ if dtype is None else f"an array of {dtype}"
+        if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
-                f"{where} must return its loss as a floating () array, or in a dict, got {given}. Return loss, or "
-                "{'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
+                f"{where} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
+                "loss.mean(), or {'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
             )
-        if shape != ():
-            raise ModuleError(f"{where} must return a scalar loss, got shape {shape}. Return loss.mean().")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{where} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
     for path, leaf in named_leaves(outputs):

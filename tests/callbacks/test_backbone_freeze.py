@@ -257,7 +257,7 @@ RATES: dict[str, tuple[Any, dict[Any, tuple[int, Any]], dict[str, tuple[Any, int
             "lr/*/kernel/inner": (SCHEDULE, 1),
             "lr/*/bias/inner": (FALL, 1),
             "lr/*/bias/norm": (FALL, 2),
-            "lr/rest": (SCHEDULE, 2),
+            "lr/rest/norm": (SCHEDULE, 2),
         },
     ),
     "a group and a part of one name": (

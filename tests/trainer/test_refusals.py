@@ -352,7 +352,6 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Pass what .*adamw\(1e-3\)"),
     ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* optax.adamw\(1e-3\)\.$"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
-    ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
     ("an array as a path", Type, lambda: jl.Trainer(default_root_dir=ARRAY), r"_dir.*got float64\[2\]\."),
