@@ -48,7 +48,7 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "per_parameter": (NOT_BOOL, "True or False"),
     },
     "LearningRateMonitor": {"logging_interval": (("batch", 3), "'step', 'epoch'")},
-    "MLFlowLogger": {"log_model": ((1, "best"), "'all'"), "on_error": (("stop",), "'warn'")},
+    "MLFlowLogger": {"log_model": (("best",), "'all'"), "on_error": (("stop",), "'warn'")},
     "ModelCheckpoint": {
         "monitor": (("",), "name of a"),
         "mode": (("auto",), "'min', 'max'"),
