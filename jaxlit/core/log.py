@@ -175,8 +175,8 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
     if not _is_number(value):
         raise LogError(
             f"self.log({name!r}, value) in {where} takes a real scalar number, got {shown(value)}. Log value.mean() or "
-            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: on_train_batch_end and "
-            "its like get it as outputs, and trainer.logger.log_table and log_image take more than a number."
+            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: the hook at the end of "
+            "the batch gets it as `outputs`, and trainer.logger.log_table and log_image take more than a number."
         )
     if batch_size is None:
         return
