@@ -351,7 +351,7 @@ CALLS = {
     "the layer": (lambda net, x: net(x), r"It was raised in self\.net\.layers\[1\] \(nnx\.Linear\)\."),
     "a transform of it": (
         lambda net, x: nnx.remat(lambda net, x: net(x))(net, x),
-        r"in Block\(\.\.\.\)\.layers\[1\] \(nnx\.Linear\)",
+        r"in nnx\.Linear\.",
     ),
 }
 
