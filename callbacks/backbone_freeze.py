@@ -55,7 +55,7 @@ class BackboneFreeze(Callback):
     ) -> None:
         self.unfreeze_at_epoch = check.integer("unfreeze_at_epoch", unfreeze_at_epoch, low=1, owner="BackboneFreeze")
         rule = 'takes an attribute like "backbone", a pattern of paths, or an nnx filter'
-        check.require(part not in ("", None, True, False), "part", part, rule, owner="BackboneFreeze")
+        check.require(part not in ("", None), "part", part, rule, owner="BackboneFreeze")
         if not isinstance(part, str):
             try:
                 nnx.filterlib.to_predicate(part)

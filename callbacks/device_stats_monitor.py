@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxlit import checks as check
 from jaxlit.callbacks.measure import Measure, Measured
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ class DeviceStatsMonitor(Measure):
     """
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
-        self.cpu_stats = (
-            None if cpu_stats is None else check.boolean("cpu_stats", cpu_stats, owner="DeviceStatsMonitor")
-        )
+        self.cpu_stats = cpu_stats
         self._devices: list[Any] = []
         self._with_host = False
         self._used = self._at = 0.0  # seconds of all cores, and when

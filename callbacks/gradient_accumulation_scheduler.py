@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import Traits
-from jaxlit.checks import is_int
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -40,11 +39,11 @@ class GradientAccumulationScheduler(Callback):
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
-        if not isinstance(scheduling, Mapping) or not all(is_int(x, low=-(2**63)) for x in _flat(scheduling)):
+        if not isinstance(scheduling, Mapping) or not all(type(x) is int for kv in scheduling.items() for x in kv):
             raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
         if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ArgumentError(f"{rule}: epochs of at least 0 and at least 1 batch. Got {dict(scheduling)!r}.")
-        self.scheduling = {int(epoch): int(every) for epoch, every in scheduling.items()}
+        self.scheduling = dict(scheduling)
         self._sets = False  # the Trainer's number is this one's
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
@@ -82,7 +81,3 @@ class GradientAccumulationScheduler(Callback):
         """Leave the Trainer as it was."""
         if self._sets:
             self._sets, trainer.accumulate_grad_batches = False, 1
-
-
-def _flat(scheduling: Mapping[int, int]) -> list[int]:
-    return [*scheduling, *scheduling.values()]

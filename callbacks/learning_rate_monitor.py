@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError
@@ -32,16 +33,10 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(self, logging_interval: str | None = None) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise ArgumentError(
-                f"LearningRateMonitor(logging_interval=...) takes 'step', 'epoch' or None, got {logging_interval!r}."
-            )
-        self.logging_interval = logging_interval or "step"
-
-    @property
-    def rates_in(self) -> str:  # type: ignore[override]
-        """The rows that have the learning rates."""
-        return self.logging_interval
+        given = "step" if logging_interval is None else logging_interval
+        self.logging_interval = self.rates_in = check.one_of(
+            "logging_interval", given, ("step", "epoch"), owner="LearningRateMonitor"
+        )
 
     def conflict_with(self, other: Traits) -> str | None:
         """Return that one of them is enough."""

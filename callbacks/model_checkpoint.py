@@ -12,12 +12,11 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.checkpoints.naming import filled
+from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from jaxlit.reporting.terminal import absolute
@@ -85,12 +84,25 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = True,
         on_save_error: str = "raise",
     ) -> None:
-        check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
-        check_monitor("loss" if monitor is None else monitor, mode, owner="ModelCheckpoint")
-        self._sign = 1 if mode == "min" else -1
+        owner = "ModelCheckpoint"
+        check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
+        check_filename(filename)
+        check.integer("save_top_k", save_top_k, low=-1, owner=owner)
+        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
+        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
+        check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         if (interval := train_time_interval) is not None:
-            interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
-        self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
+            interval = check.duration("train_time_interval", interval, owner)
+        if monitor is None and save_top_k > 1:
+            raise ArgumentError(
+                f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
+            )
+        if save_top_k == 0 and not save_last:
+            raise ArgumentError(
+                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
+            )
+        self._sign = 1 if mode == "min" else -1
+        self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
@@ -355,7 +367,7 @@ class ModelCheckpoint(Callback):
         Raises:
             CheckpointError: It names a metric that was not logged.
         """
-        if self.filename is None:
+        if not self.filename:
             return ""
         metrics = trainer.callback_metrics
 

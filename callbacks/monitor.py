@@ -36,8 +36,8 @@ class MonitorCallback(Callback, ABC):
     ) -> None:
         owner, asked = type(self).__name__, check_on_train_epoch_end
         self.monitor, self.mode = check_monitor(monitor, mode, owner=owner)
-        rule = "takes True, False or None"
-        check.require(isinstance(asked, bool | None), "check_on_train_epoch_end", asked, rule, owner=owner)
+        if asked is not None:
+            check.boolean("check_on_train_epoch_end", asked, owner=owner)
         self.min_delta = check.number("min_delta", min_delta, low=0, owner=owner)
         self.strict = check.boolean("strict", strict, owner=owner)
         self._asked, self._at_epoch_end = asked, False
@@ -129,10 +129,9 @@ def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
     Raises:
         ArgumentError: One of them is none.
     """
-    known = isinstance(monitor, str) and monitor != ""
-    check.require(known, "monitor", monitor, "takes the name of a logged metric", owner=owner)
-    check.require(mode in ("min", "max"), "mode", mode, "takes 'min' or 'max'", owner=owner)
-    return monitor, mode
+    rule = "takes the name of a logged metric"
+    check.require(isinstance(monitor, str) and monitor != "", "monitor", monitor, rule, owner=owner)
+    return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
 
 
 def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:

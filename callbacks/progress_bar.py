@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,11 +12,9 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
-from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.callbacks.traits import Traits
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
-    LiveLine,
     NotebookLine,
     TerminalLine,
     clock,
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-_EVALUATION = {"fit": "validat", "validate": "validat", "test": "test"}  # with "ing" and "ed"
+_STAGES = {"fit": "validat", "validate": "validat", "test": "test", "predict": "predict"}  # with "ing" and "ed"
+_LEAST_COMPILING = 0.005  # seconds that are worth a line
 
 
 class ProgressBar(Callback):
@@ -64,28 +63,28 @@ class ProgressBar(Callback):
         return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
-        known = isinstance(refresh_rate, (int, float)) and not isinstance(refresh_rate, bool) and 0 < refresh_rate <= 10
-        rule = "takes a number above 0, at most 10"
-        check.require(known, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
+        check.positive("refresh_rate", refresh_rate, owner="ProgressBar")
+        check.require(refresh_rate <= 10, "refresh_rate", refresh_rate, "takes at most 10", owner="ProgressBar")
         self._interval = 1 / refresh_rate
-        self._line: LiveLine | None = None
-        self._next = math.inf  # when to draw next; never where nothing can change in place
-        self._active, self._compiled, self._stage = False, False, "fit"
-        self._start, self._from_validation = 0.0, set[str]()
+        self._line: TerminalLine | NotebookLine | None = None
+        self._header = ""
+        self._reset("fit", active=False)
+
+    def _reset(self, stage: str, *, active: bool) -> None:
+        self._stage, self._active, self._trained = stage, active, False
+        self._start = time.monotonic()
+        # When to draw next; never where nothing can change in place.
+        self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
-        self._best, self._compiles, self._header = BestSoFar(), CompileLines(), ""
+        self._best, self._compiled = BestSoFar(), dict[str, float]()  # the seconds by program that are printed
+        self._from_validation = set[str]()
         self._begin()
 
     # The run ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Print the header line."""
-        self._active, self._stage, self._compiled = trainer.is_global_zero, stage, False
-        self._start = time.monotonic()
-        self._next = self._start if self._active and is_terminal() else math.inf
-        self._error, self._best, self._from_validation = None, BestSoFar(), set()
-        self._compiles = CompileLines()
-        self._begin()
+        self._reset(stage, active=trainer.is_global_zero)
         if stage != "fit":
             return
         devices, used = jax.devices(), trainer.strategy.mesh.size
@@ -137,25 +136,18 @@ class ProgressBar(Callback):
         self._begin()
         self._compiling_before = _compiling(trainer)
         if self._last >= self._next:
-            self._next = self._last + self._interval
-            self._draw(trainer, "" if self._compiled else "compiling ...")
+            self._draw(trainer, "" if self._trained else "compiling ...")
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
-        lines = self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == trainer.num_training_batches)
+        self._batches, self._last, self._trained = batch_idx + 1, time.monotonic(), True
         if self._first is None:
             self._first = batch_idx
-            if not self._compiled:
-                self._compiled = True
-                # The time of compiling is not part of the rate.
-                self._first, self._epoch_start = batch_idx + 1, self._last
-                self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
-        self._print_compiled(lines)
+        if (seconds := trainer.compile_seconds) != self._compiled:
+            self._print_compiled(seconds)
         if self._last >= self._next:
-            self._next = self._last + self._interval
             self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
@@ -167,9 +159,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the epoch's line."""
-        self._shown = dict(trainer.progress_bar_metrics)
-        if not (self._paused or trainer.interrupted):
-            self._last = time.monotonic()  # the device has done its steps by now
+        self._shown, self._last = dict(trainer.progress_bar_metrics), time.monotonic()
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
         stale = set() if self._validated else self._from_validation  # values of an earlier epoch
@@ -190,14 +180,12 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the batch; draw when it is time."""
-        totals = trainer.num_val_batches if self._stage == "fit" else ()
-        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
-        self._print_compiled(self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == total))
-        if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
-            self._next = now + self._interval
-            doing = "predicting" if self._stage == "predict" else f"{_EVALUATION[self._stage]}ing"
-            self._draw(trainer, f"{doing} {batch_idx + 1}" + (f"/{total}" if total != math.inf else ""))
+        """Draw when it is time."""
+        if self._trained or self._stage != "fit":  # what compiles before the first training step is printed with it
+            self._print_compiled(trainer.compile_seconds)
+        if time.monotonic() >= self._next and not trainer.sanity_checking:
+            total = f"/{trainer.num_val_batches[dataloader_idx]}" if self._stage == "fit" else ""
+            self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end
 
@@ -205,9 +193,9 @@ class ProgressBar(Callback):
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
-            self._close(f"{_EVALUATION[self._stage]}ed{metrics}")
+            self._close(f"{_STAGES[self._stage]}ed{metrics}")
         elif not trainer.sanity_checking:
-            now, self._validated, self._paused, self._validating = time.monotonic(), True, True, False
+            now, self._validated, self._validating = time.monotonic(), True, False
             self._epoch_start, self._last = self._epoch_start + now - self._last, now
 
     on_test_end = on_validation_end
@@ -216,18 +204,20 @@ class ProgressBar(Callback):
 
     def _begin(self) -> None:
         self._batches, self._epoch_start = 0, time.monotonic()
-        self._first: int | None = None  # the first batch of this epoch that counts for the rate
-        self._waited_before = self._compiling_before = 0.0
+        self._first: int | None = None  # the first batch of this epoch, which a resume may begin in its middle
+        self._compiling_before = self._waited_before = 0.0
         self._validated = self._validating = False  # in this epoch; now
-        self._paused = False  # whether nothing was trained since a validation
         self._shown: dict[str, float] = {}
         self._last = self._epoch_start  # when the newest batch was done
 
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
+        self._next = time.monotonic() + self._interval
         text, total = doing, trainer.num_training_batches
         if self._stage == "fit":
-            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, (), live=True), self._waiting(trainer)]))
+            numbers = doing or "  ".join(
+                filter(None, [*self._numbers(trainer, set(), live=True), self._waiting(trainer)])
+            )
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
@@ -239,20 +229,17 @@ class ProgressBar(Callback):
 
     def _close(self, text: str | None = None) -> None:
         """Remove the live line, and print a text."""
-        line = self._line
-        if line is None:
-            if text is not None:
-                self._print(text)
-            return
-        if text is None or not line.stays:
+        if (line := self._line) is not None and not (line.stays and text is not None):
             self._line = None
-        self._safely(lambda: line.close(text))
+            self._safely(line.close)
+        if text is not None:
+            self._print(text)
 
-    def _numbers(self, trainer: "Trainer", stale: Collection[str], *, live: bool = False) -> list[str]:
+    def _numbers(self, trainer: "Trainer", stale: set[str], *, live: bool = False) -> list[str]:
         """Return count, rate and metrics, as wide as in other epochs; stale metrics are blank."""
-        total, rate = trainer.num_training_batches, self._rate(trainer)
-        thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
-        speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
+        total, seconds = trainer.num_training_batches, self._seconds(trainer)
+        rate = (self._batches - (self._first or 0)) / seconds if seconds > 0 else 0.0
+        speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
         parts = [
             f"{self._batches}" + (f"/{total}" if total != math.inf else ""),
             f"{speed:>4} it/s" if rate else " " * 9,
@@ -265,12 +252,8 @@ class ProgressBar(Callback):
         metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
         return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 
-    def _rate(self, trainer: "Trainer") -> float:
-        """Return batches per second, without validations and compiling; 0 if it is not known."""
-        first = self._batches if self._first is None else self._first
-        return (self._batches - first) / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
-
     def _seconds(self, trainer: "Trainer") -> float:
+        """Return the seconds of the epoch's steps, without validations and compiling."""
         return self._last - self._epoch_start - (_compiling(trainer) - self._compiling_before)
 
     def _waiting(self, trainer: "Trainer") -> str:
@@ -279,16 +262,16 @@ class ProgressBar(Callback):
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _print_compiled(self, lines: list[str]) -> None:
-        # Programs compiled before the first training step are printed with it.
-        if self._compiled or self._stage != "fit":
-            lines = [*lines, self._compiles.first()]
-        if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
-            self._close(text)
+    def _print_compiled(self, seconds: dict[str, float]) -> None:
+        """Print the seconds of each program that was compiled, and which ones were so again, for another batch size."""
+        before, self._compiled = self._compiled, seconds
+        new = {name: total - before.get(name, 0.0) for name, total in seconds.items()}
+        again = {name: " again" if name in before else "" for name in new}
+        if each := [f"{name}{again[name]} in {clock(x)}" for name, x in new.items() if x >= _LEAST_COMPILING]:
+            self._close(join(f"compiled {', '.join(each)}".split(), between=" "))
 
     def _conclude(self, trainer: "Trainer") -> None:
-        if text := self._compiles.first():  # no step came after it
-            self._print(text)
+        self._print_compiled(trainer.compile_seconds)  # no step came after it
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe()
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))

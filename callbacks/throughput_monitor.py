@@ -64,9 +64,6 @@ class ThroughputMonitor(Measure):
         *,
         available_flops: float | None = None,
     ) -> None:
-        for name, fn in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
-            allowed = fn is None or callable(fn)
-            check.require(allowed, name, fn, "takes a function of a batch, or None", owner="ThroughputMonitor")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.window_size = check.integer("window_size", window_size, low=1, owner="ThroughputMonitor")
         if available_flops is not None:

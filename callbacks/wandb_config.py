@@ -1,4 +1,4 @@
-"""The arguments of a WandbLogger, and what its run contains about a training."""
+"""What a run of W&B contains about a training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ import jax
 import optax
 from flax import nnx
 
-from jaxlit import checks as check
 from jaxlit.reporting.secrets import redacted
 from jaxlit.version import __version__
 
@@ -19,43 +18,6 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.wandb_logger import WandbLogger
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse wrong arguments of a WandbLogger.
-
-    Args:
-        given: The arguments by name.
-
-    Raises:
-        ArgumentError: Naming the argument.
-    """
-
-    def require(name: str, allowed: bool, rule: str) -> None:
-        check.require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
-
-    for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
-        text = given[name]
-        require(name, text is None or (isinstance(text, str) and text != ""), "a string that is not empty, or None")
-    require("id", not set(given["id"] or "") & set("/\\#?%:"), "an id without any of / \\ # ? % :")
-    tags = given["tags"]
-    valid = isinstance(tags, (list, tuple)) and all(isinstance(x, str) and 0 < len(x) <= 64 for x in tags)
-    require("tags", valid, "a list of strings of 1 to 64 characters")
-    require("config", given["config"] is None or isinstance(given["config"], Mapping), "a mapping or None")
-    require("save_dir", given["save_dir"] is None or isinstance(given["save_dir"], (str, Path)), "a path or None")
-    for name, allowed in (
-        ("offline", (False, True)),
-        ("log_model", (False, True, "all", "best")),
-        ("watch", (None, "gradients", "parameters", "all")),
-        ("processes", ("first", "group")),
-        ("on_error", ("warn", "raise")),
-    ):
-        require(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
-    every = given["watch_every_n_steps"]
-    require("watch_every_n_steps", check.is_int(every, low=1), "an int of at least 1")
-    for name in ("init_timeout", "finish_timeout"):
-        number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
-        require(name, number and 0 < given[name] < float("inf"), "seconds, a number above 0")
 
 
 def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
+from jaxlit.callbacks.wandb_config import config_of, described, monitored, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_images, need_pillow
+from jaxlit.reporting.images import as_images
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_MAX_BINS = 512  # of W&B's histograms
 
 
 class WandbLogger(Logger):
@@ -99,15 +97,23 @@ class WandbLogger(Logger):
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "experiment", "__class__")}
-        check_arguments(given)
+        owner = "WandbLogger"
+        check.require(not isinstance(tags, str), "tags", tags, "takes a list of strings", owner=owner)
+        if log_model not in (True, False):
+            check.one_of("log_model", log_model, ("all", "best"), owner=owner)
+        if watch is not None:
+            check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
+        check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
+        check.one_of("processes", processes, ("first", "group"), owner=owner)
+        check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
+        self.init_timeout = check.seconds("init_timeout", init_timeout, owner=owner)
+        self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner=owner)
         self.project, self.name, self.entity, self.group, self.job_type = project, name, entity, group, job_type
         self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.offline, self.on_error, self.processes = offline, on_error, processes
         self.log_model, self.watch = log_model, watch
         self.trace_every_n_steps = 0 if watch is None else watch_every_n_steps
-        self.init_timeout, self.finish_timeout = float(init_timeout), float(finish_timeout)
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs
@@ -233,8 +239,6 @@ class WandbLogger(Logger):
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Send a histogram of at most 512 bins."""
-        allowed, rule = check.is_int(bins, low=1) and bins <= _MAX_BINS, f"takes an int from 1 to {_MAX_BINS}"
-        check.require(allowed, "bins", bins, f"{rule}, W&B's most", owner="WandbLogger.log_histogram")
         counted = count(values, bins)
         self._log(key, lambda wandb: wandb.Histogram(np_histogram=counted), step)
 
@@ -247,10 +251,8 @@ class WandbLogger(Logger):
             LoggerError: Pillow is not installed.
             ArgumentError: An array is no image.
         """
-        need_pillow("WandbLogger.log_image")
-        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images)
-        texts = list(caption) if caption is not None else [None] * len(taken)
-        self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
+        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
+        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure.
@@ -258,7 +260,7 @@ class WandbLogger(Logger):
         Raises:
             LoggerError: Pillow is not installed.
         """
-        need_pillow("WandbLogger.log_figure")
+        check.import_package("PIL", owner="WandbLogger.log_figure", install="pillow")
         figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
 
         def make(wandb: Any) -> Any:
@@ -307,12 +309,7 @@ class WandbLogger(Logger):
             return
         if run is None:
             folder = self.save_dir or Path(os.path.abspath(trainer.run_dir))
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise LoggerError(
-                    f"WandbLogger cannot write to {folder}: {error}. Pass another WandbLogger(save_dir=...)."
-                ) from error
+            folder.mkdir(parents=True, exist_ok=True)
             # One that could not be online before stays offline: a later stage would only wait again.
             offline = self.offline or (self._last is not None and bool(self._last.offline))
             run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)

@@ -51,14 +51,9 @@ class WeightAveraging(Callback):
     ) -> None:
         name = type(self).__name__
         check.integer("update_every_n_steps", update_every_n_steps, low=1, owner=name)
-        starts = {
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        for key, value in starts.items():
-            if value is not None:
-                check.integer(key, value, low=0, owner=name)
-        if None not in starts.values():
+        check.integer("update_starting_at_step", update_starting_at_step, low=0, also=(None,), owner=name)
+        check.integer("update_starting_at_epoch", update_starting_at_epoch, low=0, also=(None,), owner=name)
+        if update_starting_at_step is not None and update_starting_at_epoch is not None:
             raise ArgumentError(f"{name} takes update_starting_at_step or update_starting_at_epoch, got both.")
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
@@ -140,10 +135,9 @@ class EMA(WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999, **arguments: Any) -> None:
-        known = isinstance(decay, (int, float)) and not isinstance(decay, bool) and 0 <= decay < 1
-        check.require(known, "decay", decay, "takes a number from 0 to below 1", owner="EMA")
+        self.decay = check.number("decay", decay, low=0, owner="EMA")
+        check.require(self.decay < 1, "decay", decay, "takes a number below 1", owner="EMA")
         super().__init__(**arguments)
-        self.decay = float(decay)
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights in it."""

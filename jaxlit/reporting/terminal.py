@@ -6,13 +6,11 @@ import math
 import os
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_BAR_WIDTH = 18
 _ASCII = str.maketrans("·…━─", "|.=-")
 
 
@@ -30,16 +28,15 @@ def say(text: str, *, aside: bool = False) -> None:
         stream.flush()
 
 
-def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_file: int | None = None) -> str:
+def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
     """Return parts as a line, or as so many lines as the width asks for.
 
     Args:
         parts: The parts, which are not broken.
         indent: What the second line and those after it begin with.
         between: The text between two parts of a line.
-        in_file: The width where there is no terminal; None for no limit.
     """
-    width, lines = line_width() or in_file, [""]
+    width, lines = line_width(), [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
         if width is not None and len(longer) > width and lines[-1]:
@@ -55,7 +52,7 @@ def line_width() -> int | None:
     return shutil.get_terminal_size().columns if _is_tty() and not in_notebook() else None
 
 
-def bar(done: int, total: float, width: int = _BAR_WIDTH) -> str:
+def bar(done: int, total: float, width: int) -> str:
     """Return how much is done as a bar; a full one if the total is not known."""
     filled = width if total == math.inf else round(width * min(done / max(total, 1), 1.0))
     return "━" * filled + "─" * (width - filled)
@@ -71,8 +68,8 @@ def clock(seconds: float) -> str:
 def short_path(path: Path) -> Path:
     """Return a path relative to the working folder, if it is below it."""
     path = absolute(path)
-    with contextlib.suppress(OSError):  # the working folder may be gone
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    with contextlib.suppress(OSError, ValueError):  # the working folder is gone, or is elsewhere
+        return path.relative_to(Path.cwd())
     return path
 
 
@@ -119,26 +116,10 @@ def _writable(text: str) -> str:
     return text
 
 
-class LiveLine(ABC):
-    """One line that changes in place, until it is closed.
-
-    Attributes:
-        stays: Whether it continues when it was closed with a text.
-    """
-
-    stays = False
-
-    @abstractmethod
-    def show(self, text: str) -> None:
-        """Draw the line again."""
-
-    @abstractmethod
-    def close(self, text: str | None = None) -> None:
-        """Remove the line, and print a last text, if any."""
-
-
-class TerminalLine(LiveLine):
+class TerminalLine:
     """A line at the bottom of the terminal, below other output."""
+
+    stays = False  # while other lines are printed
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -162,14 +143,12 @@ class TerminalLine(LiveLine):
         line.truncate(max((line_width() or 80) - 3, 1), overflow="ellipsis")
         self._live.update(Text(_writable(line.plain), no_wrap=True, overflow="crop"), refresh=True)
 
-    def close(self, text: str | None = None) -> None:
-        """Take the line away, and print the last text where it was."""
+    def close(self) -> None:
+        """Take the line away."""
         self._live.stop()
-        if text is not None:
-            say(text)
 
 
-class NotebookLine(LiveLine):
+class NotebookLine:
     """An output of a notebook's cell that is replaced each time; lines that stay are printed below it.
 
     So they are one output, in the order in which they and a user's own came, and a notebook that is kept has no bars.
@@ -186,12 +165,9 @@ class NotebookLine(LiveLine):
         """Replace the output."""
         self._handle.update(_in_notebook(text), raw=True)
 
-    def close(self, text: str | None = None) -> None:
-        """Print the text; without one leave an output that takes no room."""
-        if text is None:
-            self._handle.update(_in_notebook(""), raw=True)
-        else:
-            say(text)
+    def close(self) -> None:
+        """Leave an output that takes no room."""
+        self._handle.update(_in_notebook(""), raw=True)
 
 
 def show_picture(thing: Any) -> None:

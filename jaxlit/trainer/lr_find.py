@@ -11,8 +11,8 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
-from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, did_you_mean

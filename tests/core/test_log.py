@@ -30,7 +30,7 @@ def test_what_a_metric_may_be() -> None:
 Log = Callable[[Any, Any], Any]
 REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
     "an array": (lambda m, x: m.log("a", x), (r"self\.log\('a'", r"float32\[8, 1\]", r"Log value\.mean\(\)")),
-    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\[3, 3\]", "{'loss': loss,", "on_train_batch_end")),
+    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\[3, 3\]", "{'loss': loss,", "gets it as `outputs`")),
     **{
         f"a value {value!r}": (lambda m, x, v=value: m.log("a", v), (r"self\.log\('a', value\) in training_step", word))
         for value, word in (("high", "high"), (None, "None"), ([1.0], r"\[1\.0\]"), (1j, "1j"))
