@@ -114,8 +114,6 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     assert concrete and not any(concrete)
 
 
-
-
 def held() -> int:
     """Return the bytes that the first device holds."""
     gc.collect()
