@@ -73,12 +73,9 @@ class PredictionWriter(Callback):
         Raises:
             ArgumentError: It contains no predictions.
         """
-        folder = Path(output_dir)
-        if holds_rows(folder):
-            return read_rows(folder)
-        if not (folders := _loaders(folder)):
+        if not (folders := _folders(folder := Path(output_dir))):
             raise ArgumentError(f"PredictionWriter.load({str(output_dir)!r}) finds no predictions there.")
-        return [read_rows(path) for path in folders]
+        return read_rows(folder) if folders == [folder] else [read_rows(path) for path in folders]
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
@@ -100,7 +97,7 @@ class PredictionWriter(Callback):
         if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
             return "and another one replace each other's files. Give each its own."
         try:
-            if folder.exists() and not (holds_rows(folder) or _loaders(folder)) and any(folder.iterdir()):
+            if folder.exists() and not _folders(folder) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
             self._partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
@@ -176,7 +173,9 @@ class PredictionWriter(Callback):
             self._rows[max(self._rows)].write(rows)
 
 
-def _loaders(folder: Path) -> list[Path]:
-    """Return the folders of several loaders' predictions, in the order of the loaders."""
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of predictions in a folder, itself or one for each loader in their order."""
+    if holds_rows(folder):
+        return [folder]
     folders = [path for path in folder.glob(f"{_LOADER}*") if holds_rows(path)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix(_LOADER)))
