@@ -51,19 +51,6 @@ def test_a_failure_while_widening_leaves_the_old_file_whole(monkeypatch, capsys)
     logger.teardown(None, None, "fit")
 
 
-def test_a_disk_that_is_full_from_the_beginning_is_said_once(capsys):
-    logger, path = CSVLogger(), Path("run/metrics.csv").absolute()
-    path.parent.mkdir()
-    path.symlink_to("/dev/full")  # the kernel's own full disk
-    for step in range(3):
-        logger.on_log(make_trainer(default_root_dir="run"), {"a": 1.0}, step)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert str(path) in line and "No space left on device" in line and "Training continues" in line
-    path.unlink()
-    assert log(logger, {"a": 1.0}, 3) == [["step", "epoch", "a"], ["3", "", "1"]]
-    logger.teardown(None, None, "fit")
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [

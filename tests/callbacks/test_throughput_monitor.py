@@ -21,7 +21,7 @@ from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
 from jaxlit.callbacks.measure import Measured
 from jaxlit.errors import ArgumentError, LogError
 from jaxlit.loop import compile_log
-from jaxlit.programs.peaks import PEAKS, peak_flops
+from jaxlit.programs.peaks import peak_flops
 
 ROWS, INSIDE, WIDTH, OUT, DEPTH = 16, 3, 8, 1, 4
 
@@ -228,11 +228,6 @@ def test_missing_rows_and_a_taken_name_are_refused() -> None:
 )
 def test_the_peak_of_a_device_is_that_of_its_data_sheet(kind: str, dtype: str, peak: float | None) -> None:
     assert peak_flops(kind, dtype) == peak
-
-
-def test_no_device_is_hidden_by_a_shorter_name_before_it() -> None:
-    names = [*PEAKS]
-    assert [b for i, a in enumerate(names) for b in names[i + 1 :] if b.startswith(a)] == []
 
 
 def test_the_dtypes_of_products_are_told_apart() -> None:
