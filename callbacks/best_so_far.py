@@ -1,11 +1,8 @@
 """The best value so far of the metric that is monitored, for people to read."""
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jaxlit.reporting.epoch_line import number
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -33,20 +30,11 @@ class BestSoFar:
                 self._take(score, int(digits) if digits.isdigit() else 0)
                 return
 
-    def mark(self, trainer: "Trainer", shown: Collection[str]) -> str:
-        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored.
-
-        Args:
-            trainer: The Trainer.
-            shown: The metrics of the line; the mark names another one, with its value.
-        """
-        if not self._name:
-            return ""
+    def mark(self, trainer: "Trainer") -> str:
+        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored."""
         metrics = trainer.callback_metrics
         best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
-        value = number(self._best[0] if self._best else math.nan)
-        text = "* best" + ("" if self._name in shown else f" {self._name} {value}")
-        return text if best else " " * len(text)
+        return f"{'* best' if best else '':6}" if self._name else ""
 
     def describe(self) -> str:
         """Return the best value in words; "" if there is none."""

@@ -61,7 +61,6 @@ class PredictionWriter(Callback):
         self._partial: Path | None = None  # the folder that is being written
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
-        self._batches: list[Any] = []  # of the newest loader, to be written in one piece
 
     @staticmethod
     def load(output_dir: str | Path) -> Any:
@@ -124,7 +123,6 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write the rest, and give the folder its name."""
         self._take()
-        self._write_batches()
         if self._partial is None or not self._rows or trainer.interrupted:
             return
         num_loaders = len(trainer.num_predict_batches)
@@ -144,7 +142,6 @@ class PredictionWriter(Callback):
             shutil.rmtree(self._partial, ignore_errors=True)
         self._partial = self._waiting = None
         self._rows.clear()
-        self._batches.clear()
 
     def _take(self) -> None:
         """Bring the outputs that wait to the host, in all processes, and write them in the first."""
@@ -155,22 +152,16 @@ class PredictionWriter(Callback):
         if self._partial is None:
             return
         if loader not in self._rows:
-            self._write_batches()
-            self._rows_of(loader)
-        self._batches.append(arrays)
+            for rows in self._rows.values():
+                rows.flush()
+        (rows := self._rows_of(loader)).batches.append(arrays)
         if self.write_interval == "batch":
-            self._write_batches()
+            rows.flush()
 
     def _rows_of(self, loader: int) -> Rows:
         if loader not in self._rows and self._partial is not None:
             self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
         return self._rows[loader]
-
-    def _write_batches(self) -> None:
-        if self._batches:
-            batches, self._batches = self._batches, []
-            rows = jax.tree.map(lambda *x: np.concatenate(x), *batches) if len(batches) > 1 else batches[0]
-            self._rows[max(self._rows)].write(rows)
 
 
 def _folders(folder: Path) -> list[Path]:
