@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.callbacks.best_so_far import monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import config_of, described, monitored, run_arguments
+from jaxlit.callbacks.wandb_config import config_of, described, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
