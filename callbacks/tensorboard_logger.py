@@ -1,6 +1,5 @@
 """Logged rows in TensorBoard."""
 
-import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -160,13 +159,6 @@ class TensorBoardLogger(Logger):
             writer.add_image(name, image, self._step_or_newest(step), dataformats="HWC"[: image.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Write a matplotlib figure, as an image."""
-        from PIL import Image
-
-        figure.savefig(picture := io.BytesIO(), format="png")
-        self.log_image(key, Image.open(picture), step=step)
 
     # Helpers ----------------------------------------------------------------------------------------
 

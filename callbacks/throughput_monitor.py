@@ -72,7 +72,7 @@ class ThroughputMonitor(Measure):
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._batches = self._samples = self._lengths = 0
+        self._batches = self._samples = self._lengths = 0
         self._row = _Point(0, 0, 0, 0)  # at the newest step that has a row
         self._begin()
 
@@ -135,7 +135,7 @@ class ThroughputMonitor(Measure):
         while len(points) > 2 and here.batches - points[1].batches >= self.window_size:
             points.popleft()
         if here.batches > points[0].batches and here.seconds > points[0].seconds:
-            values |= self._rates(trainer, points[0], here)
+            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], here, strict=True))))
         row.put(self, {f"train/{name}": float(value) for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,14 +153,15 @@ class ThroughputMonitor(Measure):
     def _now(self, steps: int) -> _Point:
         return _Point(steps, self._batches, self._samples, self._lengths, perf_counter() - self._validated)
 
-    def _rates(self, trainer: "Trainer", since: _Point, here: _Point) -> dict[str, float]:
-        seconds, batches = here.seconds - since.seconds, here.batches - since.batches
-        samples, lengths = here.samples - since.samples, here.lengths - since.lengths
+    def _rates(self, trainer: "Trainer", passed: _Point) -> dict[str, float]:
+        steps, batches, samples, lengths, seconds = passed
         rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if self.length_fn is not None:
             rates["items_per_sec"] = lengths / seconds
-        if (flops := self._flops(trainer, here.steps - since.steps, batches)) is None:
+        step = trainer.step_flops.get("train_step") or trainer.step_flops.get("train_step_traced")
+        if step is None:
             return rates
+        flops = step * steps + trainer.step_flops.get("micro_step", step) * (batches - steps)
         # A batch of fewer rows takes its share of what the first one took.
         first = (self._of_first or 0) * jax.process_count()
         share = samples / (batches * first) if first else 1.0
@@ -168,13 +169,6 @@ class ThroughputMonitor(Measure):
         if (least := self._least_seconds(trainer, flops)) is not None:
             rates["mfu"] = least * share / seconds
         return rates
-
-    def _flops(self, trainer: "Trainer", steps: int, batches: int) -> Flops | None:
-        """Return the operations of so many optimizer steps and batches like the first one."""
-        known = trainer.step_flops
-        step = known.get("train_step") or known.get("train_step_traced")
-        micro = known.get("micro_step", step)
-        return None if step is None or micro is None else step * steps + micro * (batches - steps)
 
     def _least_seconds(self, trainer: "Trainer", flops: Flops) -> float | None:
         """Return how long operations take all devices at their peak, None if that is not known."""

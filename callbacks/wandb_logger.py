@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -254,22 +253,6 @@ class WandbLogger(Logger):
         """
         taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
         self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Send a matplotlib figure.
-
-        Raises:
-            LoggerError: Pillow is not installed.
-        """
-        check.import_package("PIL", owner="WandbLogger.log_figure", install="pillow")
-        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
-
-        def make(wandb: Any) -> Any:
-            from PIL import Image
-
-            return wandb.Image(Image.open(picture))
-
-        self._log(key, make, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""

@@ -1,5 +1,6 @@
 """Images that a user logs, as Pillow takes them."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ def as_image(where: str, x: Any) -> np.ndarray:
     Args:
         where: The call, for messages.
         x: (height, width) or (height, width, 1, 3 or 4) of uint8, bool, or floats from 0 to 1, others are clipped; a
-            Pillow image; or a path.
+            Pillow image; a matplotlib figure; or a path.
 
     Raises:
         ArgumentError: It is an array, and no image.
@@ -24,7 +25,10 @@ def as_image(where: str, x: Any) -> np.ndarray:
     if not hasattr(x, "dtype"):
         from PIL import Image
 
-        picture = Image.open(x) if isinstance(x, (str, Path)) else x
+        if hasattr(x, "savefig"):
+            figure, x = x, io.BytesIO()
+            figure.savefig(x, format="png")
+        picture = Image.open(x) if isinstance(x, (str, Path, io.BytesIO)) else x
         return np.array(picture if picture.mode in ("L", "RGB", "RGBA") else picture.convert("RGBA"))
     array = np.asarray(x)
     channels = array.shape[-1] if array.ndim == 3 else 1

@@ -97,10 +97,7 @@ class MediaFolder:
             files = [(".png", content.getvalue())]
             self._keep(key, files if text is None else [*files, (".txt", text.encode())], step)
 
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Write a matplotlib figure to a .png file."""
-        figure.savefig(picture := io.BytesIO(), format="png")
-        self._keep(key, [(".png", picture.getvalue())], step)
+    log_figure = log_image
 
     def _keep(self, key: str, files: Sequence[_File], step: int | None) -> None:
         """Write files of one name, and print once where."""
