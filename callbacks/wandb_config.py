@@ -1,7 +1,6 @@
-"""The arguments of a WandbLogger, and what its run contains about a training."""
+"""What is known of a training, for the config of a W&B run and for a report."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import flax
@@ -9,53 +8,12 @@ import jax
 import optax
 from flax import nnx
 
-from jaxlit import checks as check
 from jaxlit.reporting.secrets import redacted
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
-    from jaxlit.callbacks.base import Callback
-    from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-    from jaxlit.callbacks.wandb_logger import WandbLogger
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse wrong arguments of a WandbLogger.
-
-    Args:
-        given: The arguments by name.
-
-    Raises:
-        ArgumentError: Naming the argument.
-    """
-
-    def require(name: str, allowed: bool, rule: str) -> None:
-        check.require(allowed, name, given[name], f"takes {rule}", owner="WandbLogger")
-
-    for name in ("project", "name", "id", "entity", "group", "job_type", "notes"):
-        text = given[name]
-        require(name, text is None or (isinstance(text, str) and text != ""), "a string that is not empty, or None")
-    require("id", not set(given["id"] or "") & set("/\\#?%:"), "an id without any of / \\ # ? % :")
-    tags = given["tags"]
-    valid = isinstance(tags, (list, tuple)) and all(isinstance(x, str) and 0 < len(x) <= 64 for x in tags)
-    require("tags", valid, "a list of strings of 1 to 64 characters")
-    require("config", given["config"] is None or isinstance(given["config"], Mapping), "a mapping or None")
-    require("save_dir", given["save_dir"] is None or isinstance(given["save_dir"], (str, Path)), "a path or None")
-    for name, allowed in (
-        ("offline", (False, True)),
-        ("log_model", (False, True, "all", "best")),
-        ("watch", (None, "gradients", "parameters", "all")),
-        ("processes", ("first", "group")),
-        ("on_error", ("warn", "raise")),
-    ):
-        require(name, any(type(given[name]) is type(x) and given[name] == x for x in allowed), f"one of {allowed}")
-    every = given["watch_every_n_steps"]
-    require("watch_every_n_steps", check.is_int(every, low=1), "an int of at least 1")
-    for name in ("init_timeout", "finish_timeout"):
-        number = isinstance(given[name], (int, float)) and not isinstance(given[name], bool)
-        require(name, number and 0 < given[name] < float("inf"), "seconds, a number above 0")
 
 
 def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,47 +40,8 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
 
 
-def run_arguments(
-    logger: "WandbLogger", trainer: "Trainer", module: "TrainModule", folder: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `wandb.init` and those of `wandb.Settings`.
-
-    Args:
-        logger: The logger, whose id is known.
-        trainer: The trainer.
-        module: The module.
-        folder: The folder in which W&B writes its files.
-    """
-    names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
-    arguments = {name: getattr(logger, name) for name in names}
-    arguments |= {"dir": str(folder), "config": config_of(trainer, module, logger.config)}
-    if logger.processes == "group" and jax.process_count() > 1:
-        rank = jax.process_index()
-        arguments |= {"group": logger.group or logger.id, "job_type": logger.job_type or f"process_{rank}"}
-        arguments |= {"id": f"{logger.id}-{rank}"} if rank else {}
-    return arguments, {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
-
-
 def monitored(trainer: "Trainer") -> dict[str, str]:
     """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
     callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
     modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
     return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
-
-
-def described(
-    callback: "Callback", path: Path, checkpoint_callbacks: Sequence["ModelCheckpoint"]
-) -> tuple[dict[str, Any], list[str], int]:
-    """Return the metadata, the aliases and the number of the artifact for a checkpoint.
-
-    Args:
-        callback: The callback that wrote it; of one that is no ModelCheckpoint nothing but the name is known.
-        path: The checkpoint.
-        checkpoint_callbacks: The Trainer's, each of which has its own best one.
-    """
-    for i, writer in enumerate(checkpoint_callbacks):
-        if writer is callback:
-            marks = {"latest": writer.last_model_path, "best": writer.best_model_path}
-            aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
-            return {"monitor": writer.monitor, "score": writer.best_k_models.get(str(path))}, aliases, i
-    return {"writer": type(callback).__name__}, ["latest", path.name], len(checkpoint_callbacks)

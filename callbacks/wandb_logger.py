@@ -13,7 +13,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import check_arguments, config_of, described, monitored, run_arguments
+from jaxlit.callbacks.wandb_config import config_of, monitored
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -99,15 +99,23 @@ class WandbLogger(Logger):
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "experiment", "__class__")}
-        check_arguments(given)
+        known = isinstance(log_model, (bool, str)) and log_model in (True, False, "all", "best")
+        rule = "takes True, False, 'all' or 'best'"
+        check.require(known, "log_model", log_model, rule, owner="WandbLogger")
+        is_list = isinstance(tags, (list, tuple)) and all(isinstance(tag, str) for tag in tags)
+        check.require(is_list, "tags", tags, "takes a list of strings", owner="WandbLogger")
+        if watch is not None:
+            check.one_of("watch", watch, ("gradients", "parameters", "all"), owner="WandbLogger")
+        every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner="WandbLogger")
+        self.processes = check.one_of("processes", processes, ("first", "group"), owner="WandbLogger")
+        self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner="WandbLogger")
+        self.init_timeout = check.seconds("init_timeout", init_timeout, owner="WandbLogger")
+        self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner="WandbLogger")
         self.project, self.name, self.entity, self.group, self.job_type = project, name, entity, group, job_type
         self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
-        self.offline, self.on_error, self.processes = offline, on_error, processes
-        self.log_model, self.watch = log_model, watch
-        self.trace_every_n_steps = 0 if watch is None else watch_every_n_steps
-        self.init_timeout, self.finish_timeout = float(init_timeout), float(finish_timeout)
+        self.offline, self.log_model, self.watch = offline, log_model, watch
+        self.trace_every_n_steps = 0 if watch is None else every
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs
@@ -301,7 +309,7 @@ class WandbLogger(Logger):
         run = self._given or open_already(self._wanted_id)
         run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if self.processes == "group" and jax.process_count() > 1:
+        if several := self.processes == "group" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
         if not trainer.is_global_zero and self.processes == "first":
             return
@@ -315,7 +323,15 @@ class WandbLogger(Logger):
                 ) from error
             # One that could not be online before stays offline: a later stage would only wait again.
             offline = self.offline or (self._last is not None and bool(self._last.offline))
-            run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)
+            names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
+            arguments = {name: getattr(self, name) for name in names}
+            arguments |= {"dir": str(folder), "config": config_of(trainer, self._module, self.config)}
+            if several:
+                rank = jax.process_index()
+                arguments |= {"group": self.group or self.id, "job_type": self.job_type or f"process_{rank}"}
+                arguments |= {"id": f"{self.id}-{rank}"} if rank else {}
+            timeouts = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
+            run = open_run(arguments, timeouts, offline=offline, raises=raises)
         if run is None:
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
@@ -351,6 +367,14 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
             return
         self._sent.add(str(path))
-        metadata, aliases, index = described(callback, path, trainer.checkpoint_callbacks)
+        # A callback of the user's own may have written it, of which nothing else is known.
+        known, writers = getattr(callback, "best_k_models", {}), trainer.checkpoint_callbacks
+        marks = {
+            "latest": getattr(callback, "last_model_path", str(path)),
+            "best": getattr(callback, "best_model_path", ""),
+        }
+        aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+        metadata = {"monitor": getattr(callback, "monitor", None), "score": known.get(str(path))}
+        index = next((i for i, writer in enumerate(writers) if writer is callback), len(writers))
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)
