@@ -3,8 +3,10 @@
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxlit.callbacks.wandb_config import monitored
+from jaxlit.checkpoints.files import step_of
 from jaxlit.reporting.epoch_line import number
 
 if TYPE_CHECKING:
@@ -15,22 +17,17 @@ class BestSoFar:
     """Follows the metric of the first ModelCheckpoint, EarlyStopping or the like that monitors one."""
 
     def __init__(self) -> None:
-        self._name, self._mode = "", "min"  # "" if nothing is monitored
-        self._best: tuple[float, int] | None = None  # the value, and the optimizer steps until then, 0 if unknown
+        self._name, self._sign = "", 1  # "" if nothing is monitored
+        self._best, self._step = math.inf, 0  # times the sign; the optimizer steps until then, 0 if unknown
 
     def recall(self, trainer: "Trainer") -> None:
         """Take the best value that a callback knows: of a resumed training, or of the middle of an epoch."""
-        # Checkpoints before others.
-        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.callbacks]
-        callbacks = [c for c in callbacks if isinstance(getattr(c, "monitor", None), str)]
-        if not callbacks:
-            return
-        self._name, self._mode = callbacks[0].monitor, getattr(callbacks[0], "mode", "min")
-        for callback in (c for c in callbacks if c.monitor == self._name):
+        self._name, mode = next(iter(monitored(trainer).items()), ("", "min"))
+        self._sign = 1 if mode == "min" else -1
+        for callback in (*trainer.checkpoint_callbacks, *trainer.callbacks):
             score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
-            if score is not None and math.isfinite(score):
-                digits = Path(getattr(callback, "best_model_path", "")).name.removeprefix("step_").split("-")[0]
-                self._take(score, int(digits) if digits.isdigit() else 0)
+            if score is not None and math.isfinite(score) and getattr(callback, "monitor", None) == self._name:
+                self._take(score, step_of(Path(getattr(callback, "best_model_path", ""))) or 0)
                 return
 
     def mark(self, trainer: "Trainer", shown: Collection[str]) -> str:
@@ -43,21 +40,18 @@ class BestSoFar:
         if not self._name:
             return ""
         metrics = trainer.callback_metrics
-        best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
-        value = number(self._best[0] if self._best else math.nan)
-        text = "* best" + ("" if self._name in shown else f" {self._name} {value}")
-        return text if best else " " * len(text)
+        is_best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
+        text = "* best" + ("" if self._name in shown else f" {self._name} {number(self._sign * self._best)}")
+        return text if is_best else " " * len(text)
 
     def describe(self) -> str:
         """Return the best value in words; "" if there is none."""
-        if self._best is None:
+        if self._best == math.inf:
             return ""
-        value, step = self._best
-        return f"best {self._name} {value:.4g}" + (f" at step {step}" if step else "")
+        return f"best {self._name} {self._sign * self._best:.4g}" + (f" at step {self._step}" if self._step else "")
 
     def _take(self, value: float, step: int) -> bool:
-        sign = 1 if self._mode == "min" else -1
-        if math.isnan(value) or (self._best is not None and sign * value >= sign * self._best[0]):
-            return False
-        self._best = value, step
-        return True
+        is_better = self._sign * value < self._best  # False for NaN
+        if is_better:
+            self._best, self._step = self._sign * value, step
+        return is_better

@@ -1,6 +1,5 @@
 """The last lines of a training: how it ended, where its files are, and how to continue."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,6 @@ from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
-
-_logger = logging.getLogger("jaxlit")
-
-_FILE_WIDTH = 100  # of lines with several places in a file
 
 
 def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
@@ -34,18 +29,18 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         ended = f"ended by {type(error).__name__} in epoch {epoch + 1}"
     elif trainer.interrupted:
         ended = f"interrupted in epoch {max(epoch, 1)}"
-    lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
-    if (
-        0 < trainer.global_step < (every := trainer.log_every_n_steps)
-        and trainer.logged_metrics
-        and not trainer.history
-    ):
-        rule = f"the run has {_count(trainer.global_step, 'step')}, log_every_n_steps is {every}"
+    steps = _count(trainer.global_step, "step")
+    lines = [join([ended, steps, took, best, trainer.stop_reason or ""])]
+    every = trainer.log_every_n_steps
+    if 0 < trainer.global_step < every and trainer.logged_metrics and not trainer.history:
+        rule = f"the run has {steps}, log_every_n_steps is {every}"
         lines.append(f"  no rows: {rule}. Pass log_every_n_steps={max(trainer.global_step // 8, 1)}.")
+    pages = [callback.location for callback in trainer.callbacks if isinstance(callback, RunReport)]
+    pages += [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
+    traces = [callback.location for callback in trainer.callbacks if isinstance(callback, Profiler)]
     checkpoints = _checkpoints(trainer)
-    for name, places in (("checkpoint", checkpoints), ("report", _reports(trainer)), ("trace", _traces(trainer))):
-        parts = [f"  {name:<10}  {places[0]}", *places[1:]] if places else []
-        lines += [join(parts, indent=" " * 14, in_file=_FILE_WIDTH)] if parts else []
+    for name, places in (("checkpoint", checkpoints), ("report", _short(pages)), ("trace", _short(traces))):
+        lines += [join([f"  {name:<10}  {places[0]}", *places[1:]], indent=" " * 14)] if places else []
     if checkpoints:
         lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
     return "\n".join(lines)
@@ -59,30 +54,11 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
         for path, mark in ((best, "best"), (callback.last_model_path, "last")):
             if path and mark not in marks.setdefault(path, []):
                 marks[path].append(mark)
-    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items()]
+    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items() if path]
 
 
-def _reports(trainer: "Trainer") -> list[str]:
-    """Return the pages of a RunReport, and where the loggers' rows can be seen."""
-    places = [callback.location for callback in trainer.callbacks if isinstance(callback, RunReport)]
-    places += [_location(logger) for logger in trainer.loggers if isinstance(logger, Logger)]
-    return [str(short_path(Path(place))) if "://" not in place else place for place in places if place]
-
-
-def _traces(trainer: "Trainer") -> list[str]:
-    """Return the folders of profiles."""
-    places = [callback.location for callback in trainer.callbacks if isinstance(callback, Profiler)]
-    return [str(short_path(Path(place))) for place in places if place]
-
-
-def _location(logger: Logger) -> str | None:
-    try:
-        return logger.location
-    except Exception as error:
-        if logger.on_error == "raise":
-            raise
-        _logger.warning("%s.location failed: %r.", type(logger).__name__, error)
-        return None
+def _short(places: list[str | None]) -> list[str]:
+    return [place if "://" in place else str(short_path(Path(place))) for place in places if place]
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,11 +12,10 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
-from jaxlit.callbacks.compile_lines import CompileLines
 from jaxlit.callbacks.traits import Traits
+from jaxlit.core.replica import num_rows
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
-    LiveLine,
     NotebookLine,
     TerminalLine,
     clock,
@@ -68,12 +67,13 @@ class ProgressBar(Callback):
         rule = "takes a number above 0, at most 10"
         check.require(known, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
         self._interval = 1 / refresh_rate
-        self._line: LiveLine | None = None
+        self._line: TerminalLine | NotebookLine | None = None
         self._next = math.inf  # when to draw next; never where nothing can change in place
         self._active, self._compiled, self._stage = False, False, "fit"
         self._start, self._from_validation = 0.0, set[str]()
         self._error: BaseException | None = None
-        self._best, self._compiles, self._header = BestSoFar(), CompileLines(), ""
+        self._best, self._header = BestSoFar(), ""
+        self._printed: dict[str, float] = {}  # the seconds of compiling that were printed, by program
         self._begin()
 
     # The run ----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class ProgressBar(Callback):
         self._start = time.monotonic()
         self._next = self._start if self._active and is_terminal() else math.inf
         self._error, self._best, self._from_validation = None, BestSoFar(), set()
-        self._compiles = CompileLines()
+        self._line, self._printed = None, {}
         self._begin()
         if stage != "fit":
             return
@@ -98,7 +98,7 @@ class ProgressBar(Callback):
             f"run {short_path(trainer.run_dir)}" if writes else "",
         ]
         if (header := join(parts)) != self._header:  # a second fit prints nothing new
-            self._print(header)
+            self._close(header)
         self._header = header
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -145,7 +145,6 @@ class ProgressBar(Callback):
     ) -> None:
         """Count the batch; draw when it is time."""
         self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
-        lines = self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == trainer.num_training_batches)
         if self._first is None:
             self._first = batch_idx
             if not self._compiled:
@@ -153,7 +152,7 @@ class ProgressBar(Callback):
                 # The time of compiling is not part of the rate.
                 self._first, self._epoch_start = batch_idx + 1, self._last
                 self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
-        self._print_compiled(lines)
+        self._print_compiled(trainer, batch)
         if self._last >= self._next:
             self._next = self._last + self._interval
             self._draw(trainer)
@@ -172,8 +171,7 @@ class ProgressBar(Callback):
             self._last = time.monotonic()  # the device has done its steps by now
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
-        stale = set() if self._validated else self._from_validation  # values of an earlier epoch
-        numbers = [*self._numbers(trainer, stale), *marks]
+        numbers = [*self._numbers(trainer), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -191,13 +189,12 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the batch; draw when it is time."""
-        totals = trainer.num_val_batches if self._stage == "fit" else ()
-        total = totals[dataloader_idx] if dataloader_idx < len(totals) else math.inf
-        self._print_compiled(self._compiles.update(trainer, batch, last=lambda: batch_idx + 1 == total))
+        if self._compiled or self._stage != "fit":  # programs of the sanity check are printed with the training step
+            self._print_compiled(trainer, batch)
         if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
             self._next = now + self._interval
             doing = "predicting" if self._stage == "predict" else f"{_EVALUATION[self._stage]}ing"
-            self._draw(trainer, f"{doing} {batch_idx + 1}" + (f"/{total}" if total != math.inf else ""))
+            self._draw(trainer, f"{doing} {batch_idx + 1}")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end
 
@@ -227,7 +224,7 @@ class ProgressBar(Callback):
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
         text, total = doing, trainer.num_training_batches
         if self._stage == "fit":
-            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, (), live=True), self._waiting(trainer)]))
+            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, live=True), self._waiting(trainer)]))
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
@@ -239,17 +236,13 @@ class ProgressBar(Callback):
 
     def _close(self, text: str | None = None) -> None:
         """Remove the live line, and print a text."""
-        line = self._line
-        if line is None:
-            if text is not None:
-                self._print(text)
-            return
-        if text is None or not line.stays:
-            self._line = None
-        self._safely(lambda: line.close(text))
+        if self._line is not None:
+            self._safely(self._line.hide)
+        if text is not None and self._active:
+            say(text)
 
-    def _numbers(self, trainer: "Trainer", stale: Collection[str], *, live: bool = False) -> list[str]:
-        """Return count, rate and metrics, as wide as in other epochs; stale metrics are blank."""
+    def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
+        """Return count, rate and metrics, as wide as in other epochs; those of an earlier validation are blank."""
         total, rate = trainer.num_training_batches, self._rate(trainer)
         thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
         speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
@@ -262,6 +255,7 @@ class ProgressBar(Callback):
         shown = self._shown
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
             shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
+        stale = set() if live or self._validated else self._from_validation
         metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
         return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 
@@ -279,23 +273,26 @@ class ProgressBar(Callback):
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _print_compiled(self, lines: list[str]) -> None:
-        # Programs compiled before the first training step are printed with it.
-        if self._compiled or self._stage != "fit":
-            lines = [*lines, self._compiles.first()]
-        if text := "\n".join(join(line.split(), between=" ") for line in lines if line):
-            self._close(text)
+    def _print_compiled(self, trainer: "Trainer", batch: Any = None) -> None:
+        """Print which programs were compiled since it was printed last; all lines add up to `compile_seconds`."""
+        if (seconds := trainer.compile_seconds) == self._printed:
+            return
+        parts = []
+        for name, total in seconds.items():
+            more = total - self._printed.get(name, 0.0)
+            if name not in self._printed or more >= 0.005:
+                rows = num_rows(batch) if name in self._printed and batch is not None else 0
+                again = f" for a batch of {rows:,} row{'s' * (rows != 1)}" if rows else ""
+                parts.append(f"{name}{again} in {clock(more)}")
+                self._printed = {**self._printed, name: total}
+        if parts:
+            self._close(f"compiled {join(parts, between=', ')}")
 
     def _conclude(self, trainer: "Trainer") -> None:
-        if text := self._compiles.first():  # no step came after it
-            self._print(text)
+        self._print_compiled(trainer)  # if no step came after it
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe()
-        self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
-
-    def _print(self, line: str) -> None:
-        if self._active:
-            say(line)
+        self._close(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
 
     def _safely(self, write: Callable[[], None]) -> None:
         try:
@@ -305,7 +302,7 @@ class ProgressBar(Callback):
             self._active, self._next = False, math.inf
             with contextlib.suppress(OSError, ValueError):  # it still restores sys.stdout
                 if line is not None:
-                    line.close()
+                    line.hide()
 
 
 def _epoch(trainer: "Trainer") -> str:

@@ -6,13 +6,11 @@ import math
 import os
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_BAR_WIDTH = 18
 _ASCII = str.maketrans("·…━─", "|.=-")
 
 
@@ -30,21 +28,19 @@ def say(text: str, *, aside: bool = False) -> None:
         stream.flush()
 
 
-def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ", in_file: int | None = None) -> str:
+def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
     """Return parts as a line, or as so many lines as the width asks for.
 
     Args:
         parts: The parts, which are not broken.
         indent: What the second line and those after it begin with.
         between: The text between two parts of a line.
-        in_file: The width where there is no terminal; None for no limit.
     """
-    width, lines = line_width() or in_file, [""]
+    width, lines = line_width(), [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
         if width is not None and len(longer) > width and lines[-1]:
-            fits = len(indent) + len(part) <= width
-            lines.append((indent if fits else "  ") + part)
+            lines.append((indent if len(indent) + len(part) <= width else "  ") + part)
         else:
             lines[-1] = longer
     return "\n".join(line.rstrip() for line in lines)
@@ -55,7 +51,7 @@ def line_width() -> int | None:
     return shutil.get_terminal_size().columns if _is_tty() and not in_notebook() else None
 
 
-def bar(done: int, total: float, width: int = _BAR_WIDTH) -> str:
+def bar(done: int, total: float, width: int) -> str:
     """Return how much is done as a bar; a full one if the total is not known."""
     filled = width if total == math.inf else round(width * min(done / max(total, 1), 1.0))
     return "━" * filled + "─" * (width - filled)
@@ -119,79 +115,55 @@ def _writable(text: str) -> str:
     return text
 
 
-class LiveLine(ABC):
-    """One line that changes in place, until it is closed.
-
-    Attributes:
-        stays: Whether it continues when it was closed with a text.
-    """
-
-    stays = False
-
-    @abstractmethod
-    def show(self, text: str) -> None:
-        """Draw the line again."""
-
-    @abstractmethod
-    def close(self, text: str | None = None) -> None:
-        """Remove the line, and print a last text, if any."""
-
-
-class TerminalLine(LiveLine):
-    """A line at the bottom of the terminal, below other output."""
+class TerminalLine:
+    """A line at the bottom of the terminal, below other output, that changes in place."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.live import Live
 
         class QuietConsole(Console):
             # Rich's own ends the process.
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError
 
-        # Drawn from hooks: a thread of rich would compete with the training loop.
-        self._live = Live(console=QuietConsole(force_terminal=True), auto_refresh=False, transient=True)
-        self._live.start()
+        self._console, self._live = QuietConsole(force_terminal=True), None
 
     def show(self, text: str) -> None:
         """Draw the line, cut at the terminal's width."""
+        from rich.live import Live
         from rich.text import Text
 
+        if self._live is None:
+            # Drawn from hooks: a thread of rich would compete with the training loop.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
         line = Text(text)
         # Three are left free: in a full line the ^C that a terminal shows would begin another, and leave this one.
         line.truncate(max((line_width() or 80) - 3, 1), overflow="ellipsis")
         self._live.update(Text(_writable(line.plain), no_wrap=True, overflow="crop"), refresh=True)
 
-    def close(self, text: str | None = None) -> None:
-        """Take the line away, and print the last text where it was."""
-        self._live.stop()
-        if text is not None:
-            say(text)
+    def hide(self) -> None:
+        """Take the line away until it is drawn again."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
 
-class NotebookLine(LiveLine):
-    """An output of a notebook's cell that is replaced each time; lines that stay are printed below it.
-
-    So they are one output, in the order in which they and a user's own came, and a notebook that is kept has no bars.
-    """
-
-    stays = True
+class NotebookLine:
+    """An output of a notebook's cell that is replaced each time; a notebook that is kept has an empty one."""
 
     def __init__(self) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
 
-        self._handle: Any = display(_in_notebook(""), raw=True, display_id=True)
+        self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
 
     def show(self, text: str) -> None:
         """Replace the output."""
-        self._handle.update(_in_notebook(text), raw=True)
+        self._handle.update({"text/plain": text}, raw=True)
 
-    def close(self, text: str | None = None) -> None:
-        """Print the text; without one leave an output that takes no room."""
-        if text is None:
-            self._handle.update(_in_notebook(""), raw=True)
-        else:
-            say(text)
+    def hide(self) -> None:
+        """Leave an output that takes no room, as an empty line of text would."""
+        self._handle.update({"text/html": ""}, raw=True)
 
 
 def show_picture(thing: Any) -> None:
@@ -202,8 +174,3 @@ def show_picture(thing: Any) -> None:
         if (picture := thing._repr_png_()) is not None:
             encoded = base64.b64encode(picture).decode()
             display({"image/png": encoded, "text/plain": repr(thing)}, raw=True)
-
-
-def _in_notebook(text: str) -> dict[str, str]:
-    # An empty line of text would take the room of one.
-    return {"text/plain": text} if text else {"text/html": ""}

@@ -90,16 +90,6 @@ def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
     assert "|".join(re.sub(took, "", line) for line in lines[begin:]) == expected
 
 
-def test_in_a_file_long_places_stand_below_one_another(capsys):
-    folder = "a_folder_with_a_long_name/and_another_one_in_it"
-    best = ModelCheckpoint(monitor="loss", every_n_train_steps=1)
-    make_trainer(best, default_root_dir=folder, logger=False, log_every_n_steps=1).fit(Mean(), numbered(4))
-    lines = capsys.readouterr().out.splitlines()
-    (at,) = [i for i, line in enumerate(lines) if line.startswith("  checkpoint")]
-    places = [f"{folder}/checkpoints/step_0000000{step} ({mark})" for step, mark in ((1, "best"), (4, "last"))]
-    assert lines[at : at + 2] == [f"  checkpoint  {places[0]}", f"{'':14}{places[1]}"]
-
-
 def test_the_time_of_compiling_is_told_apart():
     nothing = {"checkpoint_callbacks": [], "loggers": [], "callbacks": []}
     trainer = SimpleNamespace(
