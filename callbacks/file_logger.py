@@ -69,24 +69,19 @@ class FileLogger(Logger, ABC):
         """Write hyperparameters to `hparams.json` next to the rows, without secrets; other than JSON values as text.
 
         Raises:
-            LoggerError: No run has begun, or the file cannot be written.
+            LoggerError: No run has begun.
         """
         if (trainer := self._attached) is None:
             raise LoggerError(f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run.")
         if not trainer.is_global_zero:
             return
         path = trainer.run_dir / "hparams.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            known = json.loads(path.read_text()) if path.exists() else {}
-            temporary = path.with_name(f"{path.name}.tmp")
-            values = redacted(json.loads(json.dumps({**known, **params}, default=str)))
-            temporary.write_text(json.dumps(values, indent=1) + "\n")
-            os.replace(temporary, path)
-        except (OSError, ValueError) as error:
-            raise LoggerError(
-                f"{type(self).__name__} cannot write {path}: {error}. Free the disk, or move it away."
-            ) from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        values = redacted(json.loads(json.dumps({**known, **params}, default=str)))
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps(values, indent=1) + "\n")
+        os.replace(temporary, path)
 
     # Of each format ---------------------------------------------------------------------------------
 
@@ -174,13 +169,7 @@ class FileLogger(Logger, ABC):
         self._drop(trainer, checkpoint["global_step"], undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Drop the rows of a training that left no checkpoint and starts again.
-
-        Raises:
-            LoggerError: The run's folder can never be made.
-        """
-        if trainer.is_global_zero:
-            self._check_folder(Path(os.path.abspath(trainer.run_dir)))
+        """Drop the rows of a training that left no checkpoint and starts again."""
         if trainer.resume == "auto" and not trainer.global_step and self.path is None:
             self._drop(trainer, 0)
 
@@ -188,15 +177,6 @@ class FileLogger(Logger, ABC):
         """Close the file. A later run of the same Trainer appends new rows."""
         self._close()
         self._tail = []
-
-    def _check_folder(self, folder: Path) -> None:
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "is a file" if not there.is_dir() else "is write-protected"
-            raise LoggerError(
-                f"{type(self).__name__} writes to {folder / self.filename}, but {there} {why}. Pass another "
-                "Trainer(default_root_dir=...), or Trainer(logger=False)."
-            )
 
     def _drop(self, trainer: "Trainer", step: int, *, undone: bool = False) -> None:
         """Drop rows from a step on, and those that a checkpoint does not count."""
@@ -235,7 +215,7 @@ class FileLogger(Logger, ABC):
         """Write rows over the old ones at the end of the file, in one call: a process killed at any moment loses none.
 
         Raises:
-            OSError: They cannot be written; the file has the old ones, or else is read again with the next row.
+            OSError: They cannot be written; the file has the old ones if it can, and is read again with the next row.
         """
         if self._file is None:
             self._file = path.open("r+b", buffering=0)
@@ -248,21 +228,21 @@ class FileLogger(Logger, ABC):
             self.path = None
             with contextlib.suppress(OSError):  # a full disk has the place of the old ones still
                 self._put(start, before)
-            with contextlib.suppress(OSError):
-                self._file.seek(start)
-                if self._file.read() == before:
-                    self.path = path
-                else:
-                    self._file.truncate(start)
             raise
         self._size = start + len(after)
 
     def _put(self, start: int, data: bytes) -> None:
+        """Write to a place of the file and end it there; a write that fails leaves nothing of it."""
         assert self._file is not None
         self._file.seek(start)
-        while data:
-            data = data[self._file.write(data) :]
-        self._file.truncate()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            self._file.truncate()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
+            raise
 
     def _close(self) -> None:
         file, self._file = self._file, None

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import Traits
 from jaxlit.checks import is_int
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -25,9 +26,8 @@ class GradientAccumulationScheduler(Callback):
         scheduling: Batches an optimizer step, by the first epoch that takes so many.
 
     Raises:
-        ArgumentError: It is empty, or has an epoch below 0 or a number below 1; or before the first step: the Trainer
-            has a number of its own, or two such callbacks.
-        ArgumentTypeError: It is no dict of ints.
+        ArgumentError: It is no dict of ints, is empty, or has an epoch below 0 or a number below 1; or before the first
+            step: the Trainer has a number of its own, or two such callbacks.
 
     Example:
         >>> import jaxlit as jl
@@ -39,11 +39,10 @@ class GradientAccumulationScheduler(Callback):
     changes_step = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
-        if not isinstance(scheduling, Mapping) or not all(is_int(x, low=-(2**63)) for x in _flat(scheduling)):
-            raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
-        if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
-            raise ArgumentError(f"{rule}: epochs of at least 0 and at least 1 batch. Got {dict(scheduling)!r}.")
+        rule = "takes a dict of batches by epochs, like {0: 8, 4: 1}: epochs of at least 0 and at least 1 batch"
+        known = isinstance(scheduling, Mapping) and len(scheduling) > 0
+        known = known and all(is_int(k, low=0) and is_int(n, low=1) for k, n in scheduling.items())
+        check.require(known, "scheduling", scheduling, rule, owner="GradientAccumulationScheduler")
         self.scheduling = {int(epoch): int(every) for epoch, every in scheduling.items()}
         self._sets = False  # the Trainer's number is this one's
 
@@ -82,7 +81,3 @@ class GradientAccumulationScheduler(Callback):
         """Leave the Trainer as it was."""
         if self._sets:
             self._sets, trainer.accumulate_grad_batches = False, 1
-
-
-def _flat(scheduling: Mapping[int, int]) -> list[int]:
-    return [*scheduling, *scheduling.values()]

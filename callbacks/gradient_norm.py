@@ -33,7 +33,7 @@ class GradientNorm(Callback):
         if every_n_steps is not None:
             check.integer("every_n_steps", every_n_steps, low=1, owner="GradientNorm")
         self.norm_type, self.trace_every_n_steps = float(norm_type), every_n_steps
-        self.per_parameter = check.boolean("per_parameter", per_parameter, owner="GradientNorm")
+        self.per_parameter = per_parameter
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         """Compute the norms."""

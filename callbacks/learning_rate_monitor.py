@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError
@@ -32,11 +33,10 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(self, logging_interval: str | None = None) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise ArgumentError(
-                f"LearningRateMonitor(logging_interval=...) takes 'step', 'epoch' or None, got {logging_interval!r}."
-            )
-        self.logging_interval = logging_interval or "step"
+        interval = "step" if logging_interval is None else logging_interval
+        self.logging_interval = check.one_of(
+            "logging_interval", interval, ("step", "epoch"), owner="LearningRateMonitor"
+        )
 
     @property
     def rates_in(self) -> str:  # type: ignore[override]

@@ -1,9 +1,8 @@
 """The base of callbacks that send rows somewhere."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
 from jaxlit.porting import no_such_name
 from jaxlit.reporting.media_folder import MediaFolder
-from jaxlit.shown import shown
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -31,7 +29,7 @@ def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
     def log(self: "Logger", *args: Any, **named: Any) -> None:
         given = signature.bind(self, *args, **named).arguments
         if ours:  # a logger of the user may take other arguments
-            self._check(method.__name__, given)
+            self._check(given)
         try:
             method(self, *args, **named)
         except (ArgumentError, ArgumentTypeError):
@@ -280,37 +278,17 @@ class Logger(Callback):
         newest = 0 if self._attached is None else max(self._attached.global_step - 1, 0)
         return newest if step is None else int(step)
 
-    def _check(self, method: str, given: Mapping[str, Any]) -> None:
-        """Refuse a wrong name, step, caption or table, whichever logger takes it."""
-        call, key, step = f"{type(self).__name__}.{method}", given.get("key", "-"), given.get("step")
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuse a name or captions that would be lost without an error."""
+        key, caption, images = given.get("key", "-"), given.get("caption"), given.get("images")
         if not isinstance(key, str) or not key or key in ("step", "epoch"):
             raise ArgumentError(
                 f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
                 f"every row, got {key!r}."
             )
-        if step is not None and not isinstance(step, Integral):
-            raise ArgumentTypeError(
-                f"{call}(step=...) takes the index of an optimizer step, an int, got {shown(step)}. Leave it out for "
-                "the newest."
-            )
-        if (caption := given.get("caption")) is not None:
-            images = given["images"]
-            count = len(images) if isinstance(images, (list, tuple)) else 1
-            is_list = isinstance(caption, Sequence) and not isinstance(caption, str)
-            if not is_list or not all(isinstance(text, str) for text in caption):
-                raise ArgumentTypeError(
-                    f"{call}(caption=...) takes a list with a text for each image, got {shown(caption)}. Pass "
-                    "caption=['...']."
-                )
-            if len(caption) != count:
-                raise ArgumentError(f"{call}({key!r}, ...) got {count} images and {len(caption)} captions.")
-        rows = given.get("data", ())
-        for i, row in enumerate(() if isinstance(rows, Iterator) else rows):  # which can be read only once
-            if len(row) != len(given["columns"]):
-                raise ArgumentError(
-                    f"{call}({key!r}, ...): row {i} has {len(row)} cells, and there are {len(given['columns'])} "
-                    "columns. Give each row a cell for each column."
-                )
+        count = len(images) if isinstance(images, (list, tuple)) else 1
+        if caption is not None and len(caption) != count:
+            raise ArgumentError(f"{type(self).__name__} got {count} images and {len(caption)} captions for {key!r}.")
 
 
 class _Nothing:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_METRICS, _MAX_PARAMS = 500, 100  # in one call
 _MAX_LENGTH = 500  # characters of a parameter, which every store takes
-_MAX_COPIES = 3  # of checkpoints that wait to be sent
 _NO_CLIENT: Any = None
 _KEY = "jaxlit_run"  # a tag
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the names of metrics and parameters
@@ -96,7 +95,6 @@ class MLFlowLogger(Logger):
         self._sender: BackgroundQueue | None = None
         self._staging: Path | None = None  # the folder of files that are not sent yet
         self._error: Exception | None = None
-        self._copies = 0  # of checkpoints
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -128,7 +126,7 @@ class MLFlowLogger(Logger):
         """Begin a run of the Trainer; each fit has its own run in MLflow, unless it is resumed."""
         if stage == "fit":
             self.run_id, self._client, self._key = self._given_id, _NO_CLIENT, secrets.token_hex(8)
-        self._error, self._copies = None, 0
+        self._error = None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters, without secrets, nested ones by paths; one that the run has keeps its value there."""
@@ -144,20 +142,9 @@ class MLFlowLogger(Logger):
         """Upload a copy of it, as it may be deleted before it is sent."""
         if self.log_model != "all" or not trainer.is_global_zero:
             return
-        if self._copies >= _MAX_COPIES:
-            say(f"MLFlowLogger leaves {path.name} out: {self._copies} checkpoints before it are not sent yet.")
-            return
-        self._copies += 1
         folder = self._stage()
         shutil.copytree(path, folder / path.name)
-
-        def upload() -> None:
-            try:
-                self._upload(folder, "checkpoints")
-            finally:
-                self._copies -= 1
-
-        self._send(upload)
+        self._send(lambda: self._upload(folder, "checkpoints"))
 
     def finalize(self, status: str) -> None:
         """End the run, and wait until everything is sent."""

@@ -12,12 +12,11 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.checkpoint_arguments import check_checkpoint_arguments
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.checkpoints.naming import filled
+from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
 from jaxlit.reporting.terminal import absolute
@@ -85,11 +84,25 @@ class ModelCheckpoint(Callback):
         save_on_exception: bool = True,
         on_save_error: str = "raise",
     ) -> None:
-        check_checkpoint_arguments({name: value for name, value in locals().items() if name != "self"})
-        check_monitor("loss" if monitor is None else monitor, mode, owner="ModelCheckpoint")
+        owner = "ModelCheckpoint"
+        check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
+        check_filename(filename)
+        check.integer("save_top_k", save_top_k, low=-1, owner=owner)
+        for name, every in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            if every is not None:
+                check.integer(name, every, low=1, owner=owner)
+        check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
+        if monitor is None and save_top_k > 1:
+            raise ArgumentError(
+                f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
+            )
+        if save_top_k == 0 and not save_last:
+            raise ArgumentError(
+                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
+            )
         self._sign = 1 if mode == "min" else -1
         if (interval := train_time_interval) is not None:
-            interval = check.duration("train_time_interval", interval, "ModelCheckpoint")
+            interval = check.duration("train_time_interval", interval, owner)
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
@@ -184,17 +197,13 @@ class ModelCheckpoint(Callback):
         fires = every is not None and step != self._step and step % every == 0
         due = training_over or fires
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
-            due = due or not self._relaxed or self._has_rested(trainer)
+            # Writing takes a tenth of the time at most; of several processes each has a clock of its own.
+            has_rested = self._saving is None and time.monotonic() >= self._rests_until
+            due = due or not self._relaxed or jax.process_count() > 1 or has_rested
         if (due or time.monotonic() >= self._deadline) and trainer.saver.may_begin:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, forced=training_over)
             self._restart_clock()
-
-    def _has_rested(self, trainer: "Trainer") -> bool:
-        """Return whether writing another checkpoint leaves the training nine tenths of the time."""
-        if jax.process_count() > 1:  # each has a clock of its own
-            return True
-        return self._saving is None and time.monotonic() >= self._rests_until
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
@@ -247,12 +256,7 @@ class ModelCheckpoint(Callback):
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
-        self._before = self.state_dict()
-        try:
-            path = str(self._path(trainer, epoch_over))
-        except OSError as error:
-            self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
-            return
+        self._before, path = self.state_dict(), str(self._path(trainer, epoch_over))
         if is_best and score is not None:
             self.best_k_models.pop(path, None)
             self.best_k_models[path] = score
@@ -350,11 +354,7 @@ class ModelCheckpoint(Callback):
         return path
 
     def _suffix(self, trainer: "Trainer", epoch_over: bool) -> str:
-        """Return the filename with the values that it names.
-
-        Raises:
-            CheckpointError: It names a metric that was not logged.
-        """
+        """Return the filename with the values that it names."""
         if self.filename is None:
             return ""
         metrics = trainer.callback_metrics
@@ -377,7 +377,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return which checkpoints there are, by their names in the folder."""
-        name = lambda path: os.path.basename(path)  # noqa: E731
+        name = os.path.basename
         return {
             "best_k_models": [[name(path), score] for path, score in self.best_k_models.items()],
             "last_model": name(self.last_model_path),

@@ -36,10 +36,7 @@ class MonitorCallback(Callback, ABC):
     ) -> None:
         owner, asked = type(self).__name__, check_on_train_epoch_end
         self.monitor, self.mode = check_monitor(monitor, mode, owner=owner)
-        rule = "takes True, False or None"
-        check.require(isinstance(asked, bool | None), "check_on_train_epoch_end", asked, rule, owner=owner)
-        self.min_delta = check.number("min_delta", min_delta, low=0, owner=owner)
-        self.strict = check.boolean("strict", strict, owner=owner)
+        self.min_delta, self.strict = check.number("min_delta", min_delta, low=0, owner=owner), strict
         self._asked, self._at_epoch_end = asked, False
         self._fitting = self._validated = self._looked = False
         self._reset()
@@ -79,12 +76,9 @@ class MonitorCallback(Callback, ABC):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after an epoch."""
         validated, self._validated = self._validated, False
-        if not self._at_epoch_end:
-            due = not trainer.num_val_batches  # without validations there is no other time
-        else:
-            # An epoch that was interrupted has had no validation: its old value must not count twice.
-            due = self._asked is not None or not trainer.num_val_batches or validated
-        if due:
+        # Without validations there is no other time. An epoch that was interrupted has had none: its old value must not
+        # count twice.
+        if not trainer.num_val_batches or (self._at_epoch_end and (validated or self._asked is not None)):
             self._read(trainer)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:

@@ -52,7 +52,7 @@ class Timer(Callback):
         self.duration = None if duration is None else check.duration("duration", duration, owner="Timer")
         self.limits_time = self.duration is not None
         self.interval = check.one_of("interval", interval, ("step", "epoch"), owner="Timer")
-        self.verbose = check.boolean("verbose", verbose, owner="Timer")
+        self.verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
         self._before = 0.0  # seconds of training that a checkpoint has seen
@@ -102,37 +102,23 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Keep how long it took."""
-        self._end["train"] = time.monotonic()
+        self._finish("train")
         if self.verbose and trainer.is_global_zero and trainer.stop_reason == self._reason:
             _logger.info("%s: training took %s.", self._reason, timedelta(seconds=round(self.time_elapsed())))
 
-    def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin to count."""
-        self._begin("validate")
-
-    def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Keep how long it took."""
-        self._end["validate"] = time.monotonic()
-
-    def on_test_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin to count."""
-        self._begin("test")
-
-    def on_test_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Keep how long it took."""
-        self._end["test"] = time.monotonic()
-
-    def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin to count."""
-        self._begin("predict")
-
-    def on_predict_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Keep how long it took."""
-        self._end["predict"] = time.monotonic()
+    on_validation_start = lambda self, *_: self._begin("validate")  # noqa: E731
+    on_validation_end = lambda self, *_: self._finish("validate")  # noqa: E731
+    on_test_start = lambda self, *_: self._begin("test")  # noqa: E731
+    on_test_end = lambda self, *_: self._finish("test")  # noqa: E731
+    on_predict_start = lambda self, *_: self._begin("predict")  # noqa: E731
+    on_predict_end = lambda self, *_: self._finish("predict")  # noqa: E731
 
     def _begin(self, stage: str) -> None:
         self._start[stage] = time.monotonic()
         self._end.pop(stage, None)
+
+    def _finish(self, stage: str) -> None:
+        self._end[stage] = time.monotonic()
 
     @property
     def _reason(self) -> str:

@@ -198,17 +198,6 @@ def test_a_half_written_last_row_is_cut_by_the_next_run(kind):
 
 
 @each_kind
-def test_a_folder_that_can_never_be_made_is_refused(kind, capsys):
-    Path("file").write_text("")
-    for folder in ("file", "file/deep/run"):
-        words = rf"{kind.__name__} writes to .*file is a file\. Pass another .*root_dir"
-        given = {"default_root_dir": folder, "enable_checkpointing": False, "logger": kind()}
-        fit_refuses(LoggerError, words, **given)
-        make_trainer(**given).validate(Mean(), numbered(1))
-        assert f"{kind.__name__} cannot write" in capsys.readouterr().out
-
-
-@each_kind
 def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
     path, name = path_of(kind()), kind.__name__
     path.parent.mkdir()
