@@ -18,75 +18,6 @@ _INDEX, _FORMAT = "index.json", "jaxlit predictions 1"
 _LONE = "predictions"  # the name of outputs that are one array, and of the Parquet file
 
 
-class NpyFiles:
-    """A .npy file for each leaf."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._rows = folder, 0
-        self._files: dict[str, tuple[Any, np.ndarray]] = {}  # and the first rows of the leaf
-
-    def write(self, rows: Mapping[str, np.ndarray]) -> None:
-        """Append rows, by the name of the leaf."""
-        for name, x in rows.items():
-            if name not in self._files:
-                if x.dtype.kind in "OUS":
-                    raise DataError(
-                        f"PredictionWriter: {name!r} holds texts or objects, and .npy files hold numbers. Pass "
-                        "format='parquet', or leave it out of the predictions and of host_keys."
-                    )
-                self._files[name] = (self._folder / f"{name}.npy").open("wb"), x
-                self._write_header(name)
-            self._files[name][0].write(x.tobytes())  # not memoryview(x), which dates do not have
-        self._rows += len(next(iter(rows.values())))
-
-    def close(self) -> None:
-        """Write the number of rows into the headers, and close the files."""
-        for name, (file, _) in self._files.items():
-            file.seek(0)
-            self._write_header(name)
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-
-    def _write_header(self, name: str) -> None:
-        file, x = self._files[name]
-        header = {"descr": np.lib.format.dtype_to_descr(x.dtype), "fortran_order": False}
-        # numpy pads a header so that it has one length for any number of rows.
-        np.lib.format.write_array_header_1_0(file, {**header, "shape": (self._rows, *x.shape[1:])})
-
-
-class ParquetFile:
-    """One Parquet file with a column for each leaf; rows that are arrays are lists of a fixed size."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path, self._writer = folder / f"{_LONE}.parquet", None
-        self._arrow, self._parquet = import_pyarrow()
-
-    def write(self, rows: Mapping[str, np.ndarray]) -> None:
-        """Append rows, as one row group."""
-        table = self._arrow.table({name: self._column(name, x) for name, x in rows.items()})
-        if self._writer is None:
-            self._writer = self._parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table)
-
-    def close(self) -> None:
-        """Write the footer, without which a Parquet file cannot be read."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def _column(self, name: str, x: np.ndarray) -> Any:
-        try:
-            column = self._arrow.array(x.reshape(-1).tolist() if x.dtype.hasobject else x.reshape(-1))
-            for size in reversed(x.shape[1:]):
-                column = self._arrow.FixedSizeListArray.from_arrays(column, size)
-        except (self._arrow.ArrowException, ValueError) as error:
-            raise DataError(
-                f"PredictionWriter: Parquet cannot hold {name!r}, {x.dtype} of shape {list(x.shape)}: {error}. Pass "
-                "format='npy', or leave it out of the predictions and of host_keys."
-            ) from error
-        return column
-
-
 def import_pyarrow() -> tuple[Any, Any]:
     """Return pyarrow and pyarrow.parquet.
 
@@ -97,22 +28,20 @@ def import_pyarrow() -> tuple[Any, Any]:
     return check.import_package("pyarrow", **asked), check.import_package("pyarrow.parquet", **asked)
 
 
-FORMATS = {"npy": NpyFiles, "parquet": ParquetFile}
-
-
 class Rows:
-    """Writes the predictions of one loader.
+    """Writes the predictions of one loader: a .npy file for each leaf, or a Parquet file with a column for each.
 
     Args:
         folder: The folder of the files; it is made.
-        format: A key of `FORMATS`.
+        format: "npy" or "parquet".
     """
 
     def __init__(self, folder: Path, format: str) -> None:
         folder.mkdir(parents=True)
-        self._folder, self._format, self._files = folder, format, FORMATS[format](folder)
+        self._folder, self._format, self._rows = folder, format, 0
         self._leaves: list[dict[str, Any]] = []
-        self._rows = 0
+        self._files: dict[str, Any] = {}  # the .npy files
+        self._parquet: Any = None  # the writer of the Parquet file
 
     def write(self, outputs: Any) -> None:
         """Append the predictions of a batch.
@@ -142,14 +71,58 @@ class Rows:
                 f"PredictionWriter: predictions must be of one dtype and shape in all batches, and were {was}, and are "
                 f"{now}. Pad them in predict_step."
             )
-        self._files.write(named)
+        (self._write_npy if self._format == "npy" else self._write_parquet)(named)
         self._rows += next(iter(counts.values())) or 0
 
     def close(self) -> None:
-        """Close the files, and write which leaves they hold."""
-        self._files.close()
+        """Complete the files, and write which leaves they hold."""
+        for name, file in self._files.items():
+            self._write_header(name)  # with the number of rows
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        if self._parquet is not None:
+            self._parquet.close()
         index = {"format": _FORMAT, "files": self._format, "rows": self._rows, "leaves": self._leaves}
         (self._folder / _INDEX).write_text(json.dumps(index, indent=1))
+
+    def _write_npy(self, rows: Mapping[str, np.ndarray]) -> None:
+        for name, x in rows.items():
+            if x.dtype.kind in "OUS":
+                raise DataError(
+                    f"PredictionWriter: {name!r} holds texts or objects, and .npy files hold numbers. Pass "
+                    "format='parquet', or leave it out of the predictions and of host_keys."
+                )
+            if name not in self._files:
+                self._files[name] = (self._folder / f"{name}.npy").open("wb")
+                self._write_header(name)
+            self._files[name].write(x.tobytes())  # not memoryview(x), which dates do not have
+
+    def _write_header(self, name: str) -> None:
+        leaf = next(leaf for leaf in self._leaves if leaf["name"] == name)
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(leaf["dtype"])), "fortran_order": False}
+        self._files[name].seek(0)
+        # numpy pads a header so that it has one length for any number of rows.
+        np.lib.format.write_array_header_1_0(self._files[name], {**header, "shape": (self._rows, *leaf["shape"])})
+
+    def _write_parquet(self, rows: Mapping[str, np.ndarray]) -> None:
+        """Append rows as one row group; rows that are arrays are lists of a fixed size."""
+        arrow, parquet = import_pyarrow()
+        columns = dict[str, Any]()
+        for name, x in rows.items():
+            try:
+                columns[name] = arrow.array(x.reshape(-1).tolist() if x.dtype.hasobject else x.reshape(-1))
+                for size in reversed(x.shape[1:]):
+                    columns[name] = arrow.FixedSizeListArray.from_arrays(columns[name], size)
+            except (arrow.ArrowException, ValueError) as error:
+                raise DataError(
+                    f"PredictionWriter: Parquet cannot hold {name!r}, {x.dtype} of shape {list(x.shape)}: {error}. "
+                    "Pass format='npy', or leave it out of the predictions and of host_keys."
+                ) from error
+        table = arrow.table(columns)
+        if self._parquet is None:
+            self._parquet = parquet.ParquetWriter(self._folder / f"{_LONE}.parquet", table.schema)
+        self._parquet.write_table(table)
 
 
 def holds_rows(folder: Path) -> bool:

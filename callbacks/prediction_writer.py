@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.prediction_files import FORMATS, Rows, holds_rows, import_pyarrow, read_rows
+from jaxlit.callbacks.prediction_files import Rows, holds_rows, import_pyarrow, read_rows
 from jaxlit.distributed.exchange import agree, fetch
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -52,12 +52,10 @@ class PredictionWriter(Callback):
     in_fast_dev_run = False
 
     def __init__(self, output_dir: str | Path, write_interval: str = "batch", *, format: str = "npy") -> None:
-        if not isinstance(output_dir, (str, Path)) or not str(output_dir):
-            raise ArgumentTypeError(f"PredictionWriter(output_dir=...) takes a path, got {output_dir!r}.")
         self.output_dir = Path(output_dir)
         owner = "PredictionWriter"
         self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)
-        self.format = check.one_of("format", format, tuple(FORMATS), owner=owner)
+        self.format = check.one_of("format", format, ("npy", "parquet"), owner=owner)
         if format == "parquet":
             import_pyarrow()
         self._folder = self.output_dir  # with links resolved, once a run begins
@@ -103,12 +101,9 @@ class PredictionWriter(Callback):
     def _problem(self, trainer: "Trainer") -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""
         folder = self._folder
-        if Path.cwd().is_relative_to(folder):
-            return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
-        for other in (c for c in trainer.callbacks if isinstance(c, PredictionWriter) and c is not self):
-            theirs = other.output_dir.resolve()
-            if theirs.is_relative_to(folder) or folder.is_relative_to(theirs):
-                return f"and another one with {str(other.output_dir)!r} replace each other's files. Give each its own."
+        writers = [c for c in trainer.callbacks if isinstance(c, PredictionWriter)]
+        if any(c is not self and c.output_dir.resolve() == folder for c in writers):
+            return "and another one replace each other's files. Give each its own folder."
         try:
             if folder.exists() and not (holds_rows(folder) or _loaders(folder)) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."

@@ -55,7 +55,6 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
     "ModelSummary": {"max_depth": ((-2, 1.0, "1", True, None), "'auto'")},
     "PredictionWriter": {
-        "output_dir": ((3, ""), "path"),
         "write_interval": (("batch_and_epoch",), "'batch', 'epoch'"),
         "format": (("csv",), "'npy', 'parquet'"),
     },
