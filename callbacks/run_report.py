@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
+from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import config_of, monitored
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
@@ -59,6 +60,11 @@ class RunReport(Callback):
         self._error: BaseException | None = None
         self._began = ""  # "" unless a page is to be written
 
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that one page would replace the other."""
+        same = isinstance(other, RunReport) and other.filename == self.filename
+        return "The callbacks hold two RunReports of one filename. Leave one of them out." if same else None
+
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Remember when training began."""
         self.location = self._error = None
@@ -100,6 +106,16 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
     chosen = {name: value for name, value in ours["trainer"].items() if not is_default(name, value)}
     rest = {name: value for name, value in ours["trainer"].items() if name not in chosen}
+    mesh, numpy = trainer.strategy.mesh, {"numpy": np.__version__, "Python": platform.python_version()}
+    environment = {
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        "processes": jax.process_count(),
+        "strategy": trainer.strategy.describe(),
+        "precision": trainer.precision,
+        "versions": ours["versions"] | numpy,
+        "system": platform.platform(),
+        "folder": str(absolute(trainer.run_dir)),
+    }
     state = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:
         state = f"ended by {type(error).__name__}", "bad"
@@ -125,7 +141,7 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),
             html.pairs("Hyperparameters", hparams),
-            html.pairs("Environment", _environment(trainer, ours["versions"])),
+            html.pairs("Environment", environment),
             html.pairs("Trainer, where it is not the default", chosen),
             html.pairs("Trainer, the rest", rest, folded=True),
             "" if explained is None else html.text(last, str(explained)),
@@ -140,27 +156,17 @@ def _curves(trainer: "Trainer") -> dict[str, Curve]:
             with contextlib.suppress(OSError, ValueError, KeyError), logger.path.open(newline="") as file:
                 rows = list(csv.DictReader(file))
                 names = [name for name in (rows[0] if rows else {}) if name not in ("step", "epoch")]
-                return {name: _column([row for row in rows if row[name]], name) for name in names}
-    return {name: trainer.history[name] for name in trainer.history}
-
-
-def _column(rows: list[dict[str, str]], name: str) -> Curve:
-    return np.array([int(row["step"]) for row in rows]), np.array([float(row[name]) for row in rows])
-
-
-def _index_of_best(values: np.ndarray, mode: str) -> int | None:
-    """Return the index of the smallest ("min") or largest finite value; None if there is none."""
-    if not np.isfinite(values).any():
-        return None
-    values = np.where(np.isfinite(values), values, np.nan)
-    return int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
+                points = {name: [(int(row["step"]), float(row[name])) for row in rows if row[name]] for name in names}
+                return {name: (np.array([s for s, _ in x]), np.array([v for _, v in x])) for name, x in points.items()}
+    return dict(trainer.history)
 
 
 def _best(watched: dict[str, str], curves: dict[str, Curve]) -> dict[str, str]:
     """Return the best value of the first monitored metric, by its title."""
-    for name, mode in watched.items():
-        if name in curves and (i := _index_of_best(curves[name][1], mode)) is not None:
-            return {f"best {name}": f"{curves[name][1][i]:.4g}"}
+    for name in (name for name in watched if name in curves):
+        values = curves[name][1][np.isfinite(curves[name][1])]
+        if values.size:
+            return {f"best {name}": f"{values.min() if watched[name] == 'min' else values.max():.4g}"}
     return {}
 
 
@@ -168,9 +174,11 @@ def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[str
     rows = []
     for name, (steps, values) in curves.items():
         row: list[str | html.Cell] = [name, html.number(values[-1])]
-        for mode in ("min", "max"):
-            i, best = _index_of_best(values, mode), watched.get(name) == mode
-            row.append(("-", "n") if i is None else html.number(values[i], f" at {steps[i]:,}", best=best))
+        finite = np.flatnonzero(np.isfinite(values))
+        for mode, index in (("min", np.argmin), ("max", np.argmax)):
+            i = finite[index(values[finite])] if finite.size else -1
+            best = watched.get(name) == mode
+            row.append(html.number(values[i], f" at {steps[i]:,}", best=best) if finite.size else ("-", "n"))
         rows.append(row)
     return rows
 
@@ -179,24 +187,9 @@ def _checkpoints(trainer: "Trainer") -> list[list[str | html.Cell]]:
     rows = []
     for callback in trainer.checkpoint_callbacks:
         best = callback.best_model_path if callback.monitor is not None else ""
-        scores: dict[str, Any] = dict(callback.best_k_models)
+        scores = callback.best_k_models
         for path in dict.fromkeys(filter(None, (best, *scores, callback.last_model_path))):
             marks = ", ".join(m for m, p in (("best", best), ("last", callback.last_model_path)) if p == path)
-            score = ("-", "n")
-            if scores.get(path) is not None:
-                score = html.number(float(scores[path]), f" {callback.monitor}")
+            score = html.number(scores[path], f" {callback.monitor}") if path in scores else ("-", "n")
             rows.append([str(short_path(Path(path))), marks or "kept", score])
     return rows
-
-
-def _environment(trainer: "Trainer", versions: dict[str, Any]) -> dict[str, Any]:
-    mesh = trainer.strategy.mesh
-    return {
-        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        "processes": jax.process_count(),
-        "strategy": trainer.strategy.describe(),
-        "precision": trainer.precision,
-        "versions": versions | {"numpy": np.__version__, "Python": platform.python_version()},
-        "system": platform.platform(),
-        "folder": str(absolute(trainer.run_dir)),
-    }

@@ -64,9 +64,6 @@ class ThroughputMonitor(Measure):
         *,
         available_flops: float | None = None,
     ) -> None:
-        for name, fn in (("batch_size_fn", batch_size_fn), ("length_fn", length_fn)):
-            allowed = fn is None or callable(fn)
-            check.require(allowed, name, fn, "takes a function of a batch, or None", owner="ThroughputMonitor")
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.window_size = check.integer("window_size", window_size, low=1, owner="ThroughputMonitor")
         if available_flops is not None:
@@ -97,7 +94,7 @@ class ThroughputMonitor(Measure):
     ) -> None:
         """Count the batch."""
         if self._of_first is None:
-            self._take_first(trainer, batch)
+            self._take_first(batch)
         fn = self.batch_size_fn
         self._batches += 1
         # By a key if there is one: this runs in every step, and walking a tree would cost calls.
@@ -157,7 +154,7 @@ class ThroughputMonitor(Measure):
     def _now(self, steps: int) -> _Point:
         return _Point(steps, self._batches, self._samples, self._lengths)
 
-    def _take_first(self, trainer: "Trainer", batch: Any) -> None:
+    def _take_first(self, batch: Any) -> None:
         rows = num_rows(batch)
         items = batch.items() if type(batch) is dict else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
         self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)

@@ -71,7 +71,6 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     },
     "RunReport": {"filename": (("report.txt", "a/b.html", 3), "ends in .html")},
     "ThroughputMonitor": {
-        **dict.fromkeys(("batch_size_fn", "length_fn"), ((3,), "function")),
         "window_size": (NOT_POSITIVE, "int of at least 1"),
         "available_flops": ((-1.0, 0), "above 0"),
     },
