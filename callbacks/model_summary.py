@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.leaf_names import leaf_name
-from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, placement
+from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
 from jaxlit.reporting.terminal import join, line_width, say
 from jaxlit.table import size, table
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 20  # of parameters; a longer table would fill the terminal before training has begun
 
 
+_COLUMNS = ("path", "type", "shape", "sharding", "params", "per device")
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the summary: a parameter, or all those below a path."""
@@ -34,7 +37,7 @@ class Row:
     shape: tuple[int, ...] | None  # None for a group
     params: int
     trained: int  # how many of them the optimizer trains
-    sharding: str  # see `Placement.partition`
+    sharding: str  # see `partition`
     bytes: int  # of the unsharded arrays
     bytes_per_device: int  # on the device that holds the most
 
@@ -112,7 +115,6 @@ def summarize(
     rows = []
     for path, leaves in groups.items():
         alone, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]
-        where = placement(arrays, devices)
         remarks = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
         rows.append(
             Row(
@@ -121,9 +123,9 @@ def summarize(
                 shape=arrays[0].shape if alone else None,
                 params=sum(x.size for x in arrays),
                 trained=sum(x.size for _, x, trained in leaves if trained),
-                sharding=", ".join([*remarks, where.partition]),
-                bytes=where.bytes,
-                bytes_per_device=where.bytes_per_device,
+                sharding=", ".join([*remarks, partition(arrays, devices)]),
+                bytes=bytes_of(arrays),
+                bytes_per_device=bytes_per_device(arrays),
             )
         )
     return rows
@@ -133,8 +135,8 @@ def totals(state: "TrainState") -> str:
     """Return the summary's last line, and one on replicated arrays if others are sharded."""
     leaves, held = jax.tree.leaves((state.params, state.frozen)), jax.tree.leaves(_held(state))
     params, trained = (sum(x.size for x in arrays) for arrays in (leaves, jax.tree.leaves(state.params)))
-    parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves))]
-    parts += [f"optimizer {size(bytes_of(jax.tree.leaves(state.opt_state)))}"]
+    optimizer = size(bytes_of(jax.tree.leaves(state.opt_state)))
+    parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves)), f"optimizer {optimizer}"]
     text = join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ")
     replicated = [x for x in held if x.sharding.is_fully_replicated]
     if replicated and len(replicated) < len(held):  # these bytes do not shrink on more devices
@@ -158,13 +160,12 @@ def _auto_depth(paths: list[tuple[Any, ...]]) -> int:
 
 def _table(rows: list[Row]) -> str:
     """Return the rows as a table; in a narrow terminal without the columns that matter least."""
-    columns = {name: [name] for name in ("path", "type", "shape", "sharding", "params", "per device")}
+    cells = []
     for row in rows:
         mark = "" if row.trained == row.params else "(frozen) " if not row.trained else "(partly frozen) "
         shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
-        cells = (row.path, row.type, shape, row.sharding, f"{mark}{row.params:,}", size(row.bytes_per_device))
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
+        cells.append((row.path, row.type, shape, row.sharding, f"{mark}{row.params:,}", size(row.bytes_per_device)))
+    columns = {name: [name, *column] for name, *column in zip(_COLUMNS, *cells, strict=True)}
     if not any(columns["shape"][1:]):
         del columns["shape"]
     width = line_width() or 200  # a file has no width

@@ -46,8 +46,6 @@ class Profiler(Callback):
     def __init__(self, start_step: int = 10, num_steps: int = 5, dirpath: str | Path | None = None) -> None:
         self.start_step = check.integer("start_step", start_step, low=0, owner="Profiler")
         self.num_steps = check.integer("num_steps", num_steps, low=1, owner="Profiler")
-        allowed = dirpath is None or (isinstance(dirpath, (str, Path)) and str(dirpath) != "")
-        check.require(allowed, "dirpath", dirpath, "takes a folder or None", owner="Profiler")
         self.dirpath = None if dirpath is None else absolute(Path(dirpath))
         self.location: str | None = None
         self._reset()
@@ -56,6 +54,7 @@ class Profiler(Callback):
         self._folder: Path | None = None  # of the trace that runs
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._step = -1  # the one that it marks
+        self._began_at, self._tried = 0, False
         self._wait: float = 0  # batches for which nothing can change; infinite after the window
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -66,13 +65,7 @@ class Profiler(Callback):
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin where the window does, also in the middle of it."""
-        if trainer.global_step >= self.start_step + self.num_steps:
-            _logger.warning(
-                "Profiler(start_step=%d, num_steps=%d) traces nothing: training continues at step %d, after them.",
-                self.start_step,
-                self.num_steps,
-                trainer.global_step,
-            )
+        self._began_at = trainer.global_step
         self._move(trainer)
 
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -95,11 +88,10 @@ class Profiler(Callback):
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """End the trace; warn if there was nothing to trace."""
-        if self._wait != math.inf and self._folder is None:
+        if not self._tried:
             _logger.warning(
-                "Profiler(start_step=%d) has traced nothing: training ended after step %d.",
-                self.start_step,
-                trainer.global_step - 1,
+                "Profiler(start_step=%d, num_steps=%d) has traced nothing: training had the steps %d to %d.",
+                *(self.start_step, self.num_steps, self._began_at, trainer.global_step - 1),
             )
         self._stop(trainer)
 
@@ -138,6 +130,7 @@ class Profiler(Callback):
     def _start(self, trainer: "Trainer") -> bool:
         folder = self.dirpath or absolute(trainer.run_dir) / "profile"
         folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
+        self._tried = True
         _wait_for_devices(trainer)  # earlier steps are not part of the window
         try:
             jax.profiler.start_trace(str(folder))

@@ -1,6 +1,5 @@
 """Logged rows in TensorBoard."""
 
-import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_images, need_pillow
+from jaxlit.reporting.images import as_images, figure_image, need_pillow
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute
 
@@ -164,10 +163,7 @@ class TensorBoardLogger(Logger):
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Write a matplotlib figure, as an image."""
-        from PIL import Image
-
-        figure.savefig(picture := io.BytesIO(), format="png")
-        self.log_image(key, Image.open(picture), step=step)
+        self.log_image(key, figure_image("TensorBoardLogger.log_figure", figure), step=step)
 
     # Helpers ----------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_images, need_pillow
+from jaxlit.reporting.images import as_images, figure_image, need_pillow
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_MAX_BINS = 512  # of W&B's histograms
 
 
 class WandbLogger(Logger):
@@ -240,9 +237,7 @@ class WandbLogger(Logger):
         self._log(key, lambda wandb: wandb.Table(columns=names, data=rows, allow_mixed_types=True), step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Send a histogram of at most 512 bins."""
-        allowed, rule = check.is_int(bins, low=1) and bins <= _MAX_BINS, f"takes an int from 1 to {_MAX_BINS}"
-        check.require(allowed, "bins", bins, f"{rule}, W&B's most", owner="WandbLogger.log_histogram")
+        """Send a histogram of at most 512 bins, W&B's limit."""
         counted = count(values, bins)
         self._log(key, lambda wandb: wandb.Histogram(np_histogram=counted), step)
 
@@ -266,15 +261,8 @@ class WandbLogger(Logger):
         Raises:
             LoggerError: Pillow is not installed.
         """
-        need_pillow("WandbLogger.log_figure")
-        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
-
-        def make(wandb: Any) -> Any:
-            from PIL import Image
-
-            return wandb.Image(Image.open(picture))
-
-        self._log(key, make, step)
+        image = figure_image("WandbLogger.log_figure", figure)
+        self._log(key, lambda wandb: wandb.Image(image), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""

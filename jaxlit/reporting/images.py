@@ -1,5 +1,6 @@
 """Images that a user logs, as Pillow takes them."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def as_image(where: str, x: Any) -> Any:
 def as_images(where: str, images: Any) -> list[Any]:
     """Return an image or a list of them as a list, each as `as_image` returns it."""
     return [as_image(where, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
+
+
+def figure_image(where: str, figure: Any) -> Any:
+    """Return a matplotlib figure as a Pillow image, as it is now.
+
+    Raises:
+        LoggerError: Pillow is not installed.
+    """
+    need_pillow(where)
+    from PIL import Image
+
+    figure.savefig(picture := io.BytesIO(), format="png")
+    return Image.open(picture)
 
 
 def has_pillow() -> bool:

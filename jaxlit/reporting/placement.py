@@ -2,32 +2,17 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 import jax
 
 
-@dataclass(frozen=True)
-class Placement:
-    """How some arrays are sharded over devices.
+def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
+    """Return how arrays are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
 
-    Attributes:
-        partition: "P('fsdp', None)", "replicated", or "mixed" if they differ; "on cpu:3" for arrays of one device, and
-            "replicated on cpu:4-7" for those of some devices.
-        bytes: Of the unsharded arrays.
-        bytes_per_device: Those on the device that has the most of them.
-    """
-
-    partition: str
-    bytes: int
-    bytes_per_device: int
-
-
-def placement(arrays: Sequence[Any], devices: Iterable[jax.Device]) -> Placement:
-    """Return how arrays are sharded.
+    Arrays of one device are "on cpu:3", and those of some devices for example "replicated on cpu:4-7".
 
     Args:
         arrays: Arrays, or their shapes, dtypes and shardings.
@@ -35,8 +20,7 @@ def placement(arrays: Sequence[Any], devices: Iterable[jax.Device]) -> Placement
     """
     among = frozenset(devices)
     partitions = {_partition(sharding, among) for sharding in {x.sharding for x in arrays}}
-    partition = partitions.pop() if len(partitions) == 1 else "mixed"
-    return Placement(partition, bytes_of(arrays), bytes_per_device(arrays))
+    return partitions.pop() if len(partitions) == 1 else "mixed"
 
 
 def bytes_of(arrays: Iterable[Any]) -> int:

@@ -15,7 +15,7 @@ from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
-from jaxlit.reporting.placement import devices_of, placement
+from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
 from jaxlit.table import count, duration, size, table
 from jaxlit.trainer.defaults import state_rows
 
@@ -139,8 +139,7 @@ def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     devices = devices_of(everything)
     for name, tree in (*groups.items(), ("(all)", everything)):
         if leaves := jax.tree.leaves(tree):
-            placed = placement(leaves, devices)
-            parts.append(StatePart(name, placed.partition, placed.bytes, placed.bytes_per_device))
+            parts.append(StatePart(name, partition(leaves, devices), bytes_of(leaves), bytes_per_device(leaves)))
     return tuple(parts)
 
 

@@ -58,7 +58,7 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "write_interval": (("batch_and_epoch",), "'batch', 'epoch'"),
         "format": (("csv",), "'npy', 'parquet'"),
     },
-    "Profiler": {"start_step": ((-1, 1.5), "int"), "num_steps": (NOT_POSITIVE, "int"), "dirpath": ((3, ""), "folder")},
+    "Profiler": {"start_step": ((-1, 1.5), "int"), "num_steps": (NOT_POSITIVE, "int")},
     "ProgressBar": {"refresh_rate": ((0, 10.1, NAN, "fast", True), "above 0, at most 10")},
     "ReduceLROnPlateau": {
         "monitor": (("", 3), "name of a"),

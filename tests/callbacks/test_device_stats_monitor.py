@@ -10,12 +10,10 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows
 from kit.modules import Mean
-from kit.refusals import fit_refuses
 from kit.trainers import BARE, fit
 
 from jaxlit.callbacks import DeviceStatsMonitor, device_stats_monitor
 from jaxlit.callbacks.measure import Measured
-from jaxlit.errors import ArgumentError
 
 HOST = {"host/rss_bytes", "host/peak_rss_bytes", "host/available_bytes", "host/cpu_percent"}
 
@@ -74,8 +72,3 @@ def test_the_cores_in_use_are_seconds_of_threads_over_seconds(monkeypatch: pytes
     for row in rows:
         monitor.fill_row(trainer, Mean(), row, 0)
     assert [row["host/cpu_percent"] for row in rows] == [150.0, 0.0]
-
-
-def test_a_training_without_rows_is_refused() -> None:
-    arguments = {"callbacks": DeviceStatsMonitor(), "log_every_n_steps": 0}
-    fit_refuses(ArgumentError, "DeviceStatsMonitor", "log_every_n_steps", **arguments)

@@ -12,12 +12,11 @@ import pytest
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.refusals import refuses, warnings_of
+from kit.refusals import warnings_of
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import Profiler
-from jaxlit.errors import ArgumentTypeError
 
 
 def steps_in(folder: str | Path) -> list[int]:
@@ -78,7 +77,7 @@ def test_a_resumed_training_traces_what_is_left_of_the_window(caplog: pytest.Log
     assert run(3, Profiler(4, 4)).location is None
     assert run(4, Profiler(99)).location is None
     after, never = (text for text in warnings_of(caplog) if "Profiler" in text)
-    assert "continues at step 8" in after and "ended after step 15" in never
+    assert "traced nothing: training had the steps 8 to 11" in after and "the steps 12 to 15" in never
 
 
 def test_the_closing_lines_name_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +101,3 @@ def test_each_of_several_processes_has_a_folder(monkeypatch: pytest.MonkeyPatch)
     trainer: Any = SimpleNamespace(run_dir=Path("run"), state=SimpleNamespace(step=0))
     assert Profiler()._start(trainer) and Profiler(dirpath="kept")._start(trainer)
     assert begun == [str(Path.cwd() / folder / "process_1") for folder in ("run/profile", "kept")]
-
-
-def test_the_trainers_profiler_argument_is_refused() -> None:
-    refuses(ArgumentTypeError, lambda: jl.Trainer(profiler="simple"), "profiler", "jl.callbacks.Profiler")

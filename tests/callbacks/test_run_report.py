@@ -16,7 +16,7 @@ from kit.refusals import warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
+from jaxlit.callbacks import EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
 
 EVIL = "<script>alert('x')</script>"
 KEY = "hf_" + "Ab1" * 12  # as Hugging Face's keys are made
@@ -110,18 +110,6 @@ def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
     assert trainer.checkpoint_callback.monitor == "val"
     assert "best val 7.75" in capsys.readouterr().out
     assert "7.75best val" in read().text
-
-
-def test_the_loggers_that_were_given_are_named() -> None:
-    fit(Mean(), numbered(1), None, RunReport(), default_root_dir="run", logger=[JSONLLogger(), CSVLogger()])
-    assert read().rows("Trainer, where it is not the default")["logger"] == ["JSONLLogger, CSVLogger"]
-
-
-def test_an_evaluation_behind_a_fit_writes_into_its_folder() -> None:
-    trainer = fit(Mean(), numbered(1), None, max_epochs=1)
-    trainer.test(Mean(), numbered(1))
-    assert [path.name for path in Path("runs").iterdir()] == [trainer.run_dir.name]
-    assert "test" in (trainer.run_dir / "metrics.csv").read_text()
 
 
 def fail(trainer: Any, *_: Any) -> None:

@@ -212,13 +212,3 @@ def test_a_second_fit_says_again_only_what_is_new(capsys):
     again = capsys.readouterr().out.splitlines()
     assert first[0].startswith("jaxlit ") and sum(" params (" in line for line in first) == 1
     assert [line.split()[0] for line in again] == ["compiled", "epoch", "done", "checkpoint", "resume"]
-
-
-@pytest.mark.parametrize("methods", [("write",), ("write", "flush")])
-def test_a_stdout_of_somebodys_own_takes_the_lines(methods, monkeypatch):
-    written = []
-    able = {"write": written.append, "flush": lambda: None}
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(**{name: able[name] for name in methods}))
-    trainer, found = fit(Mean(), numbered(1), logger=False), "".join(written)
-    assert trainer.global_step == 1 and found.startswith("jaxlit ")
-    assert "1 params" in found and "epoch 1/1" in found and "done 1 epoch" in found
