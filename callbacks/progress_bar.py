@@ -136,25 +136,23 @@ class ProgressBar(Callback):
         """Begin the epoch's line."""
         self._begin()
         self._compiling_before = _compiling(trainer)
-        if self._last >= self._next:
-            self._next = self._last + self._interval
+        if self._mark >= self._next:
+            self._next = self._mark + self._interval
             self._draw(trainer, "" if self._compiled else "compiling ...")
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        self._batches, self._last, self._paused = batch_idx + 1, time.monotonic(), False
-        if self._first is None:
-            self._first = batch_idx
-            if not self._compiled:
-                self._compiled = True
-                # The time of compiling is not part of the rate.
-                self._first, self._epoch_start = batch_idx + 1, self._last
-                self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
+        before, self._mark, self._batches = self._mark, time.monotonic(), batch_idx + 1
+        if self._compiled:
+            self._counted, self._trained = self._counted + 1, self._trained + self._mark - before
+        else:  # the time of the first step, which compiles, is not part of the rate
+            self._compiled = True
+            self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
         self._print_compiled(trainer, batch)
-        if self._last >= self._next:
-            self._next = self._last + self._interval
+        if self._mark >= self._next:
+            self._next = self._mark + self._interval
             self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
@@ -167,8 +165,8 @@ class ProgressBar(Callback):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the epoch's line."""
         self._shown = dict(trainer.progress_bar_metrics)
-        if not (self._paused or trainer.interrupted):
-            self._last = time.monotonic()  # the device has done its steps by now
+        if not trainer.interrupted:
+            self._trained += time.monotonic() - self._mark  # the device has done its steps by now
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
         numbers = [*self._numbers(trainer), *marks]
@@ -177,7 +175,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done its steps by now."""
         if self._stage == "fit" and not trainer.sanity_checking:
-            self._last, self._validating = time.monotonic(), True
+            self._trained, self._validating = self._trained + time.monotonic() - self._mark, True
 
     def _on_evaluation_batch_end(
         self,
@@ -204,21 +202,18 @@ class ProgressBar(Callback):
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_EVALUATION[self._stage]}ed{metrics}")
         elif not trainer.sanity_checking:
-            now, self._validated, self._paused, self._validating = time.monotonic(), True, True, False
-            self._epoch_start, self._last = self._epoch_start + now - self._last, now
+            self._mark, self._validated, self._validating = time.monotonic(), True, False
 
     on_test_end = on_validation_end
 
     # Helpers ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._batches, self._epoch_start = 0, time.monotonic()
-        self._first: int | None = None  # the first batch of this epoch that counts for the rate
+        self._batches, self._mark = 0, time.monotonic()  # of this epoch; when the newest was done
+        self._counted, self._trained = 0, 0.0  # batches of the rate, and their seconds with those of compiling
         self._waited_before = self._compiling_before = 0.0
         self._validated = self._validating = False  # in this epoch; now
-        self._paused = False  # whether nothing was trained since a validation
         self._shown: dict[str, float] = {}
-        self._last = self._epoch_start  # when the newest batch was done
 
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
@@ -261,11 +256,10 @@ class ProgressBar(Callback):
 
     def _rate(self, trainer: "Trainer") -> float:
         """Return batches per second, without validations and compiling; 0 if it is not known."""
-        first = self._batches if self._first is None else self._first
-        return (self._batches - first) / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
+        return self._counted / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
 
     def _seconds(self, trainer: "Trainer") -> float:
-        return self._last - self._epoch_start - (_compiling(trainer) - self._compiling_before)
+        return self._trained - (_compiling(trainer) - self._compiling_before)
 
     def _waiting(self, trainer: "Trainer") -> str:
         seconds, waited = self._seconds(trainer), trainer.data_wait - self._waited_before
