@@ -1,6 +1,5 @@
 """Threads for work that the training loop must not wait for, or not for long."""
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -72,16 +71,6 @@ class Background(Generic[T]):
             if self.is_done:  # the function's own
                 raise
             raise TimeoutError(f"no answer after {timeout:.0f} s") from None
-
-    def then(self, do: Callable[[T], object]) -> None:
-        """Call a function with the result, in the thread that makes it; errors of both are dropped."""
-
-        def call(future: Future[T]) -> None:
-            if future.exception() is None:
-                with contextlib.suppress(Exception):
-                    do(future.result())
-
-        self._future.add_done_callback(call)
 
     def _run(self) -> None:
         try:

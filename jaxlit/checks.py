@@ -7,7 +7,6 @@ import datetime
 import importlib
 import math
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +38,13 @@ def is_int(value: Any, *, low: int) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= low)
 
 
-def integer(name: str, value: Any, *, low: int, owner: str = "Trainer", other: str = "") -> int:
-    """Return an int of at least `low`; `other` is what else the argument takes, for the message."""
-    rule = f"{owner}({name}=...) takes an int of at least {low}{other}"
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentTypeError(f"{rule}, got {shown(value)}.{_as_text(name, value)}")
-    if value < low:
-        raise ArgumentError(f"{rule}, got {value}.")
+def integer(name: str, value: Any, *, low: int, also: Sequence[Any] = (), owner: str = "Trainer") -> Any:
+    """Return an int of at least `low`; for a value in `also` the first of these."""
+    if any(type(value) is type(x) and value == x for x in also):
+        return also[0]
+    rule = f"takes an int of at least {low}{''.join(f' or {x!r}' for x in also)}"
+    _number(name, value, rule, owner, kinds=(int, np.integer))
+    require(value >= low, name, value, rule, owner=owner)
     return int(value)
 
 
@@ -68,33 +67,25 @@ def one_of(name: str, value: Any, allowed: Sequence[str], *, owner: str = "Train
 
 def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     """Return a number of batches, or a fraction of them."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(
-            f"{owner}({name}=...) takes an int (batches) or a float from 0.0 to 1.0 (a fraction), got {shown(value)}."
-            f"{_as_text(name, value)}"
-        )
-    if not value >= 0 or (isinstance(value, (float, np.floating)) and not value <= 1.0):
-        raise ArgumentError(
-            f"{owner}({name}=...) takes an int of at least 0 or a float from 0.0 to 1.0, got {shown(value)}."
-        )
-    return float(value) if isinstance(value, (float, np.floating)) else int(value)
+    rule = "takes an int of at least 0 (batches) or a float from 0.0 to 1.0 (a fraction)"
+    _number(name, value, rule, owner)
+    is_int = isinstance(value, (int, np.integer))
+    require(value >= 0 and (is_int or value <= 1.0), name, value, rule, owner=owner)
+    return int(value) if is_int else float(value)
 
 
 def number(name: str, value: Any, *, low: float = -math.inf, owner: str = "Trainer") -> float:
     """Return a finite number of at least `low`."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    rule = "a number" if low == -math.inf else f"a number of at least {low:g}"
-    finite = is_number and bool(max(low, -sys.float_info.max) <= value < math.inf)
-    require(finite, name, value, f"takes {rule}", owner=owner)
+    rule = "takes a number" if low == -math.inf else f"takes a number of at least {low:g}"
+    _number(name, value, rule, owner)
+    require(low <= value and math.isfinite(value), name, value, rule, owner=owner)
     return float(value)
 
 
 def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:
     """Return a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
-    if not 0 < value < math.inf:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    _number(name, value, rule, owner)
+    require(0 < value < math.inf, name, value, rule, owner=owner)
     return float(value)
 
 
@@ -107,36 +98,32 @@ def seconds(name: str, value: Any, *, owner: str = "Trainer") -> float:
 
 def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     """Return the seconds of a timedelta, a dict of its arguments, or "DD:HH:MM:SS"."""
-    forms = "a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'"
-    parts = value
+    rule, parts = "takes a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'", value
     if isinstance(value, str):
         if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.{_as_text(name, value)}")
+            raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
         parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
     if isinstance(parts, dict):
         try:
             parts = datetime.timedelta(**parts)
         except (TypeError, ValueError, OverflowError):  # another key, NaN, or more days than it can hold
-            raise ArgumentError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.") from None
+            raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.") from None
     if not isinstance(parts, datetime.timedelta):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes {forms}, got {shown(value)}.")
-    if parts.total_seconds() < 0:
-        raise ArgumentError(f"{owner}({name}=...) takes a duration of at least 0, got {shown(value)}.")
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    require(parts.total_seconds() >= 0, name, value, "takes a duration of at least 0", owner=owner)
     return parts.total_seconds()
 
 
 def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | datetime.timedelta:
     """Return a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, datetime.timedelta)):
-        if not (seconds := duration(name, value, owner=owner)):
-            raise ArgumentError(f"{owner}({name}=...) takes a duration above 0, got {shown(value)}.")
+        seconds = duration(name, value, owner=owner)
+        require(seconds > 0, name, value, "takes a duration above 0", owner=owner)
         return datetime.timedelta(seconds=seconds)
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    _number(name, value, rule, owner)
     is_int = isinstance(value, (int, np.integer))
-    if value < 1 if is_int else not 0.0 < value <= 1.0:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    require(bool(value >= 1 if is_int else 0.0 < value <= 1.0), name, value, rule, owner=owner)
     return int(value) if is_int else float(value)
 
 
@@ -149,6 +136,15 @@ def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, .
             f"{owner}({name}=...) takes strings, and ints for places in a tuple, got {shown(value)}."
         )
     return tuple(value)
+
+
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
+def _number(name: str, value: Any, rule: str, owner: str, kinds: tuple[type, ...] = _NUMBERS) -> None:
+    """Refuse what is no number, with advice where it is given as text."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
 
 
 def _as_text(name: str, value: Any) -> str:

@@ -20,11 +20,8 @@ from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.explicit import ExplicitBody
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import Program
+from jaxlit.strategies.program import Program, remat_policy
 from jaxlit.strategies.rules import Rules, axes_of, dim_names
-
-# Those of jax.checkpoint_policies that are policies; the others make one of arguments.
-_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
 
 class FSDP(Strategy):
@@ -79,14 +76,10 @@ class FSDP(Strategy):
     ) -> None:
         name = type(self).__name__
         check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
-        valid = check.is_int(min_size, low=0)
-        check.require(valid, "min_size", min_size, "must be an int of at least 0", owner=name)
-        valid = replicas == "auto" or check.is_int(replicas, low=1)
-        check.require(valid, "replicas", replicas, "must be a positive int or 'auto'", owner=name)
-        valid = isinstance(remat, bool) or remat in _POLICIES
-        check.require(valid, "remat", remat, f"must be a bool or one of {_POLICIES}", owner=name)
-        check.require(body in ("auto", "explicit"), "body", body, "must be 'auto' or 'explicit'", owner=name)
-        self.stage, self.min_size, self.replicas, self.remat, self.body = stage, min_size, replicas, remat, body
+        self.min_size = check.integer("min_size", min_size, low=0, owner=name)
+        self.replicas = check.integer("replicas", replicas, low=1, also=("auto",), owner=name)
+        self.body = check.one_of("body", body, ("auto", "explicit"), owner=name)
+        self.stage, self.remat, self._policy = stage, remat, remat_policy(remat, name)
         self.rules, self.per_replica = Rules(rules, owner=name), body == "explicit"
         if replicas != 1:
             self.batch_axes = ("data", "fsdp")
@@ -165,9 +158,7 @@ class FSDP(Strategy):
         if self.per_replica:  # the explicit body gathers them before the step
             pairs = [(gathered, gathered) for _, gathered in pairs]
         if self.remat:
-            policies = jax.checkpoint_policies
-            policy = policies.nothing_saveable if self.remat is True else getattr(policies, str(self.remat))
-            return by_layer(body, pairs, policy)
+            return by_layer(body, pairs, self._policy)
         split = [pair if pair[0] != pair[1] else None for pair in pairs]
         return by_layer(body, split) if any(split) else body
 

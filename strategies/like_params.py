@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxlit.leaf_names import keys_of
+
 
 def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
     """Give each leaf of a state the sharding of the parameter that it belongs to.
@@ -51,4 +53,4 @@ def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding)
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return tuple(map(str, keys_of(path)))

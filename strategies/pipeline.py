@@ -29,7 +29,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.like_params import like_params
-from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named
+from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named, remat_policy
 
 
 class Pipeline(Strategy):
@@ -89,9 +89,6 @@ class Pipeline(Strategy):
         mesh: Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name = type(self).__name__
-        for key, value in (("stages", stages), ("microbatches", microbatches)):
-            known = value is None or check.is_int(value, low=1)
-            check.require(known, key, value, "takes an int of at least 1 or None", owner=name)
         if not isinstance(schedule, Schedule):
             check.one_of("schedule", schedule, [*SCHEDULES], owner=name)
         check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=name)
@@ -101,8 +98,12 @@ class Pipeline(Strategy):
             and all(check.is_int(x, low=1) for x in balance)
         ):
             check.one_of("balance", balance, ("count", "flops"), owner=name)
-        self.stages, self.microbatches, self.balance, self.remat = stages, microbatches, balance, _policy(remat, name)
-        self.accum_dtype, self.loss_reduction = _float_dtype(accum_dtype, name), loss_reduction
+        self.stages = check.integer("stages", stages, low=1, also=(None,), owner=name)
+        self.microbatches = check.integer("microbatches", microbatches, low=1, also=(None,), owner=name)
+        self.balance, self.remat = balance, remat_policy(remat, name)
+        self.accum_dtype, self.loss_reduction = jax.numpy.dtype(accum_dtype), loss_reduction
+        valid = jax.numpy.issubdtype(self.accum_dtype, jax.numpy.floating)
+        check.require(valid, "accum_dtype", accum_dtype, "takes a floating dtype such as 'float32'", owner=name)
         self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
         self.sizes: Any = self.balance
         self._facts: list[StageFacts] = []
@@ -151,7 +152,7 @@ class Pipeline(Strategy):
         grid, axes = (grid, others) if others else (grid[:, None], ["data"])
         meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
         check_processes(meshes)
-        self.places, self.inner = Places(meshes), self._inner_on(meshes[0])
+        self.inner = self._inner_on(meshes[0])
         self.batch_axes = tuple(axis for axis in self.inner.batch_axes if axis in self.mesh.axis_names)
         # On an abstract mesh its constraints hold for each rank.
         self._abstract: Any = copy.copy(self.inner)
@@ -165,6 +166,8 @@ class Pipeline(Strategy):
                 f"of {ranks} ranks."
             )
         simulate(self.schedule, self.num_microbatches)  # refuses an incomplete schedule before anything is compiled
+        last = self.schedule.rank_of(self.schedule.num_stages - 1)
+        self.places = Places(meshes, last, self._jit)
 
     def _inner_on(self, mesh: Mesh) -> Any:
         """Return the strategy within a rank, on a rank's mesh."""
@@ -198,11 +201,7 @@ class Pipeline(Strategy):
     @property
     def replicated(self) -> NamedSharding:
         """The last stage's rank, where the loss is: no array is on all ranks."""
-        return NamedSharding(self.places.meshes[self._last_rank], P())
-
-    @property
-    def _last_rank(self) -> int:
-        return self.schedule.rank_of(self.schedule.num_stages - 1)
+        return NamedSharding(self.places.meshes[self.places.home], P())
 
     # The state --------------------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class Pipeline(Strategy):
             self.sizes = sizes  # for parts of a batch of any size
             self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
         params, frozen, model_state = ranks
-        rank_of = like_params(state, state.params, params, self._last_rank)  # type: ignore[arg-type]
+        rank_of = like_params(state, state.params, params, self.places.home)  # type: ignore[arg-type]
         rank_of = replace(rank_of, params=params, frozen=frozen, model_state=model_state)
         return jax.tree.map(self.places.on, self.inner.state_sharding(state, model, example), rank_of)
 
@@ -224,7 +223,7 @@ class Pipeline(Strategy):
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of arrays of the state, run in parts where they are."""
-        run = Placed(self.in_mesh(fn), self.places, self._last_rank, self.jit_on, "on_state", follows=True)
+        run = Placed(self.in_mesh(fn), self.places, "on_state", follows=True)
         as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)  # noqa: E731
         return lambda arrays, *inputs: run(arrays, *jax.tree.map(as_array, inputs))
 
@@ -282,31 +281,26 @@ class Pipeline(Strategy):
 
     def compile(self, program: Program) -> Callable[..., Any]:
         """Return the program, of a training step as passes of its microbatches in the order of the schedule."""
-        jit, shardings = self.jit_on, _shardings(program)
+        shardings = [x.sharding for x in program.outputs[0] if isinstance(x, ArraySpec)]  # of the state
         if program.passes is None:
-            fn, options = self.in_mesh(partial(program.fn, self._global)), {"follows": True, "outputs": shardings}
-            return Placed(fn, self.places, self._last_rank, jit, program.name, **options)
+            fn = self.in_mesh(partial(program.fn, self._global))
+            return Placed(fn, self.places, program.name, follows=True, outputs=shardings)
         count = sum(map(len, program.inputs))
         outputs = jax.tree.map(lambda x: x is ROWS, program.outputs[3]) if len(program.outputs) > 3 else None
-        donate = [*(range(count) if program.donate else ())]
-        finish = Placed(
-            self.in_mesh(program.passes.finish),
-            *(self.places, self._last_rank, jit, f"{program.name}_end"),
-            outputs=shardings,
-            donate=donate,
-        )
+        donate = range(count if program.donate else 0)
+        fn, name = self.in_mesh(program.passes.finish), f"{program.name}_end"
+        finish = Placed(fn, self.places, name, outputs=shardings, donate=donate)
         compiled = Microbatched(self, program.name, program.passes, program.inputs[0], finish, outputs)
         self._step = compiled if program.kind == "train" and program.donate else self._step
         return compiled
+
+    def _jit(self, rank: int, fn: Callable[..., Any], name: str, **options: Any) -> Any:
+        return jit(self.places.meshes[rank], named(name, self.inner.in_mesh(fn)), **options)
 
     @property
     def _global(self) -> Replica:
         """What an evaluation sees: the entire batch."""
         return Replica(constrain_batch=self._abstract._constrain_batch)
-
-    def jit_on(self, rank: int, fn: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Any:
-        """Compile a function for the devices of a rank, under a name and with options of `jax.jit`."""
-        return jit(self.places.meshes[rank], named(name, self.inner.in_mesh(fn)), **options)
 
     def describe(self) -> str:
         """Return the mesh and the schedule, and once a fit has begun a table of the stages."""
@@ -316,34 +310,6 @@ class Pipeline(Strategy):
         residuals = None if self._step is None else self._step.residuals
         facts = self._facts if residuals is None else with_residuals(self._facts, residuals())
         return f"{first}\n{stage_table(facts, self.schedule, self.num_microbatches)}"
-
-
-def _shardings(program: Program) -> list[NamedSharding]:
-    """Return those of the state that leaves a program first."""
-    first = program.outputs[0]
-    return [x.sharding for x in first if isinstance(x, ArraySpec)]
-
-
-_POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable", "nothing_saveable")
-
-
-def _policy(remat: bool | str, owner: str) -> Any:
-    """Return a policy of `jax.checkpoint_policies`, None to keep everything."""
-    if isinstance(remat, bool):
-        return jax.checkpoint_policies.nothing_saveable if remat else None
-    known = isinstance(remat, str) and remat in _POLICIES
-    check.require(known, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
-    return getattr(jax.checkpoint_policies, remat)
-
-
-def _float_dtype(given: Any, owner: str) -> np.dtype:
-    try:
-        dtype = jax.numpy.dtype(given)
-    except TypeError:
-        dtype = None
-    known = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
-    check.require(known, "accum_dtype", given, "takes a floating dtype such as 'float32'", owner=owner)
-    return dtype  # type: ignore[return-value]
 
 
 _INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}

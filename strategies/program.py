@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxlit import checks as check
 from jaxlit.core.passes import Passes
 
 
@@ -88,6 +89,18 @@ def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
         # for each other, and the process is ended.
         options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
     return jax.jit(fn, **options)
+
+
+# Those of jax.checkpoint_policies that are policies; the others make one of arguments.
+_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+
+
+def remat_policy(remat: bool | str, owner: str) -> Any:
+    """Return what a backward pass keeps, one of `jax.checkpoint_policies`; None for False, to keep everything."""
+    valid = isinstance(remat, bool) or remat in _POLICIES
+    check.require(valid, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
+    name = "nothing_saveable" if remat is True else remat
+    return getattr(jax.checkpoint_policies, name) if name else None
 
 
 def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

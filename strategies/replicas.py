@@ -17,7 +17,6 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.programs.alone import trace_alone
 from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, ReplicatedBatch
@@ -64,11 +63,9 @@ class PerReplica(Strategy, ABC):
     per_replica = True
 
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
-        owner, known = type(self).__name__, isinstance(sync_batchnorm, bool)
-        check.require(known, "sync_batchnorm", sync_batchnorm, "must be True or False", owner=owner)
-        known = loss_reduction in ("mean", "sum")
-        check.require(known, "loss_reduction", loss_reduction, "must be 'mean' or 'sum'", owner=owner)
-        self.sync_batchnorm, self.loss_reduction = sync_batchnorm, loss_reduction
+        owner = type(self).__name__
+        self.sync_batchnorm = check.boolean("sync_batchnorm", sync_batchnorm, owner=owner)
+        self.loss_reduction = check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=owner)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Refuse a subclass with its own `batch_spec`: a replica has entire rows.
@@ -128,7 +125,9 @@ class PerReplica(Strategy, ABC):
 
     def traced(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         """Return the program of `fn` on one replica, traced outside of any map, and the structure of its results."""
-        return trace_alone(fn, self.mesh.axis_names, self.axis, self.num_replicas, *args)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        program, results = jax.make_jaxpr(fn, axis_env=[(self.axis, self.num_replicas)], return_shape=True)(*shapes)
+        return program, jax.tree.structure(results)
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
         """Return the body of a program, to be mapped.

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxlit import checks as check
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
@@ -32,11 +31,7 @@ class SequenceParallel(Strategy):
     """
 
     def __init__(self, *, seq: int = -1, data: int = 1) -> None:
-        sizes = {"data": data, "seq": seq}
-        for name, size in sizes.items():
-            valid = size == -1 or check.is_int(size, low=1)
-            check.require(valid, name, size, "must be a positive int, or -1", owner="SequenceParallel")
-        self.use_mesh(sizes)
+        self.use_mesh({"data": data, "seq": seq})
 
     def batch_spec(self, x: Any) -> P:
         """Return rows over `data`, and the second dim over `seq` if it divides."""

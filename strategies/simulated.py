@@ -34,9 +34,7 @@ class Simulated(PerReplica):
         self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
-        valid = replicas is None or check.is_int(replicas, low=1)
-        check.require(valid, "replicas", replicas, "must be a positive int", owner="Simulated")
-        self.replicas = replicas
+        self.replicas = check.integer("replicas", replicas, low=1, also=(None,), owner="Simulated")
 
     def setup(self, devices: int | None = None) -> None:
         """Take the first device, and the number of replicas.

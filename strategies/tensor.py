@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxlit import checks as check
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
@@ -48,11 +47,7 @@ class TensorParallel(FSDP):
         min_size: int = 1024,
         remat: bool | str = False,
     ) -> None:
-        sizes = {"data": data, "fsdp": fsdp, "tp": tp}
-        for name, size in sizes.items():
-            valid = size == -1 or check.is_int(size, low=1)
-            check.require(valid, name, size, "must be a positive int, or -1", owner="TensorParallel")
-        super().__init__(rules=rules, min_size=min_size, remat=remat, mesh=sizes)
+        super().__init__(rules=rules, min_size=min_size, remat=remat, mesh={"data": data, "fsdp": fsdp, "tp": tp})
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the shardings by rules, the optimizer state as the parameters.

@@ -37,22 +37,6 @@ def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
     ("call", "error", "words"),
     [
         (
-            lambda s, m: s.place({"x": [np.ones((7, 2))]}, s.rows(m)),
-            ArgumentError,
-            r"batch\['x'\]\[0\] has shape \(7, 2\)",
-        ),
-        (
-            lambda s, m: s.place({"x": "abc"}, s.rows(m)),
-            ArgumentTypeError,
-            r"arrays of numbers, and batch\['x'\] is 'abc'",
-        ),
-        (
-            lambda s, m: s.place({"x": np.ones(8)}, m),
-            ArgumentTypeError,
-            r"takes a jax\.sharding\.NamedSharding, .*rows\(mesh\)",
-        ),
-        (lambda s, m: s.place([np.ones(8)], [s.rows(m)] * 2), ArgumentError, "a pytree of shardings like the batch"),
-        (
             lambda s, m: s.place_state(np.ones(8), {"data": 8}),
             ArgumentTypeError,
             r"place_state\(mesh, .* got \{'data': 8\}",
@@ -62,7 +46,6 @@ def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
             ArgumentError,
             r"min_size=\.\.\.\) takes an int of at least 0",
         ),
-        (lambda s, m: s.all_reduce(np.ones(8), "data"), ArgumentError, r"axis='data'\) is called inside a map"),
         (lambda s, m: s.rows({"data": 8}), ArgumentTypeError, r"sharding\.rows\(mesh, "),
     ],
 )

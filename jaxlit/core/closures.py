@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from flax import nnx
@@ -29,17 +29,17 @@ def check_closures(module: nnx.Module) -> None:
         value = attributes[key]
         if (held := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
+            what = (
+                f"an nnx.{type(held).__name__}"
+                if isinstance(held, nnx.Variable)
+                else f"the module {type(held).__name__}"
+            )
             raise ModuleError(
-                f"{type(module).__name__}.{name} is a {kind} that holds {_described(held)}, which nnx does not see "
+                f"{type(module).__name__}.{name} is a {kind} that holds {what}, which nnx does not see "
                 "there: its weights would be constants of the compiled step, and not trained. Make the layer an "
                 "attribute of the module, and write a method that calls it (def f(self, x): return self.layer(x)) or "
                 "an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
             )
-
-
-def _described(held: Any) -> str:
-    kind = type(held).__name__
-    return f"an nnx.{kind}" if isinstance(held, nnx.Variable) else f"the module {kind}"
 
 
 def _hidden(value: Any) -> Any:
@@ -59,27 +59,11 @@ def _hidden(value: Any) -> Any:
         elif isinstance(value, functools.partial):
             inside, parts = True, (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
-            # A method that reads nothing of its module may be kept.
-            owner, fields = value.__self__, getattr(value.__self__, "__dict__", {})
-            names = _names(value.__func__.__code__) if isinstance(value.__func__, FunctionType) else fields
-            if any(hasattr(type(owner), name) or name in fields for name in names):
-                inside, parts = True, (owner,)
+            inside, parts = True, (value.__self__,)
         elif isinstance(value, FunctionType):
-            around = map(_content, value.__closure__ or ())
+            around = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # not an empty one
             inside, parts = True, (*around, value.__defaults__, value.__kwdefaults__)
         elif callable(value) or type(value).__module__.partition(".")[0] not in _LIBRARIES:
             inside, parts = True, (getattr(value, "__dict__", {}),)
         todo += [(part, inside) for part in parts]
     return None
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty still
-        return None
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names in a function, and in the functions within it."""
-    return set(code.co_names).union(*(_names(x) for x in code.co_consts if isinstance(x, CodeType)))

@@ -75,31 +75,27 @@ def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Se
             "one of them out."
         )
     for key, indices in chosen.items():
-        where, arrays = f"{type(keepers[key]).__name__}.eval_params", {*jax.tree.leaves(index.extras[key])}
+        known = {i: (leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.extras[key])}
+        wanted = [(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.params)]
         same = jax.tree.structure(indices) == jax.tree.structure(index.params)
-        if not same or not all(isinstance(x, int) and x in arrays for x in jax.tree.leaves(indices)):
+        if not same or [known.get(i) for i in jax.tree.leaves(indices)] != wanted:
             raise ModuleError(
-                f"{where} must return leaves of its arrays as they are, in a pytree like the parameters. What is "
-                "computed belongs into update_arrays."
+                f"{type(keepers[key]).__name__}.eval_params must return leaves of its arrays as they are, in a pytree "
+                "like the parameters, of their shapes and dtypes. What is computed belongs into update_arrays."
             )
-        kinds = [[(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(x)] for x in (indices, index.params)]
-        if kinds[0] != kinds[1]:
-            raise ModuleError(f"{where} must return an array of each parameter's own shape and dtype.")
         return indices
     return index.params
 
 
 def _init(keeper: ArrayKeeper, params: Any) -> Any:
-    made, where = keeper.init_arrays(params), f"{type(keeper).__name__}.init_arrays"
+    made = keeper.init_arrays(params)
     # Here, where they are what the callback returned: traced, a Python number is an array too.
-    for path, x in named_leaves(made):
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-            raise ModuleError(
-                f"{where} must return a pytree of arrays, and {path or 'it'} is of type {type(x).__name__}. Make "
-                "numbers arrays, for example jnp.zeros(()), and keep what is no array in state_dict."
-            )
-    if not jax.tree.leaves(made):
-        raise ModuleError(f"{where} must return a pytree of arrays, got {shown(made)}, which has none.")
+    others = [x for x in jax.tree.leaves(made) if not (hasattr(x, "shape") and hasattr(x, "dtype"))]
+    if others or not jax.tree.leaves(made):
+        raise ModuleError(
+            f"{type(keeper).__name__}.init_arrays must return a pytree of arrays, got {shown(made)}. Make numbers "
+            "arrays, for example jnp.zeros(()), and keep what is no array in state_dict."
+        )
     return made
 
 
@@ -111,15 +107,11 @@ def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:
             f"{where} must return a tuple of two, (arrays, params), got {type(made).__name__}. Return the parameters "
             "as they came if it does not change them."
         )
-    for what, before, after in (("arrays", arrays, made[0]), ("params", params, made[1])):
-        old, new = ({name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)} for tree in (before, after))
-        changed = [name for name in old | new if old.get(name) != new.get(name)]
-        if changed or jax.tree.structure(before) != jax.tree.structure(after):
-            name = changed[0] if changed else ""
-            was, now = jax.tree.structure(before), jax.tree.structure(after)
-            if changed:
-                was, now = old.get(name, "nothing"), new.get(name, "nothing")
-            raise ModuleError(
-                f"{where} changed {what}{f' at {name}' if name else ''} from {was} to {now}. They must keep their "
-                "structure, kinds of containers, shapes and dtypes: init_arrays makes them as they stay."
-            )
+    trees = {"arrays": arrays, "params": params}, dict(zip(("arrays", "params"), made, strict=True))
+    old, new = ([(name, f"{x.dtype}{list(x.shape)}") for name, x in named_leaves(tree)] for tree in trees)
+    if old != new or jax.tree.structure(trees[0]) != jax.tree.structure(trees[1]):
+        changed = next((x for x in [*old, *new] if x not in old or x not in new), ("a container",))
+        raise ModuleError(
+            f"{where} changed {' '.join(map(str, changed))}. Arrays and parameters must keep their structure, kinds of "
+            "containers, shapes and dtypes: init_arrays makes them as they stay."
+        )

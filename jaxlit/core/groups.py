@@ -70,26 +70,19 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
     """
     flat = list(nnx.to_flat_state(nnx.state(module, wrt)))
     fits = [_fits(key) for key in keys]
-    group_of = {path: next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
-    paths = [_text(path) for path, _ in flat]
+    group_of = {leaf_name(path): next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
     for k, key in enumerate(keys):
         if k not in group_of.values():
-            taken = next((group_of[path] for path, x in flat if fits[k](path, x)), None)
-            why = (
-                f"has nothing left: {shown(keys[taken])} comes first and fits all of it. Put it before that"
-                if taken is not None
-                else fits_none(module, wrt, key)
-            )
+            left_none = any(fits[k](path, x) for path, x in flat)
+            why = "has nothing left: put it before those that fit it" if left_none else fits_none(module, wrt, key)
             raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
-    if left := [name for name, group in zip(paths, group_of.values(), strict=True) if group is None]:
+    if left := [name for name, k in group_of.items() if k is None]:
         raise ArgumentError(
             f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
             "left, or leave them out of wrt=."
         )
     # In the order of the groups, in which a row has their rates.
-    return {
-        leaf_name(path): label for k, label in enumerate(labels_of(keys)) for path, at in group_of.items() if at == k
-    }
+    return {name: label for k, label in enumerate(labels_of(keys)) for name, at in group_of.items() if at == k}
 
 
 def _fits(key: Any) -> Any:

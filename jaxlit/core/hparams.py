@@ -79,9 +79,12 @@ class KeepsHparams:
     """The base of modules and DataModules, which keep their constructors' arguments."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the constructor's arguments as hyperparameters."""
+        """Keep those of the constructor's arguments that can be saved as hyperparameters."""
         made = super().__new__(cls)
-        set_hparams(made, args, kwargs)
+        given = _named(cls.__mro__, made, args, kwargs, defaults=True)
+        lost = {name: text for name, x in given.items() if (text := _not_kept(x)) is not None}
+        left_out = {name: text for name, text in lost.items() if _is_asked_for(made, name, given[name])}
+        _hparams[made] = Hparams({k: x for k, x in given.items() if k not in lost}, given, left_out)
         return made
 
     @property
@@ -91,11 +94,16 @@ class KeepsHparams:
 
     @hparams.setter
     def hparams(self, values: Mapping[str, Any]) -> None:
-        replace_hparams(self, values)
+        values = _mapping(f"{type(self).__name__}.hparams takes a dict", values)
+        was = hparams_of(self)
+        gone = [k for k in was if k not in values and k in was._arguments and _is_asked_for(self, k, was[k])]
+        _hparams[self] = Hparams(values, was._arguments, was._left_out | dict.fromkeys(gone, _CHOSEN))
 
     @takes_only_its_arguments("self.save_hyperparameters")
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
         """Say which constructor arguments are hyperparameters; without a call all that can be saved are.
+
+        Called in a base class's constructor, those that it was given are as well.
 
         Args:
             *args: Names of those that are, or dicts of more.
@@ -105,7 +113,18 @@ class KeepsHparams:
             ArgumentError: The constructor has no argument of a name.
             ArgumentTypeError: There is no such argument.
         """
-        keep_hparams(self, args, (ignore,) if isinstance(ignore, str) else tuple(ignore or ()))
+        ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
+        called, names = f"{type(self).__name__}.save_hyperparameters", [x for x in args if isinstance(x, str)]
+        here, was = _of_base_class(self), hparams_of(self)
+        kept = was if here.keys() <= was.keys() else {**here, **was}
+        known = {*inspect.signature(type(self).__init__).parameters, *here, *kept}
+        if unknown := [x for x in (*names, *ignore) if x not in known]:
+            raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
+        hparams = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore}
+        for values in args:
+            if not isinstance(values, str):
+                hparams |= _mapping(f"{called} takes names of the constructor's arguments, and dicts", values)
+        self.hparams = {k: v for k, v in hparams.items() if _not_kept(v) is None}
 
 
 def hparams_of(owner: Any) -> Hparams:
@@ -116,71 +135,27 @@ def hparams_of(owner: Any) -> Hparams:
     return hparams
 
 
-def set_hparams(owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep those of a constructor's arguments that can be saved."""
-    given, kept, left_out = _named(type(owner).__mro__, owner, args, kwargs, defaults=True), {}, {}
-    for name, value in given.items():
-        try:
-            encode(value)
-            kept[name] = value
-        except NotKeptError as error:
-            left_out |= {name: str(error)} if _is_asked_for(owner, name, value) else {}
-    _hparams[owner] = Hparams(kept, given, left_out)
-
-
-def keep_hparams(owner: Any, chosen: tuple[Any, ...], ignore: tuple[str, ...]) -> None:
-    """Keep only some of the hyperparameters; called in a base class's constructor, also those that it was given.
-
-    Args:
-        owner: The module or DataModule.
-        chosen: Names of those that stay, and dicts of more; none for all of them.
-        ignore: Names of those that go.
-
-    Raises:
-        ArgumentError: The constructor has no argument of a name.
-    """
-    called, names = f"{type(owner).__name__}.save_hyperparameters", [x for x in chosen if isinstance(x, str)]
-    more = [x for x in chosen if not isinstance(x, str)]
-    here = _of_base_class(owner)
-    kept = hparams_of(owner) if here.keys() <= hparams_of(owner).keys() else {**here, **hparams_of(owner)}
-    known = {*inspect.signature(type(owner).__init__).parameters, *here, *kept}
-    if unknown := [x for x in (*names, *ignore) if x not in known]:
-        raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
-    hparams = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore and can_be_saved(v)}
-    for values in more:
-        values = vars(values) if isinstance(values, argparse.Namespace) else values
-        if not isinstance(values, Mapping):
-            raise ArgumentTypeError(
-                f"{called} takes names of the constructor's arguments, and dicts, got {shown(values)}."
-            )
-        hparams |= {k: v for k, v in values.items() if can_be_saved(v)}
-    replace_hparams(owner, hparams)
-
-
-def replace_hparams(owner: Any, values: Any) -> None:
-    """Make a mapping's values the hyperparameters, as `self.hparams = values` does."""
-    if isinstance(values, argparse.Namespace):
-        values = vars(values)
-    if not isinstance(values, Mapping):
-        raise ArgumentTypeError(f"{type(owner).__name__}.hparams takes a dict, got {shown(values)}.")
-    was, names = hparams_of(owner), hparams_of(owner)._arguments
-    gone = {k: _CHOSEN for k, v in was.items() if k not in values and k in names and _is_asked_for(owner, k, v)}
-    _hparams[owner] = Hparams(values, names, was._left_out | gone)
-
-
 def share_hparams(copy: Any, module: Any) -> None:
     """Give a copy the module's hyperparameters."""
     if (hparams := _hparams.get(module)) is not None:
         _hparams[copy] = hparams
 
 
-def can_be_saved(value: Any) -> bool:
-    """Return whether a checkpoint can keep a value."""
+def _not_kept(value: Any) -> str | None:
+    """Return how a value is shown that a checkpoint cannot keep; None for one that it can."""
     try:
         encode(value)
-    except NotKeptError:
-        return False
-    return True
+    except NotKeptError as error:
+        return str(error)
+    return None
+
+
+def _mapping(rule: str, values: Any) -> Mapping[str, Any]:
+    """Return a mapping, or the attributes of what `argparse` has parsed."""
+    values = vars(values) if isinstance(values, argparse.Namespace) else values
+    if not isinstance(values, Mapping):
+        raise ArgumentTypeError(f"{rule}, got {shown(values)}.")
+    return values
 
 
 def _parameters(owner: Any) -> dict[str, inspect.Parameter]:
@@ -230,13 +205,13 @@ def _named(
 def _of_base_class(owner: Any) -> dict[str, Any]:
     """Return what a base class's constructor was given, if one of its lines has called this; else nothing."""
     codes = {cls.__init__.__code__: cls for cls in _constructors(type(owner).__mro__)[1:]}  # type: ignore[attr-defined]
-    frame = sys._getframe(1)
-    for _ in range(4):  # from here to the line that called save_hyperparameters
-        if frame is not None and frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
+    frame = sys._getframe(2)
+    for _ in range(2):  # what wraps save_hyperparameters, and the line that called it
+        if frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
             cls, given = codes[frame.f_code], frame.f_locals
             parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
             plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
             more = next((given.get(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), {})
             return {name: given[name] for name in plain if name in given} | more
-        frame = frame.f_back if frame is not None else None
+        frame = frame.f_back or frame
     return {}

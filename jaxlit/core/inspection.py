@@ -1,17 +1,14 @@
 """Looks at the program of a step for mistakes that its numbers would not show."""
 
-import inspect
 import logging
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxlit.core.leaves import Leaf
-from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
@@ -21,7 +18,6 @@ from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs import jaxpr
 
 _logger = logging.getLogger("jaxlit")
-_MANY_BYTES = 64 * 2**20  # of constants in a step
 
 
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
@@ -49,7 +45,6 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
-    _warn_of_constants(closed, pure.origin)
     if twice:
         _warn_of_chance(pure, replica, args)
 
@@ -70,25 +65,16 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
-    """Refuse or warn of writes to parameters that a step of lower precision sees rounded."""
-    if pure.precision.compute is None or pure.precision.held is not None:
+    """Refuse writes to trained parameters that a step of lower precision sees rounded."""
+    changed, rounds = pure.trace_of("training").changed, pure.precision.compute is not None
+    if not rounds or pure.precision.held is not None or not any(changed[: len(jax.tree.leaves(params))]):
         return
-    changed, leaves = pure.trace_of("training").changed, pure.leaves(params, frozen, model_state)
-    trained, parameters = len(jax.tree.leaves(params)), len(jax.tree.leaves((params, frozen)))
-    name = next((leaf.name for leaf, written in zip(leaves, changed, strict=True) if written), "")
-    low = jnp.dtype(pure.precision.compute).name
-    if any(changed[:trained]):
-        raise StateError(
-            f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
-            f"{pure.precision.name!r} it sees it as {low}: each step would round the weights to that. Use "
-            "precision='32-true'."
-        )
-    if any(changed[trained:parameters]):
-        _logger.warning(
-            f"{pure.name}.training_step writes to {name}, an nnx.Param that it sees as {low} under precision="
-            f"{pure.precision.name!r}: what it writes is rounded to that, and small updates are lost. Hold it in "
-            "another nnx.Variable, which stays as it is."
-        )
+    name = pure.leaves(params, frozen, model_state)[changed.index(True)].name
+    raise StateError(
+        f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
+        f"{pure.precision.name!r} it sees it as {jnp.dtype(pure.precision.compute).name}: each step would round the "
+        "weights to that. Use precision='32-true'."
+    )
 
 
 def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
@@ -108,23 +94,14 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
     indices = sorted(written)  # the order of a dict's leaves
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):
-        leaf, own_key = leaves[i], is_key(state[i])
         # A key differs between replicas already.
-        if origin == i or _is_scratch(leaf) or (own_key and replica.splits):
-            continue
-        short = {"validation": "val"}.get(stage, stage)
-        way = f"Return the value, log it, or write to the variable in on_{stage}_end."
-        if own_key:
-            way = "Draw from an nnx.Rngs that the module holds: its streams differ between batches."
-        elif leaf.kind is not None and issubclass(leaf.kind, nnx.metrics.MetricState):
-            way = (
-                f"Log the metric itself, which gathers it over batches and devices: self.log('{short}/acc', metric), "
-                "or self.log_dict(metrics) for an nnx.MultiMetric."
+        if origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
+            raise StateError(
+                f"{pure.name}.{STAGES[stage].step} wrote to {leaves[i].name}. Only training changes the state, so the "
+                "write would be lost. Return the value, or log it, of an nnx metric the metric itself: "
+                f"self.log('acc', metric); write to the variable in on_{stage}_end; draw from an nnx.Rngs that the "
+                "module holds, whose streams differ between batches."
             )
-        raise StateError(
-            f"{pure.name}.{STAGES[stage].step} wrote to {leaf.name}. Only training changes the state, so the write "
-            f"would be lost. {way}"
-        )
 
 
 def _is_scratch(leaf: Leaf) -> bool:
@@ -137,19 +114,12 @@ def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unused = [path for path, is_used in zip(paths, used, strict=True) if not is_used]
     some = ", ".join(map(leaf_name, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-    if unused and not any(used):
+    if unused:
+        number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
         _logger.warning(
-            f"The loss of {name}.training_step depends on no parameter, so that nothing is trained: {some}. Return the "
-            "loss of the model's outputs."
-        )
-    elif unused:
-        kept = {entry.key for path, is_used in zip(paths, used, strict=True) if is_used for entry in path}
-        part = next((entry.key for path in unused for entry in path if entry.key not in kept), None)
-        wrt = f"nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r})))" if part else "..."
-        _logger.warning(
-            f"The loss of {name}.training_step does not depend on {len(unused)} of {len(paths)} parameters, whose "
-            f"gradient is zero: {some}. Call the layer in the step, or leave it out of training: "
-            f"jl.Optimizer(tx, wrt={wrt})."
+            f"The loss of {name}.training_step does not depend on {number}. The gradient is zero: {some}. Call the "
+            "layer in the step, or leave it out of training: "
+            "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
         )
 
 
@@ -162,21 +132,3 @@ def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
             "in the batch."
         )
-
-
-def _warn_of_constants(closed: Any, module: TrainModule) -> None:
-    for array in jaxpr.constants(closed):
-        if getattr(array, "nbytes", 0) > _MANY_BYTES:
-            _logger.warning(
-                f"{type(module).__name__}.training_step captures {_name_of(array, module)}, an array of "
-                f"{array.nbytes / 2**20:.0f} MiB, as a constant of the step. Pass it in the batch, or hold it in an "
-                "nnx.Variable."
-            )
-
-
-def _name_of(array: Any, module: TrainModule) -> str:
-    around = inspect.getclosurevars(inspect.unwrap(type(module).training_step))
-    for name, value in {**vars(module), **around.globals, **around.nonlocals}.items():
-        if value is array or (isinstance(value, np.ndarray) and np.shares_memory(value, array)):
-            return name
-    return f"{array.dtype}{list(array.shape)}"

@@ -20,14 +20,12 @@ class Leaf:
     Attributes:
         name: Its path in the module, as a user writes it.
         kind: Its class of Variable; None for an array that is in none.
-        owner: "batchnorm", "welford" or "normalizing" if it belongs to such an object, else "".
-        group: Which of those objects.
+        owner: "batchnorm" or "normalizing" if it belongs to such a layer, else "".
     """
 
     name: str
     kind: type | None
     owner: str = ""
-    group: int = 0
 
     def continues(self, dtype: Any) -> bool:
         """Return whether a step that is left out keeps what it wrote here: counts and random keys, but no statistic."""
@@ -42,20 +40,17 @@ def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
             kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
-            owner, group = owners.get(id(leaf), ("", 0))
-            leaves.append(Leaf(leaf_name(path), kind, owner, group))
+            leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
     return leaves
 
 
-def _owners(module: nnx.Module) -> dict[int, tuple[str, int]]:
-    """Return the owner of Variables that belong to a known object, by their id."""
-    owners: dict[int, tuple[str, int]] = {}
-    for group, (_, node) in enumerate(nnx.iter_graph(module)):
+def _owners(module: nnx.Module) -> dict[int, str]:
+    """Return the owner of Variables that belong to a known layer, by their id."""
+    owners: dict[int, str] = {}
+    for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.BatchNorm):
-            owners |= {id(x): ("batchnorm", group) for x in (node.mean, node.var)}
-        elif isinstance(node, nnx.metrics.Welford) and type(node).update is nnx.metrics.Welford.update:
-            owners |= {id(x): ("welford", group) for x in (node.count, node.mean, node.m2)}
+            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
         elif isinstance(node, _NORMALIZING):
             inside = (x for _, x in nnx.iter_graph(node.layer_instance) if isinstance(x, nnx.Variable))
-            owners |= {id(x): ("normalizing", group) for x in inside}
+            owners |= {id(x): "normalizing" for x in inside}
     return owners

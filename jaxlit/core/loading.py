@@ -11,9 +11,9 @@ import jax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode, encode
+from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode
 from jaxlit.checkpoints.weights import load_variables
-from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.porting import advice
 from jaxlit.reporting.terminal import say, short_path
 
@@ -31,29 +31,14 @@ def tell_taken(what: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> Non
 
 def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
-    parameters = inspect.signature(cls.__init__).parameters
-    texts = advice("load_from_checkpoint()")
+    parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
     if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
         raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
     checkpoint, skipped = locate(path, f"{cls.__name__}.load_from_checkpoint")
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     recorded = checkpoint.state["module"]["hparams"]
-    hparams = {name: value for name, value in recorded.items() if value != DEFAULT}
-    for name in hparams:
-        if name not in parameters and not takes_any:
-            raise CheckpointError(
-                f"{checkpoint.path} was made with the hyperparameter {name!r}, which {cls.__name__} does not have."
-                f"{did_you_mean(name, parameters)} Load it with the class that it was made with."
-            )
-    optional = [name for name, p in parameters.items() if p.default is not p.empty and name != "rngs"]
-    if unknown := [name for name in optional if name not in recorded and name not in overrides]:
-        _logger.warning(
-            f"{cls.__name__} takes the defaults of {', '.join(unknown)}, which {checkpoint.path} does not record. Pass "
-            f"{', '.join(f'{name}=...' for name in unknown)} to load_from_checkpoint if it was trained with others."
-        )
-    kept = {name: value for name, value in hparams.items() if name not in overrides}
+    kept = {name: value for name, value in recorded.items() if value != DEFAULT and name not in overrides}
     arguments = _rebuilt(cls, checkpoint, kept) | overrides
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
@@ -66,8 +51,8 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
         module = cls(*args, **arguments)
     except TypeError as error:
         raise CheckpointError(
-            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Pass what is missing to "
-            "load_from_checkpoint."
+            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Load {checkpoint.path} with the class "
+            "that it was made with, and pass what is missing to load_from_checkpoint."
         ) from error
     for name, value in (checkpoint.state.get("added_hparams") or {}).items():
         with contextlib.suppress(NotKeptError):
@@ -82,13 +67,12 @@ def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict
     Raises:
         CheckpointError: Some must be given again.
     """
-    parameters, arguments, missing = inspect.signature(cls.__init__).parameters, {}, {}
+    arguments, missing = {}, {}
     for name, value in hparams.items():
         try:
             arguments[name] = decode(value, cls)
         except NotKeptError as error:
-            if name not in parameters or not _is_same(value, parameters[name].default):
-                missing[name] = str(error)
+            missing[name] = str(error)
     if not missing:
         return arguments
     given = ", ".join(f"{name}={text}" for name, text in missing.items())
@@ -96,10 +80,3 @@ def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict
         f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "
         f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by name."
     )
-
-
-def _is_same(saved: Any, default: Any) -> bool:
-    try:
-        return encode(default) == saved
-    except NotKeptError:
-        return False

@@ -83,20 +83,17 @@ def metric_of(where: str, name: Any, **how: Any) -> Metric:
             f"self.log({name!r}, ...) is called in {where}, where nothing can be logged. Log in a training, validation "
             "or test step, in a batch hook or at the start or end of an epoch."
         )
-    if name in ("step", "epoch"):
-        raise LogError(f"self.log({name!r}, ...): every row has a {name!r} of its own. Log it under another name.")
-    if "/dataloader_idx_" in name:
-        raise LogError(f"self.log({name!r}, ...): '/dataloader_idx_<i>' is added by jaxlit. Log it without.")
+    if name in ("step", "epoch") or "/dataloader_idx_" in name:
+        raise LogError(
+            f"self.log({name!r}, ...): jaxlit adds 'step', 'epoch' and '/dataloader_idx_<i>' to rows itself."
+        )
     by_step, by_epoch = HOOKS[where]
     if how.get("reduce_fx", "mean") not in REDUCTIONS:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    defaults: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
-    given: dict[str, Any] = {
-        key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None
-    }
-    metric = Metric(name, **defaults | given)
+    given = {key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None}
+    metric = Metric(name, **{"on_step": bool(by_step), "on_epoch": by_epoch} | given)
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric
@@ -148,8 +145,7 @@ class Collector:
         if isinstance(value, nnx.metrics.Metric):
             self.values[name], self.weights[name] = self._take(metric, value, batch_size)
         else:
-            check_scalar(name, value, step)
-            check_weight(name, batch_size)
+            check_value(name, value, batch_size, step)
             self.values[name] = jnp.asarray(value, jnp.float32)
             self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, jnp.float32)
         self.metrics[name] = metric
@@ -169,49 +165,31 @@ class Collector:
         return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0), count
 
 
-def check_scalar(name: str, value: Any, where: str) -> None:
-    """Refuse a value that is no scalar real number.
+def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
+    """Refuse a value that is no real number, and a weight that is none or is not positive.
 
     Raises:
         LogError: Saying what it is.
     """
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is None and not isinstance(value, (bool, int, float)):
-        raise LogError(f"self.log({name!r}, value) in {where} takes a scalar number, got {type(value).__name__}.")
-    if shape:
+    if not _is_number(value):
         raise LogError(
-            f"self.log({name!r}, value) in {where} takes a scalar, got shape {shape}. Log value.mean(). "
-            f"{_elsewhere(where)}"
+            f"self.log({name!r}, value) in {where} takes a real scalar number, got {shown(value)}. Log value.mean() or "
+            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: on_train_batch_end and "
+            "its like get it as outputs, and trainer.logger.log_table and log_image take more than a number."
         )
-    if dtype is not None and not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-        raise LogError(f"self.log({name!r}, value) in {where} takes a number, got dtype {dtype}.")
-    if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
-        raise LogError(f"self.log({name!r}, value) in {where} takes a real number, got {dtype}. Log abs(value).")
+    if batch_size is None:
+        return
+    concrete = isinstance(batch_size, (int, float, np.integer, np.floating))
+    if not _is_number(batch_size) or (concrete and not float(batch_size) > 0):
+        raise LogError(f"self.log({name!r}, batch_size=...) must be a positive scalar, got {shown(batch_size)}.")
 
 
-def _elsewhere(where: str) -> str:
-    """Return what to do with an array, which is no mean of batches."""
-    stage, _, end = where.rpartition("_")
-    if end != "step":
-        return "trainer.logger.log_table, log_histogram and log_image take more than a number."
-    returned = "{'loss': loss, 'confusion': matrix}" if stage == "training" else "it"
-    hook = f"on_{'train' if stage == 'training' else stage}_batch_end(outputs, batch, batch_idx)"
-    return (
-        f"Add up what is no mean, for example a confusion matrix, by hand: return {returned} from the step, and {hook} "
-        "gets it."
-    )
-
-
-def check_weight(name: str, batch_size: Any) -> None:
-    """Refuse a weight that is no positive scalar.
-
-    Raises:
-        LogError: Saying what it is.
-    """
-    if isinstance(batch_size, (int, float, np.integer, np.floating)) and not float(batch_size) > 0:
-        raise LogError(f"self.log({name!r}, batch_size={batch_size!r}): batch_size must be positive.")
-    if getattr(batch_size, "shape", ()) != () or isinstance(batch_size, (str, list, tuple, dict)):
-        raise LogError(f"self.log({name!r}, batch_size=...) must be a scalar, got {shown(batch_size)}.")
+def _is_number(x: Any) -> bool:
+    """Return whether a Python number or an array is a real scalar."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, (bool, int, float))
+    real = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
+    return real and x.shape == ()
 
 
 def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:

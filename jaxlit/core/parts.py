@@ -75,19 +75,14 @@ def parts_along(state: Any) -> list[str]:
 
 
 def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
-    """Return what the rate of each parameter is called in a row: a group that is in one part keeps its name."""
+    """Return what the rate of each parameter is called in a row."""
     part_of = {name: part for part in parts for name in sorted(part.names)}
-    unsplit = {
-        group
-        for group in groups.values()
-        if len({id(part_of.get(name)) for name, other in groups.items() if other == group}) == 1
-    }
 
     def called(name: str) -> str:
         group, part = groups.get(name, ""), part_of.get(name)
-        if part is None or (group in unsplit and part.tx is None):
+        if part is None:
             return group
-        return part.label if part.tx is not None or not group else f"{group}/{part.label}"
+        return part.label if part.tx is not None or group in ("", part.label) else f"{group}/{part.label}"
 
     return {name: called(name) for name in dict.fromkeys([*groups, *part_of])}
 

@@ -13,7 +13,6 @@ from jaxlit.leaf_names import leaf_name
 MODES = {"deterministic", "use_running_average", "decode"}
 CONTAINERS = (list, tuple, set, dict, deque)
 _COPIED = (*CONTAINERS, OrderedDict, defaultdict)
-_DEEPEST = 30  # containers within containers
 
 
 def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -36,22 +35,22 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
             yield leaf_name((*path, name)), vars(node), name
 
 
-def copied(value: Any, seen: dict[int, Any] | None = None, depth: int = 0) -> Any:
+def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Return a value with copies of the containers in it, and everything else as it is."""
     # Each once, as containers may refer to each other.
     seen = {} if seen is None else seen
-    if type(value) not in _COPIED or depth > _DEEPEST:
+    if type(value) not in _COPIED:
         return value
     if id(value) in seen:
         return seen[id(value)]
     if isinstance(value, tuple):
-        return tuple(copied(x, seen, depth + 1) for x in value)
+        return tuple(copied(x, seen) for x in value)
     copy = seen[id(value)] = value.copy()
     if isinstance(value, dict):
-        copy.update({key: copied(x, seen, depth + 1) for key, x in value.items()})
+        copy.update({key: copied(x, seen) for key, x in value.items()})
     elif not isinstance(value, set):
         for i, x in enumerate(value):
-            copy[i] = copied(x, seen, depth + 1)
+            copy[i] = copied(x, seen)
     return copy
 
 

@@ -24,6 +24,7 @@ from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.step_notes import note_step_error
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name, named_leaves
+from jaxlit.shown import shown
 
 
 @dataclass
@@ -56,8 +57,6 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    # Called with the rows that a replica's step is traced for, by stage and loader.
-    row_checks: dict[tuple[str, int | None], Callable[[int], None]] = field(default_factory=dict)
     _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -101,7 +100,7 @@ class PureModule:
 
     def untraced(self) -> "PureModule":
         """Return the same with no step traced: what a trace shows is true of one program only."""
-        return replace(self, traced={}, row_checks={}, _bodies={})
+        return replace(self, traced={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.
@@ -159,9 +158,6 @@ class PureModule:
             new = _written(given, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, list(collector.metrics.values()), traced)
-        if replica.splits and (check := self.row_checks.pop((stage, loader), None)) is not None:
-            check(rows)  # traces this step as well
-            self.row_checks[stage, loader] = check
         loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
         values, weights = list(collector.values.values()), list(collector.weights.values())
         if training:
@@ -262,15 +258,11 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, A
             loss, outputs = output["loss"], {k: v for k, v in output.items() if k != "loss"}
         else:
             loss, outputs = output, {}
-        dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", None)
-        if not isinstance(loss, jax.Array) or not jnp.issubdtype(loss.dtype, jnp.floating):
-            given = type(loss).__name__ if dtype is None else f"an array of {dtype}"
+        if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
-                f"{where} must return its loss as a floating () array, or in a dict, got {given}. Return loss, or "
-                "{'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
+                f"{where} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
+                "loss.mean(), or {'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
             )
-        if shape != ():
-            raise ModuleError(f"{where} must return a scalar loss, got shape {shape}. Return loss.mean().")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{where} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
     for path, leaf in named_leaves(outputs):

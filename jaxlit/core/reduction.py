@@ -19,7 +19,6 @@ class Reduction:
     Attributes:
         state: The relation of each leaf of (params, frozen, model_state); None for one that is left alone.
         parts: Leaves that add up over the replicas: during the step the first replica has the value, the others 0.
-        welfords: Indices of (count, mean, m2) of each `nnx.metrics.Welford`, which are merged by their own formula.
         values: The relation of each logged value, the loss first in training.
         weights: The relation of each logged value's weight.
         outputs: The relation of each other output.
@@ -27,7 +26,6 @@ class Reduction:
 
     state: tuple[Relation | None, ...] = ()
     parts: frozenset[int] = frozenset()
-    welfords: tuple[tuple[int, int, int], ...] = ()
     values: tuple[Relation, ...] = ()
     weights: tuple[Relation, ...] = ()
     outputs: tuple[Relation, ...] = ()
@@ -48,12 +46,8 @@ def reduce_state(replica: Replica, state: Any, reduction: Reduction | None) -> A
     if reduction is None or not replica.splits:
         return state
     leaves, treedef = jax.tree.flatten(state)
-    for indices in reduction.welfords:
-        for i, x in zip(indices, _merge(replica, *(leaves[i] for i in indices)), strict=True):
-            leaves[i] = x
-    merged = {i for indices in reduction.welfords for i in indices}
     for i, relation in enumerate(reduction.state):
-        if relation is not None and i not in merged:
+        if relation is not None:
             leaves[i] = _first_key(replica, leaves[i]) if is_key(leaves[i]) else _reduce(replica, leaves[i], relation)
     return treedef.unflatten(leaves)
 
@@ -110,15 +104,3 @@ def _first_key(replica: Replica, key: jax.Array) -> jax.Array:
     data = jax.random.key_data(key)
     first = replica.psum(jnp.where(replica.is_first, data, jnp.zeros_like(data)))
     return jax.random.wrap_key_data(first, impl=jax.random.key_impl(key))
-
-
-def _merge(replica: Replica, count: jax.Array, mean: jax.Array, m2: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the count, the mean and the sum of squared differences from it of all replicas' values.
-
-    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
-    """
-    total = replica.psum(count)
-    some = jnp.where(total > 0, total, 1)
-    center = replica.psum(mean * count) / some
-    squares = replica.psum(m2 + count * (mean - center) ** 2)
-    return total.astype(count.dtype), center.astype(mean.dtype), squares.astype(m2.dtype)

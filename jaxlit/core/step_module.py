@@ -1,7 +1,5 @@
 """The copy of the module that a step runs: its modes, its statistics over replicas, its random keys."""
 
-import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,61 +31,14 @@ def set_modes(module: nnx.Module, training: bool) -> None:
 
 
 def is_in_eval_mode(module: nnx.Module) -> bool:
-    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
-
-    That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
-    """
-    layers = {path for path, node in _modules(module) if any(name in vars(node) for name in _TRAINING)}
-    if not layers or type(module).train is not nnx.Module.train:
-        return False
-    if not all(getattr(node, name) for node, name in _modes(module)):
-        return False
-    same = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*(path[:-1] for path in layers), strict=False))
-    around = tuple(names[0] for names in same)
-    parameters = [path for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
-    return all(path[: len(around)] == around for path in parameters)
-
-
-def _modules(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Module]]:
-    return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    """Return whether every layer of a module that has modes is in evaluation mode, which no method of its own sets."""
+    modes = [getattr(node, name) for node, name in _modes(module)]
+    return bool(modes) and all(modes) and type(module).train is nnx.Module.train
 
 
 def _modes(module: nnx.Module) -> list[tuple[Any, str]]:
-    return [(node, name) for _, node in _modules(module) for name in _TRAINING if name in vars(node)]
-
-
-class _SyncedBatchNorm(nnx.BatchNorm):
-    """BatchNorm whose masked statistics are those of all replicas: sums and counts are added, not means averaged."""
-
-    def __call__(
-        self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
-    ) -> jax.Array:
-        running = self.use_running_average if use_running_average is None else use_running_average
-        if mask is None or running:
-            return super().__call__(x, use_running_average, mask=mask)
-        held = self.mean[...], self.var[...]
-        self.mean[...], self.var[...] = self._statistics(x, mask)
-        y = super().__call__(x, use_running_average=True)
-        for variable, old in zip((self.mean, self.var), held, strict=True):
-            new = self.momentum * old + (1 - self.momentum) * variable[...]
-            variable[...] = jax.lax.stop_gradient(new)
-        return y
-
-    def _statistics(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the mean and the variance of what the mask lets through, on all replicas."""
-        x = jnp.asarray(x, jnp.promote_types(self.dtype or x.dtype, jnp.float32))
-        axes = tuple(i for i in range(x.ndim) if i != self.axis % x.ndim)
-        valid = jnp.broadcast_to(mask, x.shape)
-
-        def mean(values: jax.Array) -> jax.Array:
-            summed = jnp.where(valid, values, 0).sum(axes), valid.sum(axes, dtype=values.dtype)
-            total, count = jax.lax.psum(summed, self.axis_name)
-            return total / count
-
-        center = mean(x)
-        if self.use_fast_variance:
-            return center, jnp.maximum(0.0, mean(x * x) - center * center)
-        return center, mean((x - jnp.expand_dims(center, axes)) ** 2)
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    return [(node, name) for node in nodes for name in _TRAINING if name in vars(node)]
 
 
 def sync_batchnorm(module: nnx.Module, axis: str) -> None:
@@ -95,13 +46,6 @@ def sync_batchnorm(module: nnx.Module, axis: str) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
             node.axis_name = axis
-            node.__class__ = _synced(type(node))
-
-
-@functools.cache
-def _synced(cls: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-    """Return the class with the synchronised statistics between it and flax's own."""
-    return _SyncedBatchNorm if cls is nnx.BatchNorm else type(cls.__name__, (cls, _SyncedBatchNorm), {})  # pyright: ignore
 
 
 def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import flax.errors
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.leaf_names import leaf_name
@@ -23,6 +22,7 @@ _TRACED = (
     "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need some. Use "
     "jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at values under jax.disable_jit()."
 )
+_NUMPY = "Functions of jax have the arguments of numpy: axis= and keepdims= in place of dim= and keepdim=."
 # The kind of an error, what its message contains, and the note.
 _NOTES: tuple[tuple[type[Exception], str, str], ...] = (
     (
@@ -45,8 +45,8 @@ _NOTES: tuple[tuple[type[Exception], str, str], ...] = (
         "'int' object is not callable",
         "If this was x.size(): size is no method of arrays. In its place: x.shape.",
     ),
-    (TypeError, "argument 'dim'", "Functions of jax have the arguments of numpy: axis= in place of dim=."),
-    (TypeError, "argument 'keepdim'", "Functions of jax have the arguments of numpy: keepdims= in place of keepdim=."),
+    (TypeError, "argument 'dim'", _NUMPY),
+    (TypeError, "argument 'keepdim'", _NUMPY),
     (
         flax.errors.TraceContextError,
         "Cannot mutate Opt",
@@ -79,20 +79,12 @@ def note_step_error(error: Exception, step: str, batch: Any) -> None:
     if (
         isinstance(error, AttributeError)
         and isinstance(error.obj, jax.Array)
-        and (way := _in_place_of(str(error.name)))
+        and (way := advice("jax.Array").get(str(error.name)))
     ):
         add_note(error, f"Arrays of jax have no {error.name}(). In its place: {way}.")
     for kind, words, note in _NOTES:
         if isinstance(error, kind) and words in str(error):
             add_note(error, note)
-
-
-def _in_place_of(name: str) -> str | None:
-    """Return what an array has in place of a tensor's method; None for a name that neither has."""
-    if way := advice("jax.Array").get(name):
-        return way
-    modules = {"jnp": jnp, "jnp.linalg": jnp.linalg, "jax.nn": jax.nn}
-    return next((f"{key}.{name}(x)" for key, module in modules.items() if callable(getattr(module, name, None))), None)
 
 
 def _layer_of(error: Exception) -> str | None:

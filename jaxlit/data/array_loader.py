@@ -64,11 +64,9 @@ class ArrayLoader:
             sizes[leaf_name(path)] = x.shape[0]
         if len(set(sizes.values())) > 1:
             raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
-        valid = check.is_int(batch_size, low=1)
-        check.require(check.is_int(seed, low=0), "seed", seed, "must be an int of at least 0", owner="ArrayLoader")
-        check.require(valid, "batch_size", batch_size, "must be a positive int", owner="ArrayLoader")
-        self.arrays, self.batch_size, self.shuffle = arrays, int(batch_size), bool(shuffle)
-        self.seed, self.drop_remainder = int(seed), bool(drop_remainder)
+        self.batch_size = check.integer("batch_size", batch_size, low=1, owner="ArrayLoader")
+        self.seed = check.integer("seed", seed, low=0, owner="ArrayLoader")
+        self.arrays, self.shuffle, self.drop_remainder = arrays, bool(shuffle), bool(drop_remainder)
         self.num_rows = next(iter(sizes.values()))
         # A plain view of a memory map is indexed faster than the map, and reads from the disk as late.
         # A pandas column is indexed by its labels, so it is made an array as well.

@@ -47,8 +47,7 @@ class Feeder:
         intake_of: Returns the intake of a source's batches.
         splits: See `Agreement`.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
-        watchdog: Watches the wait for a batch.
-        control: Where a wait that a signal may cut is noted.
+        watchdog: Watches the wait for a batch, which a signal may cut.
         epoch: Returns the epoch of training, for messages.
 
     Attributes:
@@ -65,11 +64,10 @@ class Feeder:
         splits: Callable[[Any], bool],
         prefetch: int | str,
         watchdog: Watchdog,
-        control: Control,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._place, self._splits = place, splits
-        self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, control, epoch
+        self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, watchdog.control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None

@@ -41,7 +41,6 @@ class Intake:
         max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
             limit.
         debug: Refuse NaN, in every batch.
-        may_be_empty: Whether a batch may have no rows: this process's share of a last one.
 
     Attributes:
         example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
@@ -57,11 +56,10 @@ class Intake:
         host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         debug: bool = False,
-        may_be_empty: bool = False,
     ) -> None:
         self.argument, self.blamed, self._prepare, self._prepared_by = argument, argument, prepare, prepared_by
         self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
-        self._debug, self._may_be_empty = debug, may_be_empty
+        self._debug = debug
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
         self._last, self._kind = None, _Kind({}, (), as_is=False)
@@ -108,7 +106,7 @@ class Intake:
 
     def _new_kind(self, key: Any, batch: Any) -> _Kind:
         """Check a batch of a new kind."""
-        check_batch(batch, self.argument, may_be_empty=self._may_be_empty)
+        check_batch(batch, self.argument)
         named, taken = named_leaves(batch), abstract_batch(jax.tree.map(np.asarray, batch))
         pairs = list(zip(named, jax.tree.leaves(taken), strict=True))
         # As the step takes it: int64 and int32 compile it once.
@@ -223,7 +221,7 @@ def _key(batch: Any) -> list[Any]:
     return [treedef, *[(type(x), array.dtype, array.shape) for x, array in zip(leaves, arrays, strict=True)]]
 
 
-def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
+def check_batch(batch: Any, where: str) -> None:
     """Refuse a first batch that no step could take.
 
     Raises:
@@ -275,7 +273,7 @@ def check_batch(batch: Any, where: str, *, may_be_empty: bool = False) -> None:
             f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this is "
             "a single row, batch the rows. Of graphs, give a row for each, padded, and join them in the step."
         )
-    if 0 in sizes.values() and not may_be_empty:
+    if 0 in sizes.values() and jax.process_count() == 1:  # a process's share of a last batch may have no rows
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
 
 

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from jaxlit.control import Interrupted
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
@@ -26,11 +24,9 @@ class Loaders:
         verb: The Trainer's method, for messages.
         given: What was passed to it, by stage: the loaders and the argument's name.
         datamodule: The DataModule, if one was passed.
-        module: The module, which may have the loader hooks as well; None while it is not built.
         limits: By stage, a number of batches or a fraction.
         intake: Arguments of each loader's `Intake`.
         overfit: Whether every epoch takes the same batches, in the loader's own order.
-        asked: Whether the user gave the limits.
     """
 
     def __init__(
@@ -38,12 +34,10 @@ class Loaders:
         verb: str,
         given: Mapping[str, tuple[Any, str]],
         datamodule: DataModule | None,
-        module: Any,
         limits: Mapping[str, int | float],
         *,
         intake: Mapping[str, Any],
         overfit: bool = False,
-        asked: bool = True,
     ) -> None:
         # As in Lightning, a DataModule may be passed as the loaders.
         stage, (first, argument) = next(iter(given.items()))
@@ -62,8 +56,9 @@ class Loaders:
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
         # By argument: a loader that a hook makes again keeps its intake, so that its batches are compared with the old.
         self._intakes: dict[str, Intake] = {}
-        self.verb, self.given, self.datamodule, self.module = verb, given, datamodule, module
-        self._limits, self._overfit, self._intake, self._asked = limits, overfit, intake, asked
+        self.verb, self.given, self.datamodule = verb, given, datamodule
+        self.module: Any = None  # which may have the loader hooks as well, once it is built
+        self._limits, self._overfit, self._intake = limits, overfit, intake
 
     def from_hook(self, stage: str) -> bool:
         """Return whether a hook makes the stage's loaders, and so can make them again."""
@@ -158,30 +153,21 @@ class Loaders:
             for idx, (one, limit) in enumerate(zip(each, limits, strict=True))
         ]
         for source, limit in pairs:
-            self._check_limit(source, limit, stage, limit_name)
+            asked = self._limits[stage]
+            if isinstance(asked, int) and limit is not None and limit < asked:
+                text = "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches."
+                _logger.warning(text, limit_name, asked, source.argument, limit)
+            if stage != "training" and limit is None and source.is_endless:
+                raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
         return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
 
     def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
         """Return the source of a loader, and make its intake."""
         if argument not in self._intakes:
-            may_be_empty = jax.process_count() > 1
-            self._intakes[argument] = Intake(argument, **self._transfer(idx), **self._intake, may_be_empty=may_be_empty)
+            self._intakes[argument] = Intake(argument, **self._transfer(idx), **self._intake)
         may_continue = stage == "training" and not self._overfit
         keep = limit if self._overfit else None
         return source_of(loader, argument, may_continue=may_continue, overfit=self._overfit, keep=keep)
-
-    def _check_limit(self, source: Source, limit: int | None, stage: str, limit_name: str) -> None:
-        asked = self._limits[stage]
-        if self._asked and isinstance(asked, int) and limit is not None and limit < asked:
-            _logger.warning(
-                "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches.",
-                limit_name,
-                asked,
-                source.argument,
-                limit,
-            )
-        if stage != "training" and limit is None and source.is_endless:
-            raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
 
     def _hook(self, name: str) -> Callable[..., Any] | None:
         """Return a hook of the DataModule, or else of the module, if it is overridden."""

@@ -36,7 +36,7 @@ class CompileCache(CacheInterface):
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # an entry is code: only its owner may write one
-        self._path, self._full = folder, False
+        self._path = folder
         _trim(folder)
 
     def get(self, key: str) -> bytes | None:
@@ -51,15 +51,12 @@ class CompileCache(CacheInterface):
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Store an entry, in place of a damaged one; after the first failure store nothing more."""
-        if self._full:
-            return
+        """Store an entry, in place of a damaged one."""
         part = self._file(f"{key}.{os.getpid()}.{threading.get_ident()}")
         try:
             part.write_bytes(value)
             part.replace(self._file(key))
         except OSError as error:
-            self._full = True
             with contextlib.suppress(OSError):
                 part.unlink()
             _warn(f"{self._path}: {error}")

@@ -213,9 +213,8 @@ def compile_step(
 
 def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
     """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
-    known = devices == "auto" or check.is_int(devices, low=1)
-    check.require(known, "devices", devices, "takes an int of at least 1 or 'auto'", owner="compile_step")
-    check.require(check.is_int(seed, low=0), "seed", seed, "takes an int of at least 0", owner="compile_step")
+    check.integer("devices", devices, low=1, also=("auto",), owner="compile_step")
+    check.integer("seed", seed, low=0, owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
     if not isinstance(module, (TrainModule, lazy)):
         raise ArgumentTypeError(

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +46,6 @@ from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program
 _logger = logging.getLogger("jaxlit")
 
 _FLOAT32 = Precision()
-_MOST_KEPT = 8  # programs of one evaluation step, each for another kind of batch
 _Key = tuple[str, int | None]  # a stage, and the loader for a step that asks for it
 
 
@@ -55,12 +55,10 @@ class _EvalProgram:
 
     Args:
         pure: The module taken apart, with what the traces of this program have noted.
-        like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
         program: The compiled step.
     """
 
     pure: PureModule
-    like: Any
     program: CompiledProgram
 
 
@@ -116,8 +114,9 @@ class Engine:
         self.state.eval_index = self.state.evaluated(eval_index(self.extras, self.state.index, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
-        # All that are kept, the one that was used last at the end; and those of this run.
-        self._kept_evaluations: dict[_Key, list[_EvalProgram]] = {}
+        # All that are kept, also by the structure, shapes and dtypes of their first batch: for another one the step may
+        # log other things. And those of this run.
+        self._kept_evaluations: dict[Any, deque[_EvalProgram]] = {}
         self._evaluations: dict[_Key, _EvalProgram] = {}
         self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
@@ -297,10 +296,11 @@ class Engine:
         key = (stage, loader)
         if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        kept, like = self._kept_evaluations.setdefault(key, []), jax.tree.flatten(abstract_batch(batch))
-        known = (x for x in kept if x.like == like and self._holds(key, x))
-        program = next(known, None) or self._build_eval(stage, batch, loader, like)
-        kept[:] = [*(x for x in kept if x is not program), program][-_MOST_KEPT:]
+        leaves, treedef = jax.tree.flatten(abstract_batch(batch))
+        kept = self._kept_evaluations.setdefault((key, treedef, *leaves), deque(maxlen=8))
+        program = next((x for x in kept if self._holds(key, x)), None)
+        if program is None:
+            kept.append(program := self._build_eval(stage, batch, loader))
         self._evaluations[key] = program
 
     @staticmethod
@@ -308,7 +308,7 @@ class Engine:
         """Return whether the step would read of the Trainer what it has read while it was traced."""
         return program.pure.trace_of(*key).reads.hold()
 
-    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
+    def _build_eval(self, stage: str, batch: Any, loader: int | None) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, state = self.pure.untraced(), self.state
 
@@ -325,7 +325,7 @@ class Engine:
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
-        return _EvalProgram(pure, like, self._compile(program))
+        return _EvalProgram(pure, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
         """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""

@@ -70,8 +70,7 @@ def find_hyperparams(opt_state: Any) -> dict[str, int]:
         # A part's own transform, without a label, is distinguished by the part.
         labels = {x for n, x, p, _ in leaves if n == name and (x or not p)}
         text = f"{name}/{label}" if label and len(labels) > 1 else name
-        several = len({p for n, x, p, _ in leaves if (n, x) == (name, label)}) > 1
-        names.append(f"{text}/{part}" if part and (several or not label) else text)
+        names.append(f"{text}/{part}" if part and part != label else text)
     numbered = [x if names.count(x) == 1 else f"{x}/{names[:k].count(x)}" for k, x in enumerate(names)]
     return {name: i for name, (*_, i) in zip(numbered, leaves, strict=True)}
 

@@ -1,6 +1,7 @@
 """What uses a device's memory, for errors where there was not enough of it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -42,23 +43,14 @@ def out_of_memory(
         batch: The bytes of a batch on a device.
         programs: Those whose temporaries may be the cause.
     """
-    trees = (
-        {}
-        if state is None
-        else {
-            "parameters": (state.params, state.frozen),
-            "optimizer": state.opt_state,
-            "accumulation window": state.window,
-            "arrays of callbacks": state.extras,
-            "other state": state.model_state,
-        }
-    )
+    trees: dict[str, Any] = {}
+    if state is not None:
+        trees = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
+        trees |= {"accumulation window": state.window, "callbacks": state.extras, "other state": state.model_state}
     parts = [(name, bytes_per_device(leaves)) for name, tree in trees.items() if (leaves := jax.tree.leaves(tree))]
     parts += [] if batch is None else [("batch", batch)]
-    temporaries = [(memory.temporaries, x.name) for x in programs if (memory := _memory_of(x)) is not None]
-    if temporaries:
-        most, name = max(temporaries)
-        parts.append((f"temporaries of {name}", most))
+    temporaries = [(f"temporaries of {x.name}", m.temporaries) for x in programs if (m := _memory_of(x)) is not None]
+    parts += sorted(temporaries, key=lambda part: part[1])[-1:]
     used = ", ".join(f"{name} {size(count)}" for name, count in parts)
     used = f" On the device that holds the most: {used}." if used else ""
     what = str(error).strip().splitlines()[0].rstrip(".")[:300]

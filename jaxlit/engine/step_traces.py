@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
-from jaxlit.core.replica_rules import StepTraces, evaluation_reduction, training_reduction, warn_of_rows
+from jaxlit.core.replica_rules import StepTraces, reduction_of
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.strategies.base import Strategy
@@ -42,23 +41,8 @@ def trace_step(
     if traces is None:
         return
     traced = pure.trace_of(stage, loader)
-    if stage == "training":
-        leaves = pure.leaves(*traces.arguments[:3])
-        traced.reduction = training_reduction(traces, replica, leaves, traced.changed, traced.rows_of)
-    else:
-        traced.reduction = evaluation_reduction(traces, replica, traced.rows_of)
-    # What a step makes of one row was not followed above, and a later batch may have another number of rows.
-    known = {traces.programs[0][0]}
-    if known == {1}:
-        warn_of_rows(traces, replica)
-
-    def check(rows: int) -> None:
-        if rows not in known:
-            known.add(rows)
-            other = _of_replica(pure, strategy, states, key, with_rows(batch, rows * replica.count))
-            warn_of_rows(replace(traces, programs=[*traces.programs, *other.programs]), replica)
-
-    pure.row_checks[key] = check
+    leaves = pure.leaves(*traces.arguments[:3]) if stage == "training" else []
+    traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
 
 
 def _of_replica(
@@ -74,8 +58,8 @@ def _of_replica(
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         programs.append((program, shapes, results))
         traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
-        pairs = zip(traced.rows_of, jax.tree.leaves(results[1][3]), strict=True)
-        traced.rows_of = tuple(was and is_row(x, rows) for was, x in pairs)
+        triples = zip(traced.rows_of, *(jax.tree.leaves(x[1][3]) for x in (results, programs[0][2])), strict=True)
+        traced.rows_of = tuple(was and is_row(x, rows) and x.shape[1:] == y.shape[1:] for was, x, y in triples)
 
     strategy.trace(keep, states, batch)
     rows = num_rows(programs[0][1][3])
@@ -86,8 +70,7 @@ def _of_replica(
             strategy.trace(keep, states, with_rows(batch, seen * replicas))
     (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
     name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
-    every = [(num_rows(arguments[3]), closed) for closed, arguments, _ in programs]
-    return StepTraces(program, longer[0], shapes, results, name, metrics, every)
+    return StepTraces(program, longer[0], shapes, results, name, metrics)
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

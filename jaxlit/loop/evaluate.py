@@ -1,5 +1,6 @@
 """The loops of validation, test and prediction."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ def sanity_check(run: Run) -> None:
     if not run.val or steps == 0:
         return
     # Batches that are drawn from an iterator now would be missing in the first validation.
-    pairs = [(source, limit) for source, limit in run.val if not source.is_iterator]
-    loaders = [(source, _smaller(limit, steps if steps > 0 else None)) for source, limit in pairs]
+    most = math.inf if steps < 0 else steps
+    limits = [(source, min(math.inf if limit is None else limit, most)) for source, limit in run.val]
+    loaders = [(x, None if limit == math.inf else int(limit)) for x, limit in limits if not x.is_iterator]
     run.control.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
@@ -180,10 +182,6 @@ def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> lis
     now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)
     now.table = table
     return now.sums
-
-
-def _smaller(limit: int | None, other: int | None) -> int | None:
-    return other if limit is None else limit if other is None else min(limit, other)
 
 
 def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:

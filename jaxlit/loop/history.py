@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, LoggerError, did_you_mean
 from jaxlit.reporting.curves import colors, spans_decades, together
 
@@ -18,11 +19,6 @@ class _Curve:
     def __init__(self) -> None:
         self.steps, self.values = list[int](), list[float]()
         self.seen, self.every = 0, 1
-
-    def cut(self, step: int) -> None:
-        kept = sum(at < step for at in self.steps)
-        del self.steps[kept:], self.values[kept:]
-        self.seen = kept * self.every
 
 
 class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
@@ -58,13 +54,12 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def _repr_png_(self) -> bytes | None:
         """Return a picture for a notebook, None where there is nothing to draw or nothing to draw with."""
+        if not self._curves:
+            return None
         try:
-            figure = self.plot() if self._curves else None
+            self.plot().savefig(picture := io.BytesIO(), format="png")
         except LoggerError:
             return None
-        if figure is None:
-            return None
-        figure.savefig(picture := io.BytesIO(), format="png")
         return picture.getvalue()
 
     def add(self, row: Mapping[str, float], step: int) -> None:
@@ -82,7 +77,9 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
     def clear(self, step: int = 0) -> None:
         """Forget the rows from a step on."""
         for curve in self._curves.values():
-            curve.cut(step)
+            kept = sum(at < step for at in curve.steps)
+            del curve.steps[kept:], curve.values[kept:]
+            curve.seen = kept * curve.every
         self._curves = {name: curve for name, curve in self._curves.items() if curve.steps}
 
     def plot(self, names: Sequence[str] | None = None) -> Any:
@@ -99,28 +96,19 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             The `matplotlib.figure.Figure`.
 
         Raises:
-            ArgumentError: A name was never logged, or nothing was.
+            ArgumentError: There is no metric.
+            KeyError: A name was never logged.
             LoggerError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise LoggerError(
-                "History.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
-            ) from error
-        if not self:
-            raise ArgumentError("History.plot draws logged metrics. Nothing was logged: call self.log in a step.")
+        matplotlib = check.import_package("matplotlib.figure", owner="History.plot", install="jaxlit[plot]")
+        ticker = check.import_package("matplotlib.ticker", owner="History.plot", install="jaxlit[plot]")
         chosen = list(self) if names is None else list(names)
-        if not chosen or any(name not in self for name in chosen):
-            raise ArgumentError(
-                f"History.plot takes names of metrics that were logged, {sorted(self)}, got {chosen}. Call it after a "
-                "fit, or from a hook after the first row."
-            )
+        if not chosen:
+            raise ArgumentError("History.plot draws logged metrics. There is none: call self.log in a step.")
         pictures = together(chosen)
         columns = min(len(pictures), 3)
         rows = -(-len(pictures) // columns)
-        figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+        figure = matplotlib.Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
         figure.suptitle(self.title())
         for k, group in enumerate(pictures.values()):
             axes = figure.add_subplot(rows, columns, k + 1)
@@ -131,7 +119,7 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             every = every[np.isfinite(every)]
             if spans_decades(every):
                 axes.set_yscale("log")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
             axes.set_xlabel("step")
             axes.grid(alpha=0.25)
             axes.legend()

@@ -131,7 +131,7 @@ class Hooks:
         self.datamodule, self.failed = datamodule, Failures(position, self._disable)
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
-        self.bound: dict[Any, Hook] = {}  # by name
+        self.bound: dict[str, Hook] = {}  # by name
         # Of callbacks that measure; None where there are none, so that a row costs no call for them.
         self.begin_row: Hook | None = None
         self.fill_row: Hook | None = None
@@ -169,11 +169,8 @@ class Hooks:
 
     def call_one(self, callback: Callback, name: str, *args: Any) -> None:
         """Call the hook of one callback only."""
-        key = id(callback), name  # not the callback, which may have no hash, or equal another
-        if key not in self.bound:
-            function = _of_callback(callback, name) if self.failed.may_run(callback, name) else _nothing
-            self.bound[key] = Hook(self, name, [TimedFunction(callback, function)])
-        self.bound[key](*args)
+        functions = [function for function in self.bind(name).functions if function.source is callback]
+        Hook(self, name, functions)(*args)
 
     def functions(self) -> list[tuple[str, TimedFunction]]:
         """Return every (hook, function) that was bound so far."""

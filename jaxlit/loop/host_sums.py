@@ -1,89 +1,76 @@
 """What hooks log, added up on the host."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.log import Metric, check_average, check_scalar, check_weight
+from jaxlit.core.log import Metric, check_average, check_value
 from jaxlit.core.replica import num_rows
 from jaxlit.errors import LogError
 from jaxlit.loop.results import Results
 
 TRACED = "trace_step"  # where a callback's traced values come from
+_REDUCE: dict[str, Callable[[float, float], float]] = {"min": min, "max": max}  # all others add up
 
 
+@dataclass
 class Total:
-    """The running sum of a metric that hooks log; device values are read late, when they are ready.
+    """The running sum of a metric that hooks log; device values are read late, when they are ready."""
 
-    Args:
-        metric: How it is reduced.
-        hook: Where it is logged.
-    """
-
-    def __init__(self, metric: Metric, hook: str) -> None:
-        self.metric, self.hook = metric, hook
-        self._waiting: list[tuple[Any, Any]] = []
-        self._total: float | None = None
-        self._weight = 0.0
+    metric: Metric
+    hook: str  # where it is logged
+    total: float | None = None
+    weight: float = 0.0
+    waiting: list[tuple[Any, Any]] = field(default_factory=list)  # values and weights that are not in the sum yet
 
     def add(self, value: Any, weight: Any) -> None:
         """Take one value."""
-        self._waiting.append((value, weight))
-        if len(self._waiting) >= 64:
+        self.waiting.append((value, weight))
+        if len(self.waiting) >= 64:
             self._fold()
 
     def copy(self) -> "Total":
         """Return a copy, which later values do not change."""
-        total = Total(self.metric, self.hook)
-        total._waiting, total._total, total._weight = list(self._waiting), self._total, self._weight
-        return total
+        return replace(self, waiting=list(self.waiting))
 
     def __float__(self) -> float:
         self._fold()
-        assert self._total is not None
+        assert self.total is not None
         if self.metric.reduce_fx != "mean":
-            return self._total
-        return self._total / self._weight if self._weight else math.nan
+            return self.total
+        return self.total / self.weight if self.weight else math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum so far; waits for the device."""
         self._fold()
-        return {"metric": asdict(self.metric), "hook": self.hook, "total": self._total, "weight": self._weight}
+        return {"metric": asdict(self.metric), "hook": self.hook, "total": self.total, "weight": self.weight}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Total":
         """Return the total that `state_dict` was called on."""
-        total = cls(Metric(**state["metric"]), state["hook"])
-        total._total, total._weight = state["total"], float(state["weight"])
-        return total
+        return cls(**{**state, "metric": Metric(**state["metric"])})
 
     def _fold(self) -> None:
         kind = self.metric.reduce_fx
-        for waiting, share in self._waiting:
+        for waiting, share in self.waiting:
             value, weight = float(waiting), float(share)
             value = value * weight if kind == "mean" else value
-            if self._total is None:
-                self._total = value
-            else:
-                self._total = {"min": min, "max": max}.get(kind, lambda a, b: a + b)(self._total, value)
-            self._weight += weight
-        self._waiting.clear()
+            self.total = value if self.total is None else _REDUCE.get(kind, operator.add)(self.total, value)
+            self.weight += weight
+        self.waiting.clear()
 
 
 Logged = tuple[dict[str, Total], dict[str, Total]]  # of the window, of the epoch
 
 
 class HostLog:
-    """Takes what `self.log` is given in hooks, and adds it up on the host.
-
-    Args:
-        results: Where the values show.
-    """
+    """Takes what `self.log` is given in hooks, adds it up on the host, and shows it in `results`."""
 
     def __init__(self, results: Results) -> None:
         self.hook = ""  # the one that runs
@@ -109,8 +96,7 @@ class HostLog:
             average = check_average(metric, value, batch_size, self.hook)
             value, weight = average.compute(), average.count.get_value()
         else:
-            check_scalar(name, value, self.hook)
-            check_weight(name, batch_size)
+            check_value(name, value, batch_size, self.hook)
             weight = batch_size if batch_size is not None else num_rows(self.batch) if batch else 1
         if isinstance(value, jax.Array):
             value = jnp.copy(value)  # it may be the module's, which a later step overwrites

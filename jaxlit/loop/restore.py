@@ -72,7 +72,12 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
-        _warn_of_callbacks(checkpoint, gone, added)
+        for keys, text in (
+            (gone, "keeps the arrays of %s, which is not among the callbacks now."),
+            (added, "has no arrays of %s: they start again, from the restored parameters."),
+        ):
+            if keys:
+                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(keys))
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
@@ -92,20 +97,6 @@ def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], 
     """Return the keys of callbacks with arrays in the checkpoint only, and of those with arrays in the engine only."""
     then, now = ([key for name, _, _ in specs if (key := _callback(name))] for specs in (saved, wanted))
     return sorted({*then} - {*now}), sorted({*now} - {*then})
-
-
-def _warn_of_callbacks(checkpoint: Checkpoint, gone: list[str], added: list[str]) -> None:
-    if gone:
-        _logger.warning(
-            "%s keeps the arrays of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(gone)
-        )
-    if added:
-        _logger.warning(
-            "%s has no arrays of %s, which was not among the callbacks: they start again, from the restored "
-            "parameters.",
-            checkpoint.path,
-            ", ".join(added),
-        )
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
@@ -132,7 +123,7 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
     if was == replicas:
         return x
     x = x if was is None else x.sum(0)
-    return x if replicas is None else np.concatenate([x[None], np.zeros((replicas - 1, *x.shape), x.dtype)])
+    return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
 
 
 def _is_bookkeeping(name: str) -> bool:

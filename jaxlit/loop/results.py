@@ -100,9 +100,8 @@ class Results:
 
     def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
         """Show the value of a step; that of an evaluation step is not in `callback_metrics`, as in Lightning."""
-        split = metric.on_epoch
         self._slots[metric.step_name + suffix] = Slot(metric, value, callback=not evaluating)
-        if split and not evaluating:
+        if metric.on_epoch and not evaluating:
             self._slots[metric.name + suffix] = Slot(metric, value, logged=False)
 
     def put_epoch(self, metric: Metric, value: Any, suffix: str = "") -> None:
@@ -141,8 +140,8 @@ class Results:
             self._count = max(self._count, number or 0)
 
     def steps(self, logs: Any) -> list[float]:
-        """Return the values of a step's table, read once."""
-        if self._read_of[0] is not logs:
+        """Return the values of a step's table."""
+        if self._read_of[0] is not logs:  # read once
             # After the table's columns come learning rates, and a flag of the engine.
             table = fetch(logs)
             self._read_of = (logs, self._table.read(table[..., : len(self._table.metrics)]), table)
@@ -150,7 +149,7 @@ class Results:
 
     def rates(self, logs: Any) -> dict[str, float]:
         """Return the learning rates of an optimizer step by their names, given its table."""
-        if self._read_of[0] is not logs:
+        if self._read_of[0] is not logs:  # a call less for each row
             self.steps(logs)
         rates, names = dict[str, float](), iter(self._rates)
         for rate, weight in self._read_of[2][:, len(self._table.metrics) :].T.tolist():

@@ -175,12 +175,11 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
         assert run.train is not None
-        source = run.train[0]
+        source, intake = run.train[0], run.loaders.intake_of(run.train[0])
         run.feeder.close()  # its thread must not draw meanwhile
-        intake = run.loaders.intake_of(source)
         pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:
-            return f"\n{which} could not be run again: the loader cannot be set back to it.", diagnose.took(None)
+            raise LookupError("the loader cannot be set back to it")
         results = diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])
     except Exception as error:
         return f"\n{which} could not be run again: {error!r:.300}", diagnose.took(None)

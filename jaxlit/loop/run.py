@@ -71,8 +71,7 @@ class Setup:
     accumulate_given: int  # the Trainer's argument, before any hook
     accumulate_left: int | None = None  # the argument when the loops ended, which teardown may set back
     train: Loader | None = None
-    val: Sequence[Loader] = ()
-    evaluated: Sequence[Loader] = ()  # what validate, test or predict runs over
+    val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
     val_every: int | None = None  # batches between validations; None for the end of the epoch
     compiles: CompileLog = field(default_factory=CompileLog)
@@ -102,7 +101,7 @@ class Setup:
     def close(self) -> None:
         """Close the loaders."""
         self.accumulate_left = self.settings.accumulate_grad_batches
-        for source, _ in (*([self.train] if self.train else []), *self.val, *self.evaluated):
+        for source, _ in (*([self.train] if self.train else []), *self.val):
             source.close()
 
     def count_batches(self) -> None:
@@ -209,7 +208,7 @@ class Run(Setup):
         """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
         if not self.control.should_stop:
             return False
-        min_epochs, min_steps = self.settings.least
+        min_epochs, min_steps = self.settings.min_epochs, self.settings.min_steps
         if self.position.epoch >= min_epochs and self.position.global_step >= min_steps:
             return True
         if not self._stop_logged:

@@ -1,8 +1,8 @@
 """The arguments of a Trainer, checked and brought to one form."""
 
-import dataclasses
-import datetime
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,89 +14,87 @@ from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.shown import shown
 
-_UNBOUNDED = (None, -1)
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
 # What a trial of a few batches does once, whatever the other arguments say.
 _ONCE = {"max_epochs": 1, "min_steps": 0, "min_epochs": 0}
 _ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of a `Trainer`, by their names; `jaxlit.Trainer` says what each means.
+class Arguments:
+    """The arguments of a `Trainer`, checked and brought to one form; `jaxlit.Trainer` says what each means."""
 
-    A value that can be given in several ways has one form here: no limit of epochs is None, a duration is a timedelta.
-    The properties follow from several arguments.
+    strategy: Any
+    devices: int | str
+    mesh: Any
+    precision: str
+    max_epochs: int | None  # None for no limit
+    min_epochs: int
+    max_steps: int  # -1 for no limit
+    min_steps: int
+    max_time: timedelta | None
+    callbacks: Any
+    logger: Any
+    limit_train_batches: int | float
+    limit_val_batches: int | float
+    limit_test_batches: int | float
+    limit_predict_batches: int | float
+    overfit_batches: int | float
+    fast_dev_run: int
+    num_sanity_val_steps: int
+    val_check_interval: int | float | timedelta
+    check_val_every_n_epoch: int | None
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    log_every_n_steps: int | str
+    reload_dataloaders_every_n_epochs: int
+    enable_checkpointing: bool
+    enable_progress_bar: bool
+    enable_model_summary: bool
+    default_root_dir: str | Path | None
+    resume: str | Path | None
+    seed: int
+    nan_policy: str
+    prefetch: int | str
+    host_keys: tuple[str | int, ...]
+    max_recompiles: int | None
+    data_timeout: float | None  # seconds
+    hang_timeout: float | None
+    max_in_flight: int | str
+    compile_cache: bool | str | Path
+    debug: bool
+
+
+class Settings(Arguments):
+    """The arguments of a `Trainer`, frozen; the properties follow from several of them.
+
+    Args:
+        **given: All arguments, as they were given.
 
     Raises:
         ArgumentError: A value is out of its set, or does not fit another.
         ArgumentTypeError: A value has the wrong type.
     """
 
-    strategy: Any = "auto"
-    devices: int | str = "auto"
-    mesh: Any = None
-    precision: str = "32-true"
-    max_epochs: int | None = None
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
-    max_time: Any = None
-    callbacks: Any = None
-    logger: Any = True
-    limit_train_batches: int | float = 1.0
-    limit_val_batches: int | float = 1.0
-    limit_test_batches: int | float = 1.0
-    limit_predict_batches: int | float = 1.0
-    overfit_batches: int | float = 0.0
-    fast_dev_run: int = 0
-    num_sanity_val_steps: int = 2
-    val_check_interval: Any = 1.0
-    check_val_every_n_epoch: int | None = 1
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    log_every_n_steps: int | str = "auto"
-    reload_dataloaders_every_n_epochs: int = 0
-    enable_checkpointing: bool = True
-    enable_progress_bar: bool = True
-    enable_model_summary: bool = True
-    default_root_dir: str | Path | None = None
-    resume: Any = None
-    seed: int = 0
-    nan_policy: str = "raise"
-    prefetch: int | str = "auto"
-    host_keys: tuple[str | int, ...] = ()
-    max_recompiles: int | None = None
-    data_timeout: Any = None
-    hang_timeout: Any = None
-    max_in_flight: int | str = "auto"
-    compile_cache: bool | str | Path = True
-    debug: bool = False
+    _given: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        """Check each value, and then what several say together."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name, value in (given | _checked(given)).items():
-            object.__setattr__(self, name, value)
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(_given=given, **_checked(given))
         _check_combinations(self)
+        if self.fast_dev_run:  # a few batches of everything, once, whatever the other arguments say
+            vars(self).update(_ONCE, max_steps=self.fast_dev_run)
 
-    def of_trial(self) -> "Settings":
-        """Return what a `fast_dev_run` makes of them: a few batches of everything, once."""
-        once = _ONCE | {"max_steps": self.fast_dev_run}
-        return dataclasses.replace(self, **once) if self.fast_dev_run else self
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"trainer.settings is frozen. Set trainer.{name}.")
+
+    def replace(self, name: str, value: Any) -> "Settings":
+        """Return the settings with another value of an argument, as it is given."""
+        return Settings(**{**self._given, name: value})
 
     @property
     def device_count(self) -> int | None:
         """How many devices were asked for, None for all."""
         return None if self.devices == "auto" else int(self.devices)
-
-    @property
-    def least(self) -> tuple[int, int]:
-        """The epochs and the steps before which a stop does not end training."""
-        steps = self.min_steps or 0
-        # As in Lightning: a least number of steps alone also keeps the first epoch going.
-        return (1 if steps else 0) if self.min_epochs is None else self.min_epochs, steps
 
     @property
     def has_limit(self) -> bool:
@@ -121,16 +119,6 @@ class Settings:
         by_value = self.gradient_clip_algorithm == "value"
         return (optax.clip if by_value else optax.clip_by_global_norm)(self.gradient_clip_val)
 
-    @property
-    def intake(self) -> dict[str, Any]:
-        """The arguments of the check of batches."""
-        return {"host_keys": self.host_keys, "max_recompiles": self.max_recompiles, "debug": self.debug}
-
-    @property
-    def timeouts(self) -> tuple[float | None, float | None]:
-        """The seconds after which a wait for data, and anything at all, counts as hanging."""
-        return self.data_timeout, self.hang_timeout
-
     def steps_in_flight(self, devices: int) -> int:
         """Return how many steps may be dispatched and not finished on so many devices."""
         if self.debug:
@@ -140,83 +128,75 @@ class Settings:
         return 32 if devices == 1 else 4  # unbounded, several CPU devices would end the process
 
 
-def _as_here(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with Lightning's other words for a precision and a number of devices in place."""
-    precision, devices = given["precision"], given["devices"]
-    if type(precision) in (int, str):
-        precision = _PRECISIONS.get(str(precision), precision)
-    if type(devices) in (int, str) and str(devices) == "-1":
-        devices = "auto"
-    elif isinstance(devices, str) and devices.isdecimal():  # as a shell gives it
-        devices = int(devices)
-    elif isinstance(devices, (list, tuple)):
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are checked one by one."""
+    devices, precision, windows = given["devices"], given["precision"], given["accumulate_grad_batches"]
+    if isinstance(devices, (list, tuple)):
         raise ArgumentTypeError(
             f"Trainer(devices={devices}) takes an int, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
             f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(devices)},), ('data',), devices=[...]))."
         )
-    return given | {"precision": precision, "devices": devices}
-
-
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are checked one by one."""
-    given, checked = _as_here(given), dict[str, Any]()
-    if isinstance(windows := given["accumulate_grad_batches"], dict):
+    if isinstance(windows, dict):
         raise ArgumentTypeError(
             f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {shown(windows)}. Pass "
             f"callbacks=jl.callbacks.GradientAccumulationScheduler({shown(windows)}) for numbers that change by epoch."
         )
-    for name, low in (
-        ("max_steps", -1),
-        ("num_sanity_val_steps", -1),
-        ("accumulate_grad_batches", 1),
-        ("reload_dataloaders_every_n_epochs", 0),
-        ("seed", 0),
-    ):
-        checked[name] = check.integer(name, given[name], low=low)
-    for name, low, special in (
-        ("max_epochs", 0, _UNBOUNDED),
-        ("min_epochs", 0, (None,)),
-        ("min_steps", 0, (None,)),
-        ("check_val_every_n_epoch", 1, (None,)),
-        ("max_recompiles", 0, (None,)),
-        ("devices", 1, ("auto",)),
-        ("log_every_n_steps", 0, ("auto",)),
-        ("prefetch", 0, ("auto",)),
-        ("max_in_flight", 1, ("auto",)),
-    ):
-        value = given[name]
-        is_special = any(type(value) is type(x) and value == x for x in special)
-        other = " or 'auto'" if "auto" in special else ""
-        checked[name] = special[0] if is_special else check.integer(name, value, low=low, other=other)
-    names = ("overfit_batches", *(stage.limit for stage in STAGES.values()))
-    checked |= {name: check.limit(name, given[name]) for name in names}
-    for name, check_value in (
-        ("gradient_clip_val", check.positive),
-        ("data_timeout", check.seconds),
-        ("hang_timeout", check.seconds),
-    ):
-        checked[name] = None if given[name] is None else check_value(name, given[name])
-    trial = given["fast_dev_run"]
-    checked["fast_dev_run"] = int(trial) if isinstance(trial, bool) else check.integer("fast_dev_run", trial, low=0)
-    allowed = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
-    check.require(given["precision"] in PRECISIONS, "precision", given["precision"], allowed, owner="Trainer")
-    checked["precision"] = given["precision"]
-    policies = ("raise", "skip", "rollback", "ignore")
-    checked["nan_policy"] = check.one_of("nan_policy", given["nan_policy"], policies)
-    if given["gradient_clip_algorithm"] is not None:
-        check.one_of("gradient_clip_algorithm", given["gradient_clip_algorithm"], ("norm", "value"))
-    if given["max_time"] is not None:
-        checked["max_time"] = datetime.timedelta(seconds=check.duration("max_time", given["max_time"]))
-    checked["val_check_interval"] = check.interval("val_check_interval", given["val_check_interval"])
-    checked["debug"] = check.boolean("debug", given["debug"])
-    checked["host_keys"] = check.keys("host_keys", given["host_keys"])
+    if isinstance(devices, str) and devices.lstrip("-").isdecimal():  # as a shell gives it
+        devices = int(devices)
+    given = given | {"devices": devices}
+    if type(precision) in (int, str):
+        given["precision"] = _PRECISIONS.get(str(precision), precision)
+    rule = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
+    check.require(given["precision"] in PRECISIONS, "precision", given["precision"], rule, owner="Trainer")
+    checked = {name: check_value(name, given[name]) for name, check_value in _CHECKS.items()}
     for name, others, rule in (
         ("default_root_dir", (type(None),), "takes a path"),
         ("compile_cache", (bool,), "takes True, False or a path"),
     ):
         if not isinstance(folder := given[name], (str, Path, *others)):
             raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {shown(folder)}.")
-    return checked
+    checked["min_steps"] = checked["min_steps"] or 0
+    if checked["min_epochs"] is None:  # as in Lightning a least number of steps alone keeps the first epoch going
+        checked["min_epochs"] = int(checked["min_steps"] > 0)
+    return given | checked
+
+
+def _int(low: int, *also: Any) -> Callable[[str, Any], Any]:
+    return partial(check.integer, low=low, also=also)
+
+
+def _or_none(check_value: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check_value(name, value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "devices": _int(1, "auto", -1),
+    "max_epochs": _int(0, None, -1),
+    "min_epochs": _int(0, None),
+    "max_steps": _int(-1),
+    "min_steps": _int(0, None),
+    "max_time": _or_none(lambda name, value: timedelta(seconds=check.duration(name, value))),
+    "overfit_batches": check.limit,
+    **{stage.limit: check.limit for stage in STAGES.values()},
+    "fast_dev_run": lambda name, value: int(value) if isinstance(value, bool) else check.integer(name, value, low=0),
+    "num_sanity_val_steps": _int(-1),
+    "val_check_interval": check.interval,
+    "check_val_every_n_epoch": _int(1, None),
+    "accumulate_grad_batches": _int(1),
+    "gradient_clip_val": _or_none(check.positive),
+    "gradient_clip_algorithm": _or_none(partial(check.one_of, allowed=("norm", "value"))),
+    "log_every_n_steps": _int(0, "auto"),
+    "reload_dataloaders_every_n_epochs": _int(0),
+    "seed": _int(0),
+    "nan_policy": partial(check.one_of, allowed=("raise", "skip", "rollback", "ignore")),
+    "prefetch": _int(0, "auto"),
+    "host_keys": check.keys,
+    "max_recompiles": _int(0, None),
+    "data_timeout": _or_none(check.seconds),
+    "hang_timeout": _or_none(check.seconds),
+    "max_in_flight": _int(1, "auto"),
+    "debug": check.boolean,
+}
 
 
 def _check_combinations(s: Settings) -> None:
@@ -230,16 +210,12 @@ def _check_combinations(s: Settings) -> None:
             f"Trainer(check_val_every_n_epoch=None, val_check_interval={s.val_check_interval}) counts across epochs, "
             "where a fraction has no meaning. Give val_check_interval as an int or a duration."
         )
-    if s.min_epochs is not None and s.max_epochs is not None and s.min_epochs > s.max_epochs:
-        raise ArgumentError(
-            f"Trainer(min_epochs={s.min_epochs}, max_epochs={s.max_epochs}): the least is more than the most. Lower "
-            "min_epochs."
-        )
-    if (s.min_steps or 0) > s.max_steps >= 0:
-        raise ArgumentError(
-            f"Trainer(min_steps={s.min_steps}, max_steps={s.max_steps}): the least is more than the most. Lower "
-            "min_steps."
-        )
+    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
+        low, high = getattr(s, least), getattr(s, most)
+        if high is not None and low > high >= 0:
+            raise ArgumentError(
+                f"Trainer({least}={low}, {most}={high}): the least is more than the most. Lower {least}."
+            )
     if s.gradient_clip_algorithm is not None and s.gradient_clip_val is None:
         raise ArgumentError(
             f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
@@ -251,10 +227,6 @@ def _check_combinations(s: Settings) -> None:
             raise ArgumentError(
                 f"Trainer(overfit_batches={s.overfit_batches}, {name}={limit}) names two limits. Leave {name} out."
             )
-    _check_resume(s)
-
-
-def _check_resume(s: Settings) -> None:
     if s.resume is None:
         return
     if not isinstance(s.resume, (str, Path)) or not str(s.resume):

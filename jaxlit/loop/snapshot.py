@@ -68,8 +68,9 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
-    if {*(numbers := _numbers_set(run))} != {run.accumulate}:
-        state["accumulate_set"] = [*numbers]  # by hooks
+    numbers = [run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches]
+    if {*numbers} != {run.accumulate}:
+        state["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
     if run.not_finite is not None:
         state["not_finite"] = run.not_finite
     if ask:  # last, so that a hook sees, and may add to, all there is
@@ -92,22 +93,18 @@ def load_position(state: Mapping[str, Any]) -> Position:
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
     saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
-    owners = [(callback, saved[key], key) for key, callback in known.items() if key in saved]
-    owners += [] if data is None else [(data, state["datamodule"], type(data).__name__)]
-    for owner, kept, name in owners:
-        run.hooks.failed.ask(owner, "load_state_dict", partial(_load, owner, kept, name))
+    owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
+    owners += [] if data is None else [(data, state["datamodule"])]
+    for owner, kept in owners:
+        try:
+            run.hooks.failed.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(
+                f"{type(owner).__name__}.load_state_dict cannot take what the checkpoint keeps: {error!r}. It was "
+                "saved by another version of it, or is damaged. Leave the callback out, or resume from another one."
+            ) from error
     # A callback with an empty state loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
-
-
-def _load(owner: Any, saved: dict[str, Any], name: str) -> None:
-    try:
-        owner.load_state_dict(saved)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            f"{name}.load_state_dict cannot take what the checkpoint keeps of it: {error!r}. It was saved by another "
-            "version of it, or is damaged: leave the callback out, or resume from another checkpoint."
-        ) from error
 
 
 def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes: int, index: int, idx: int) -> None:
@@ -141,11 +138,6 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
         )
     # The fingerprint of another kind of loader is of each process's share.
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
-
-
-def _numbers_set(run: Run) -> tuple[int, int]:
-    """Return the `accumulate_grad_batches` that the Trainer was given, and what hooks have set for later epochs."""
-    return run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches
 
 
 def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
@@ -242,8 +234,9 @@ def _pack(array: Any) -> dict[str, Any] | None:
 
 
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    data = base64.b64decode(packed["data"])
-    shape = tuple(map(int, packed["shape"]))
+    data, shape = base64.b64decode(packed["data"]), packed["shape"]
     if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
-        raise CheckpointError(f"The checkpoint's state.json has {len(data)} bytes for an array of shape {shape}.")
+        raise CheckpointError(
+            f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
+        )
     return np.frombuffer(data, np.float32).reshape(shape)

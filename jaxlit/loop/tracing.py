@@ -4,9 +4,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.checks import is_int
 from jaxlit.core.log import metric_of
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
@@ -54,25 +54,16 @@ class Tracing:
         for callback, every in list(self._every):
             owner = f"{type(callback).__name__}.{TRACED}"
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
-            given = state.params, state.params, state.params, state.opt_state
-            shapes = self._hooks.failed.ask(
-                callback, TRACED, partial(jax.eval_shape, callback.trace_step, *given), _DISABLED
-            )
+            trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
+            shapes = self._hooks.failed.ask(callback, TRACED, trace, _DISABLED)
             if shapes is _DISABLED:
                 self._every.remove((callback, every))
                 self.seek(self.next)
                 continue
-            if not isinstance(shapes, dict) or not all(
-                isinstance(name, str) and isinstance(x, jax.ShapeDtypeStruct) for name, x in shapes.items()
-            ):
+            if not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
                 raise ModuleError(f"{owner} must return a dict of names and arrays, got {shown(shapes)}.")
-            for name, x in shapes.items():
-                if x.shape:
-                    continue
-                if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool) or jnp.iscomplexobj(x):
-                    raise ModuleError(f"{owner} returns {name!r} of {x.dtype}. Scalars are logged: return a real one.")
-                metric = metric_of("on_train_batch_end", name)
-                if results.has_column(metric) or name in owners:
+            for name in (name for name, x in shapes.items() if not x.shape):
+                if results.has_column(metric_of("on_train_batch_end", name)) or name in owners:
                     raise LogError(
                         f"{owner} returns {name!r}, which {owners.get(name, 'training_step')} logs. Use another name."
                     )
@@ -114,9 +105,7 @@ def _interval(callback: Callback, log_every: int) -> int:
     every = callback.trace_every_n_steps
     if every is None:
         return log_every
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ModuleError(
-            f"{type(callback).__name__}.trace_every_n_steps is an int of at least 0, or None for the Trainer's "
-            f"log_every_n_steps, got {every!r}."
-        )
+    name = f"{type(callback).__name__}.trace_every_n_steps"
+    if not is_int(every, low=0):
+        raise ModuleError(f"{name} takes an int of at least 0, or None for log_every_n_steps, got {shown(every)}.")
     return every

@@ -101,9 +101,7 @@ def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(args) if mark_of(eqn) else bind(eqn, args)
 
 
-def cut(
-    closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any = None, owner: str = "Pipeline"
-) -> Cut:
+def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any = None) -> Cut:
     """Cut a program into stages.
 
     What depends on the batch and on weights, or comes after a mark, is computed once: where the latest of its
@@ -115,17 +113,16 @@ def cut(
         inputs: What each of its inputs is.
         num_stages: Stages.
         balance: How marks become stages, see `segments_of`; None to ignore marks and go by the inputs' stages.
-        owner: The strategy's name, for errors.
 
     Raises:
         ArgumentError: There are too few marks, one is where no program can be cut, or state is updated on one stage
             and read on another.
     """
-    segments = None if balance is None else segments_of(closed.jaxpr, num_stages, balance, owner)
+    segments = None if balance is None else segments_of(closed.jaxpr, num_stages, balance)
     # The first cut finds which stage uses each weight; the second places what is computed from weights alone.
-    first = _Cutting(closed, inputs, num_stages, segments, [x.stage for x in inputs], pins=False, owner=owner)
+    first = _Cutting(closed, inputs, num_stages, segments, [x.stage for x in inputs], pins=False)
     first.cut()
-    second = _Cutting(closed, inputs, num_stages, segments, first.homes(), pins=True, owner=owner)
+    second = _Cutting(closed, inputs, num_stages, segments, first.homes(), pins=True)
     return second.cut()
 
 
@@ -150,9 +147,8 @@ class _Cutting:
         homes: Sequence[int | None],
         *,
         pins: bool,
-        owner: str,
     ) -> None:
-        self.closed, self.jaxpr, self.inputs, self.owner = closed, closed.jaxpr, inputs, owner
+        self.closed, self.jaxpr, self.inputs = closed, closed.jaxpr, inputs
         self.last, self.segments, self.known, self.pins = num_stages - 1, segments, homes, pins
         self.stage: dict[Any, int] = {}  # of values that are computed once
         self.weights: dict[Any, frozenset[int]] = {}  # the inputs of values that depend on weights alone
@@ -196,7 +192,6 @@ class _Cutting:
         if placed or mark is not None or (roots and of_batch):
             # The latest operand decides: activations only go forward through the stages.
             at = max([*placed, 0 if mark is None else mark])
-        # A norm is sent as one number, where the weights would be sent otherwise.
         elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
             # A norm of weights: sending its result is cheaper than sending the weights.
             at = max((self.known[i] or 0 for i in roots), default=0)

@@ -41,8 +41,6 @@ class Placed:
     Args:
         fn: A function of pytrees of arrays to a pytree of arrays.
         places: The ranks.
-        home: The rank that combines numbers of several ranks.
-        jit: Compiles a function for a rank, given (rank, function, name, options of jax.jit).
         name: The name of its programs.
         follows: Run an operation on arrays of several ranks on that of its largest uncomputed array, such as a weight,
             or of the array computed last. False refuses it, unless the arrays are small.
@@ -54,15 +52,13 @@ class Placed:
         self,
         fn: Callable[..., Any],
         places: Places,
-        home: int,
-        jit: Callable[..., Any],
         name: str,
         *,
         follows: bool = False,
         outputs: Sequence[Any] = (),
         donate: Sequence[int] = (),
     ) -> None:
-        self._fn, self.places, self.home, self._jit, self.name = fn, places, home, jit, name
+        self._fn, self.places, self.name = fn, places, name
         self._follows, self._outputs, self.donate = follows, outputs, frozenset(donate)
         self._known: dict[Any, _Plan] = {}
 
@@ -83,7 +79,7 @@ class Placed:
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
         closed = inline(closed, selects=True)
         donate = {closed.jaxpr.invars[i] for i in self.donate}
-        placing = _Placing(closed.jaxpr, ranks, self.home, self.name, follows=self._follows)
+        placing = _Placing(closed.jaxpr, ranks, self.places.home, self.name, follows=self._follows)
         parts = _parts(closed.jaxpr, placing, donate)
         for part in parts:
             part.away = [k for k, x in enumerate(part.given) if placing.at.get(x, (None,))[0] != part.rank]
@@ -101,8 +97,8 @@ class _Plan:
         to = {x: s for x, s in zip(closed.jaxpr.outvars, outputs, strict=True) if not isinstance(x, Literal)}
         for part in parts:
             shardings = [to.get(x) if self._is_on(to.get(x), part.rank) else None for x in part.made]
-            options = {"out_shardings": shardings, "donate_argnums": 0}
-            part.run = of._jit(part.rank, self._body(part), f"{of.name}_{part.turn}_{part.rank}", options)
+            name = f"{of.name}_{part.turn}_{part.rank}"
+            part.run = of.places.jit(part.rank, self._body(part), name, out_shardings=shardings, donate_argnums=0)
 
     def _is_on(self, sharding: Any, rank: int) -> bool:
         return sharding is not None and sharding.device_set == set(self.of.places.meshes[rank].devices.flat)
@@ -158,7 +154,7 @@ class _Placing:
     Args:
         jaxpr: The program.
         ranks: The rank of each input, None for one that is sent to the ranks that use it.
-        home: See `Placed`.
+        home: See `Places`.
         name: The name of the program.
         follows: See `Placed`.
 

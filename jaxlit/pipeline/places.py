@@ -1,7 +1,7 @@
 """The devices of a pipeline's ranks, and how arrays get from one rank to another, in one process or in several."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,12 @@ class Places:
 
     Args:
         meshes: The mesh of each, all of one shape and with the same axes.
+        home: The rank of the loss, on which numbers of several ranks are combined.
+        jit: Compiles a function for the devices of a rank, given (rank, function, name, **options of `jax.jit`).
     """
 
-    def __init__(self, meshes: Sequence[Mesh]) -> None:
-        self.meshes = list(meshes)
+    def __init__(self, meshes: Sequence[Mesh], home: int, jit: Callable[..., Any]) -> None:
+        self.meshes, self.home, self.jit = list(meshes), home, jit
         self._rank_of = {device: rank for rank, mesh in enumerate(meshes) for device in mesh.devices.flat}
         self.several = self.meshes[0].is_multi_process
         self._moved: dict[tuple[Any, int], NamedSharding] = {}

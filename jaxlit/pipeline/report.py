@@ -1,6 +1,5 @@
 """The stages of a pipeline as a table."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,22 +69,9 @@ def stage_table(facts: Sequence[StageFacts], schedule: Schedule, num_microbatche
 
 
 def layers_of(names: Sequence[str]) -> str:
-    """Return the layers that parameters belong to, "embed, blocks[0-1]", in the order of their names."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        path = re.match(r"(.*?)(?:\[(\d+)\]|\.|$)", name)
-        assert path is not None
-        places = layers.setdefault(path[1], [])
-        if path[2] is not None and int(path[2]) not in places:
-            places.append(int(path[2]))
-    return ", ".join(f"{name}[{_span(places)}]" if places else name for name, places in layers.items()) or "-"
-
-
-def _span(places: Sequence[int]) -> str:
-    low, high = min(places), max(places)
-    if len(places) > 1 and len(places) == high - low + 1:
-        return f"{low}-{high}"
-    return ",".join(map(str, sorted(places)))
+    """Return the layers that parameters belong to, at most three: "embed, blocks[0] ... blocks[7]"."""
+    layers = [*dict.fromkeys(name.split(".")[0] for name in names)] or ["-"]
+    return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} ... {layers[-1]}"
 
 
 def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:

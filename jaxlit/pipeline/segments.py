@@ -29,7 +29,7 @@ class Segments:
         return None if segment is None else self.stages[segment]
 
 
-def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segments:
+def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
     """Return the segments of a program, grouped into stages.
 
     Args:
@@ -37,15 +37,14 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         num_stages: Stages.
         balance: "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
             segments each stage has.
-        owner: The strategy's name, for errors.
 
     Raises:
         ArgumentError: There are too few marks, or one is inside a loop.
     """
-    marks, count = _number(jaxpr, owner)
+    marks, count = _number(jaxpr)
     if count + 1 < num_stages:
         raise ArgumentError(
-            f"{owner} cuts a model into {num_stages} stages, and its training_step has {count} marks, so "
+            f"Pipeline cuts a model into {num_stages} stages, and its training_step has {count} marks, so "
             f"{count + 1} part{'s' * bool(count)}. Call jl.pipeline_yield(x) between layers, name the list of layers "
             "(layers='blocks'; each is marked where it is called, module(x)), or take fewer stages."
         )
@@ -58,9 +57,9 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any, owner: str) -> Segmen
         sizes = list(balance)
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
             raise ArgumentError(
-                f"{owner}(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} numbers "
-                f"whose sum is {parts}, or {parts - 1} where a mark is after the last layer: training_step has "
-                f"{count} marks."
+                f"Pipeline(balance={balance!r}) says how many of the model's parts each stage has: {num_stages} "
+                f"numbers whose sum is {parts}, or {parts - 1} where a mark is after the last layer: training_step "
+                f"has {count} marks."
             )
     stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     return Segments(marks, [*stages, num_stages - 1][:parts])
@@ -70,7 +69,7 @@ def _segment_of(x: Any, values: dict[Any, int]) -> int:
     return 0 if isinstance(x, Literal) else values.get(x, 0)
 
 
-def _number(jaxpr: Any, owner: str) -> tuple[dict[int, int], int]:
+def _number(jaxpr: Any) -> tuple[dict[int, int], int]:
     """Return the segment after each mark, and how many marks there are."""
     segments, count, last = dict[int, int](), 0, None
 
@@ -85,7 +84,7 @@ def _number(jaxpr: Any, owner: str) -> tuple[dict[int, int], int]:
             last = name
         elif holds_mark(eqn):
             raise ArgumentError(
-                f"{owner}: jl.pipeline_yield is called inside a {eqn.primitive.name}, where a program cannot be cut. "
+                f"Pipeline: jl.pipeline_yield is called inside a {eqn.primitive.name}, where a program cannot be cut. "
                 "Call it between layers that Python runs one by one, or leave scans over layers out."
             )
         return [segment] * len(eqn.outvars)

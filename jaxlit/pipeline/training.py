@@ -234,7 +234,7 @@ class Microbatched:
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:
         rank = self.schedule.rank_of(stage)
-        return lambda fn, what, **options: self.strategy.jit_on(rank, fn, f"{self.name}_{what}_{stage}", options)
+        return lambda fn, what, **options: self.places.jit(rank, fn, f"{self.name}_{what}_{stage}", **options)
 
     def zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
         """Return zeros for the gradients of parameters, on a rank."""
@@ -243,7 +243,7 @@ class Microbatched:
             shardings = [self.places.on(self._specs[i].sharding, rank) for i in params]
             shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
             make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
-            self._zeros_of[key] = self.strategy.jit_on(rank, make, "zeros", {"out_shardings": shardings})
+            self._zeros_of[key] = self.places.jit(rank, make, "zeros", out_shardings=shardings)
         return self._zeros_of[key]()
 
 

@@ -267,13 +267,8 @@ def _is_inexact(var: Any) -> bool:
 def same_program(a: Any, b: Any) -> bool:
     """Return whether two traces of one function are the same, their constants included."""
     texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]
-    arrays = [[np.asarray(x) for x in constants(closed)] for closed in (a, b)]
+    inner = [[x, *(y for eqn in equations(x.jaxpr) for y in inner_jaxprs(eqn))] for x in (a, b)]
+    arrays = [[np.asarray(x) for closed in all_ for x in getattr(closed, "consts", ())] for all_ in inner]
     return texts[0] == texts[1] and all(
         x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(*arrays, strict=True)
     )
-
-
-def constants(closed: Any) -> list[Any]:
-    """Return the arrays that a program holds, those of the programs in it as well."""
-    inner = [x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn)]
-    return [array for x in (closed, *inner) if isinstance(x, core.ClosedJaxpr) for array in x.consts]

@@ -9,33 +9,23 @@ class Relation:
     """How the value of each of n replicas relates to that of the entire batch.
 
     Attributes:
-        kind: "same", the batch's value is `n**power` times each replica's; "rows", the replicas' values are blocks of
-            it along `dim`, up to that factor; "total", it is that factor times their sum; "mixed", a sum of several
-            relations; "zero", the value is zero; "unknown". Of what a row is looked up by: "index", the row's own
-            index, first in the last dim; "never", an index compared with 0, which is false.
+        kind: "same", the batch's value is `n**power` times each replica's; "total", it is `n**power` times their sum;
+            "mixed", a sum of several of these; "rows", the replicas' values are blocks of it, in the one dim that grows
+            with the rows; "zero"; "unknown". Of what a row is looked up by: "index", the row's own index; "never", that
+            index compared with 0, which is false.
         power: The power of n: a mean over rows is a total of power -1, a count of rows is the same of power 1.
-        dim: The dim of the rows.
     """
 
     kind: str
     power: int = 0
-    dim: int = 0
-
-    @property
-    def is_total(self) -> bool:
-        """Whether the replicas' values add up to the batch's: a sum over rows, or their number."""
-        return self.as_total() == TOTAL
 
     def as_total(self) -> "Relation":
         """Return what is the same on every replica as a sum over them."""
         return Relation("total", self.power - 1) if self.kind == "same" else self
 
-    def times(self, power: int) -> "Relation":
-        """Return the relation of the value times `n**-power`."""
-        return Relation(self.kind, self.power + power, self.dim)
 
-
-SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS = map(Relation, ("same", "total", "zero", "unknown", "mixed", "rows"))
+KINDS = ("same", "total", "zero", "unknown", "mixed", "rows", "index", "never")
+SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS, INDEX, NEVER = map(Relation, KINDS)
 MEAN = Relation("total", -1)
 
 
@@ -50,7 +40,6 @@ class Equation:
     one: Any
     longer: Any
     ins: list[Relation]
-    num_rows: tuple[int, int]  # of the batch, in both traces
 
     @property
     def name(self) -> str:
@@ -67,25 +56,18 @@ class Equation:
         """The first output's shape and dtype."""
         return self.one.outvars[0].aval
 
+    @property
+    def grows(self) -> list[int]:
+        """The dims of the first output that depend on the number of rows."""
+        return row_dims(self.one.outvars[0], self.longer.outvars[0])
+
     def shape(self, i: int) -> tuple[int, ...]:
         """Return the shape of input i."""
         return self.one.invars[i].aval.shape
 
-    @property
-    def grows(self) -> bool:
-        """Whether an output's shape depends on the number of rows."""
-        return any(row_dims(a, b) for a, b in zip(self.one.outvars, self.longer.outvars, strict=True))
-
-    @property
-    def only_same(self) -> bool:
-        """Whether every input is the same on all replicas."""
-        return all(r in (SAME, ZERO) for r in self.ins)
-
-    def rows(self, power: int = 0) -> Relation:
-        """Return the relation of an output with rows, in the dim that grows with them; unknown if others grow."""
-        dims, longer = row_dims(self.one.outvars[0], self.longer.outvars[0]), self.longer.outvars[0].aval.shape
-        fits = len(dims) == 1 and self.out.shape[dims[0]] * self.num_rows[1] == longer[dims[0]] * self.num_rows[0]
-        return Relation("rows", power, dims[0]) if fits else UNKNOWN
+    def row_dim(self, i: int) -> int:
+        """Return the dim of the rows of input i, which has rows."""
+        return row_dims(self.one.invars[i], self.longer.invars[i])[0]
 
 
 def row_dims(a: Any, b: Any) -> list[int]:

@@ -50,9 +50,9 @@ class faults:
 
     def __init__(self, folder: str | Path, *, at: int | None = None, kind: str = "crash") -> None:
         owner = "jl.testing.faults"
-        check.require(kind in KINDS, "kind", kind, f"must be one of {KINDS}", owner=owner)
-        check.require(at is None or check.is_int(at, low=1), "at", at, "takes a positive int or None", owner=owner)
-        self.folder, self.at, self.kind = os.path.abspath(folder), at, kind
+        self.kind = check.one_of("kind", kind, KINDS, owner=owner)
+        self.at = check.integer("at", at, low=1, also=(None,), owner=owner)
+        self.folder = os.path.abspath(folder)
         self.operations: list[tuple[str, str]] = []
         self._lock = threading.Lock()
 

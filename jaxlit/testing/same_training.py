@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.core.replica import num_rows
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ArgumentError
@@ -88,8 +89,7 @@ def assert_same_training(
         ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
         ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors=jl.testing.FACTORS)
     """
-    others, options = _others(strategies, compare, reference), {"tx": tx, **trainer_arguments}
-    _check_factors(factors, {"strategy", "devices", "steps", *options})
+    others, options = _others(strategies, compare, reference, factors), {"tx": tx, **trainer_arguments}
     comparison = _Comparison(model_fn, data, list(devices), steps, options, rtol, compare, reference)
     return comparison.run(others, factors)
 
@@ -176,21 +176,13 @@ class _Comparison:
         return self.rtol[precision]
 
 
-def _check_factors(factors: Mapping[str, Sequence[Any]], others: set[str]) -> None:
-    for name, values in factors.items():
-        if name in others:
-            raise ArgumentError(
-                f"assert_same_training(factors=...) names {name!r}, which is an argument as well. Give it once."
-            )
-        if isinstance(values, str) or not values:
-            raise ArgumentError(
-                f"assert_same_training(factors=...) takes the values of each factor, got {name!r}: {values!r}. Give a "
-                "sequence of them."
-            )
-
-
-def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any) -> list[Any]:
+def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any, factors: Mapping[str, Any]) -> list[Any]:
     """Return what is compared with `single`; refuse an unknown part, and a comparison of nothing."""
+    for name, values in factors.items():
+        valid = bool(values) and not isinstance(values, str)
+        check.require(
+            valid, "factors", factors, f"takes a sequence of values of {name!r}", owner="assert_same_training"
+        )
     for part in compare:
         if part not in PARTS:
             raise ArgumentError(f"assert_same_training(compare=...) takes {PARTS}, got {part!r}.")

@@ -41,16 +41,9 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
         given: By stage, what was passed to the verb and the argument's name.
         datamodule: The DataModule, if one was passed.
     """
-    return Loaders(
-        stage.verb,
-        given,
-        datamodule,
-        None,
-        settings.limits,
-        intake=settings.intake,
-        overfit=stage.verb == "fit" and bool(settings.overfit_batches),
-        asked=not settings.fast_dev_run,
-    )
+    intake = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
+    overfit = stage.verb == "fit" and bool(settings.overfit_batches)
+    return Loaders(stage.verb, given, datamodule, settings.limits, intake=intake, overfit=overfit)
 
 
 def check_model(model: Any, stage: Stage) -> None:
@@ -76,7 +69,9 @@ def check_model(model: Any, stage: Stage) -> None:
 def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: Strategy, settings: Settings) -> Any:
     """Return the module: a lazy one is built straight into its shards, once its data were looked at."""
     if isinstance(model, lazy):
-        loaders.check_before_building(model.cls, settings.timeouts)  # building it may take minutes
+        loaders.check_before_building(
+            model.cls, (settings.data_timeout, settings.hang_timeout)
+        )  # building it may take minutes
         model = build_lazy(model, strategy, settings.seed)
     else:
         call_step(model, stage.name)
@@ -132,10 +127,6 @@ def check_fitting(settings: Settings, module: TrainModule, checkpoint: Checkpoin
 
 def check_accumulation(engine: Engine | None, settings: Settings) -> None:
     """Refuse to set windows of several batches in a fit whose state has no room for one.
-
-    Args:
-        engine: That of the run that continues.
-        settings: The Trainer's arguments as they would be.
 
     Raises:
         ArgumentError: Saying what to begin with.

@@ -54,7 +54,7 @@ def resolve_checkpoint(
         raise ArgumentError(
             f"Trainer(resume={str(resume)!r}) and fit({argument}={str(path)!r}) name two checkpoints. Leave one out."
         )
-    what = "resume" if verb == "fit" and argument == "ckpt_path" else verb if verb != "fit" else argument
+    purpose = "init_from" if argument == "init_from" else "resume" if verb == "fit" else verb
     wanted, argument = (path, f"Trainer.{verb}({argument}=...)") if resume is None else (resume, "Trainer(resume=...)")
     if wanted is None:
         return None
@@ -78,22 +78,22 @@ def resolve_checkpoint(
     else:
         checkpoint, skipped = locate(wanted, argument)
     if checkpoint is not None:
-        tell_taken(what, checkpoint, skipped)
+        tell_taken(purpose, checkpoint, skipped)
     return checkpoint
 
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    checkpoints, skipped, failed = [], [], None
+    checkpoints, skipped, errors = [], [], []
     for folder in folders:
         try:
             checkpoint, reasons = newest(folder)
-            skipped += reasons
-            checkpoints += [checkpoint] if checkpoint is not None else []
         except CheckpointError as error:
-            failed = error
-            skipped.append(str(error))
-    if failed is not None and not checkpoints:
-        raise failed
+            errors.append(error)
+            continue
+        skipped += reasons
+        checkpoints += [] if checkpoint is None else [checkpoint]
+    if errors and not checkpoints:
+        raise errors[-1]
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
-    return max(checkpoints, key=place, default=None), skipped
+    return max(checkpoints, key=place, default=None), [*skipped, *map(str, errors)]

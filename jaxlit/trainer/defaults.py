@@ -1,24 +1,22 @@
 """The callbacks that a Trainer adds, and how those of a run go together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
-from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
+from jaxlit.callbacks.model_summary import ModelSummary
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.core.hparams import hparams_of
-from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
 from jaxlit.loop.settings import Settings
 from jaxlit.notes import noting_place
-from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 
@@ -84,20 +82,6 @@ def all_callbacks(settings: Settings) -> Given:
     return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
 
 
-def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:
-    """Return the rows of the model's summary, as deep as that of the callbacks; none if it shows none."""
-    summary: Any = next((c for c in callbacks if c.role == "model_summary"), None)
-    depth = -1 if summary is None else summary.max_depth
-    return summarize(state, module, max_depth=depth, notes=notes) if depth else []
-
-
-def no_logger(media: MediaFolder) -> NoLogger:
-    """Return `trainer.logger` of a Trainer without loggers."""
-    logger = NoLogger()
-    logger._media = media
-    return logger
-
-
 def callbacks_of_module(module: Any) -> list[Callback]:
     """Return the callbacks that a module adds."""
     configure = getattr(module, "configure_callbacks", None)
@@ -121,12 +105,11 @@ def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
         ArgumentError: An object is there twice, or two would draw or write to the same place.
     """
     for i, c in enumerate(callbacks):
-        name = type(c).__name__
-        if c.is_logger and (on_error := getattr(c, "on_error", "warn")) not in ("warn", "raise"):
-            raise ArgumentError(f"{name}.on_error takes 'warn' or 'raise', got {on_error!r}.")
         for other in callbacks[:i]:
             if c is other:
-                raise ArgumentError(f"The callbacks hold the same {name} object twice. Leave one of them out.")
+                raise ArgumentError(
+                    f"The callbacks hold the same {type(c).__name__} object twice. Leave one of them out."
+                )
             if problem := c.conflict_with(other):
                 raise ArgumentError(problem)
     # A checkpoint holds what the other callbacks have decided.
@@ -155,16 +138,11 @@ def log_hyperparams(hooks: Hooks) -> None:
     name = "log_hyperparams"
     loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]
     takes = [c for c in loggers if c.hyperparams_of_module and c.takes_hyperparams]
-    hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, _with_hyperparams(c, name)) for c in takes])
+    functions = [TimedFunction(c, partial(_log_hyperparams, fitting(c, name, ["params"]))) for c in takes]
+    hooks.bound[name] = Hook(hooks, name, functions)
     hooks(name)
 
 
-def _with_hyperparams(logger: Any, name: str) -> Callable[..., None]:
-    method = fitting(logger, name, ["params"])
-
-    def call(trainer: Any, module: Any) -> None:
-        data = trainer.datamodule
-        # A dict for each, to keep or to change.
-        method(redacted({**({} if data is None else data.hparams.readable()), **hparams_of(module).readable()}))
-
-    return call
+def _log_hyperparams(log: Callable[..., Any], trainer: Any, module: Any) -> None:
+    data = {} if trainer.datamodule is None else trainer.datamodule.hparams.readable()
+    log(redacted({**data, **hparams_of(module).readable()}))  # a dict for each logger, to keep or to change

@@ -1,6 +1,6 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.loop.callback_arrays import array_keepers
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Setup
@@ -136,32 +136,10 @@ class Engines:
             tolerates=run.hooks.failed.tolerates,
             example=example,
         )
-        options = {
-            "precision": Precision(settings.precision),
-            "debug": settings.debug,
-            "take_ownership": take_ownership,
-        }
-        return Engine(run.module, self._strategy, plan, **options)
-
-
-def _names_of(callback: Any, module: TrainModule, wrt: Any) -> frozenset[str]:
-    """Return the parameters that a callback names, which a user may have overridden."""
-    names, known = callback.names(module, wrt), names_in(module, wrt, ...)
-    whose = f"{type(callback).__name__}.names(...)"
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentTypeError(
-            f"{whose} returns the names of parameters, got {shown(names)}. Return a frozenset of them."
+        precision = Precision(settings.precision)
+        return Engine(
+            run.module, self._strategy, plan, precision=precision, debug=settings.debug, take_ownership=take_ownership
         )
-    names = frozenset(names)
-    some = f" One is called {known[0]!r}." if known else " There is none."
-    if unknown := sorted(map(str, names.difference(known))):
-        raise ArgumentError(
-            f"{whose} names {unknown[0]!r}, which is no trained parameter of {type(module).__name__}."
-            f"{did_you_mean(unknown[0], known)}{some}"
-        )
-    if not names:
-        raise ArgumentError(f"{whose} names no trained parameter of {type(module).__name__}.{some}")
-    return names
 
 
 def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
@@ -176,18 +154,22 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
         ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
     """
     freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
-    parts = list[Part]()
+    parts, known = list[Part](), frozenset(names_in(module, wrt, ...))
     for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
-        names = _names_of(callback, module, wrt)
-        if both := sorted(name for part in parts for name in part.names & names):
+        names, whose = frozenset(callback.names(module, wrt)), f"{type(callback).__name__}.names(...)"
+        wrong = sorted(map(str, names - known))
+        if wrong or not names:
+            hint = did_you_mean(wrong[0], known) if wrong else ""
             raise ArgumentError(
-                f"BackboneFreeze(part={shown(callback.frozen_part)}) names {both[0]}, which another one names as well. "
-                "Give each other parameters."
+                f"{whose} takes names of trained parameters of {type(module).__name__}, got {shown(wrong)}.{hint} "
+                f"It has: {shown(sorted(known))}."
             )
+        if both := sorted(name for part in parts for name in part.names & names):
+            raise ArgumentError(f"{whose} has {both[0]}, which another one has as well. Give each other parameters.")
         if label in {part.label for part in parts}:
             raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
         parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
-    if parts and not {*names_in(module, wrt, ...)} - {name for part in parts for name in part.names}:
+    if parts and not known.difference(*(part.names for part in parts)):
         raise ArgumentError(
             f"BackboneFreeze(part={', '.join(shown(c.frozen_part) for c in freezes)}) holds every trained parameter of "
             f"{type(module).__name__}. Name a part of them."

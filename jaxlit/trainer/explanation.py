@@ -1,12 +1,12 @@
 """Where the time of a run went, how its state is sharded, and what its programs cost."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
+from jaxlit.callbacks.model_summary import summarize
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
@@ -17,7 +17,6 @@ from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
 from jaxlit.table import count, duration, size, table
-from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ def explain(run: Setup | None) -> Explanation:
         return Explanation(hooks, seconds, dict(run.compiles.seconds))
     # What jax has forgotten meanwhile is compiled again, which is not the run's.
     with run.compiles.paused():
-        programs = tuple(_numbered(program.cost for program in run.engine.programs))
+        costs = [program.cost for program in run.engine.programs]
+    names = _numbered([(cost.name,) for cost in costs])  # those of several loaders have one name
+    programs = tuple(replace(cost, name=name) for name, cost in zip(names, costs, strict=True))
     return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
 
 
@@ -107,28 +108,28 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
 
 
 def _times(hooks: Hooks) -> list[HookTime]:
-    spent, seen = [], Counter[tuple[str, str]]()
-    for hook, f in hooks.functions():
-        # Several of one class are numbered in their order.
-        number, seen[f.owner, hook] = seen[f.owner, hook], seen[f.owner, hook] + 1
-        if f.calls:
-            owner = f"{f.owner}:{number}" if number else f.owner
-            spent.append(HookTime(owner, hook, f.calls, f.seconds, f.longest))
+    functions = hooks.functions()
+    owners = _numbered([(f.owner, hook) for hook, f in functions])
+    spent = [
+        HookTime(owner, hook, f.calls, f.seconds, f.longest)
+        for owner, (hook, f) in zip(owners, functions, strict=True)
+        if f.calls
+    ]
     return sorted(spent, key=lambda hook: -hook.seconds)
 
 
-def _numbered(costs: Iterable[ProgramCost]) -> Iterable[ProgramCost]:
-    """Yield programs of one name, those of several loaders say, as "name", "name:1" and so on."""
-    seen = Counter[str]()
-    for cost in costs:
-        number, seen[cost.name] = seen[cost.name], seen[cost.name] + 1
-        yield replace(cost, name=f"{cost.name}:{number}") if number else cost
+def _numbered(keys: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the name that each key begins with; of several equal keys as "name", "name:1" and so on."""
+    counts = [keys[:i].count(key) for i, key in enumerate(keys)]
+    return [f"{key[0]}:{count}" if count else key[0] for key, count in zip(keys, counts, strict=True)]
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.stored()) is None:
         return ()
-    rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
+    summary: Any = next((c for c in run.hooks.callbacks if c.role == "model_summary"), None)
+    depth = -1 if summary is None else summary.max_depth
+    rows = summarize(state, run.module, max_depth=depth, notes=engine.strategy.notes) if depth else []
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
@@ -148,21 +149,10 @@ def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
 
 def _hooks(hooks: Sequence[HookTime]) -> list[str]:
     rows: list[tuple[str, ...]] = [("owner", "hook", "calls", "total", "mean", "longest")]
-    for x in _with_others(hooks):
+    for x in hooks:
         times = (x.seconds, x.seconds / x.calls, x.longest)
         rows.append((x.owner, x.hook, f"{x.calls:,}", *map(duration, times)))
     return table(rows, texts=2)
-
-
-def _with_others(hooks: Sequence[HookTime]) -> list[HookTime]:
-    """Return hooks with those that took under 1 % of the time of all as one."""
-    least = 0.01 * sum(x.seconds for x in hooks)
-    small = [x for x in hooks if x.seconds < least]
-    if len(small) < 2:
-        return list(hooks)
-    calls, seconds = sum(x.calls for x in small), sum(x.seconds for x in small)
-    others = HookTime("others", f"{len(small)} hooks", calls, seconds, max(x.longest for x in small))
-    return [*(x for x in hooks if x.seconds >= least), others]
 
 
 def _shardings(parts: Sequence[StatePart]) -> list[str]:

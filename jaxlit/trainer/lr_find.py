@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.shown import shown
 from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
@@ -32,7 +32,6 @@ _SETTLED = 10  # losses after which the running mean may be compared
 _SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
 _SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
 _SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
-_SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 class LRFinder:
@@ -97,14 +96,9 @@ class LRFinder:
         Raises:
             LoggerError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise LoggerError(
-                "LRFinder.plot needs matplotlib, which is not installed. Run `pip install jaxlit[plot]`."
-            ) from error
+        matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="jaxlit[plot]")
         rates, losses = self.results["lr"], self.results["loss"]
-        figure = Figure(layout="constrained")
+        figure = matplotlib.Figure(layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss")
         axes.plot(rates, losses)
         axes.set_xscale("log" if self._mode == "exponential" else "linear")
@@ -167,70 +161,53 @@ def lr_find(
         ArgumentError: An argument is out of its set, the loader can be read once only, the optimizer has no such
             hyperparameter, or the module no such attribute.
     """
-    for value, kind, rule in (
+    owner, rule = "jl.lr_find", "takes a number above 0"
+    for value, kind, what in (
         (trainer, Trainer, "a jl.Trainer first"),
-        (model, (TrainModule, lazy), "a jl.TrainModule second"),
-        (hyperparam or None, str, "a name as hyperparam"),
+        (model, (TrainModule, lazy), "a module second"),
     ):
         if not isinstance(value, kind):
-            raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes {rule}, got {shown(value)}.")
-    if early_stop_threshold is not None:
-        check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
-    rates = _rates(min_lr, max_lr, num_training_steps, mode)
-    holder, name = _attribute(model, attr_name) if update_attr else (None, "")
-    test = _RangeTest(mode, rates, hyperparam, early_stop_threshold)
-    _run(trainer, test, model, train_dataloaders, datamodule)
-    if holder is not None and (rate := test.finder.suggestion()) is not None:
-        setattr(holder, name, rate)
-    return test.finder
-
-
-def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
-    owner, rule = "jl.lr_find", "takes a number above 0"
+            raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes {what}, got {shown(value)}.")
     low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
     high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
     check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
-    check.integer("num_training_steps", steps, low=2, owner=owner)
-    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
-    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
-
-
-def _run(trainer: Trainer, test: "_RangeTest", model: Any, loader: Any, datamodule: Any) -> None:
-    if isinstance(loader, Iterator):
+    check.integer("num_training_steps", num_training_steps, low=2, owner=owner)
+    check.one_of("mode", mode, ("exponential", "linear"), owner=owner)
+    if early_stop_threshold is not None:
+        check.positive("early_stop_threshold", early_stop_threshold, owner=owner)
+    if isinstance(train_dataloaders, Iterator):
         raise ArgumentError(
             "jl.lr_find(train_dataloaders=...) got an iterator, whose batches the training would miss. Pass a loader "
             "that starts again."
         )
+    holder, name = _attribute(model, attr_name) if update_attr else (None, "")
+    rates = (np.geomspace if mode == "exponential" else np.linspace)(low, high, num_training_steps).tolist()
+    test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
     mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
     trial = Trainer(
         **{key: getattr(trainer.settings, key) for key in _SAME},
-        **dict.fromkeys(_SILENT, False),
-        max_steps=len(test.rates),
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        max_steps=num_training_steps,
         callbacks=[*mine, test],
         nan_policy="ignore",  # the largest rates may give no finite loss
         limit_val_batches=0,
         log_every_n_steps=0,
     )
-    trial.fit(_copied(model), loader, datamodule=datamodule)
+    trial.fit(_copied(model), train_dataloaders, datamodule=datamodule)
     if trial.interrupted:
         raise KeyboardInterrupt
+    if holder is not None and (rate := test.finder.suggestion()) is not None:
+        setattr(holder, name, rate)
+    return test.finder
 
 
 class _RangeTest(Callback):
-    """Raises the rate at each step, and collects the losses.
+    """Raises the rate at each optimizer step, and collects the losses."""
 
-    Args:
-        mode: "exponential" or "linear", for the plot.
-        rates: The rate of each optimizer step.
-        hyperparam: The hyperparameter.
-        threshold: How many times the least loss is too much; None for no such end.
-    """
-
-    def __init__(self, mode: str, rates: list[float], hyperparam: str, threshold: float | None) -> None:
-        self.finder, self.rates, self._hyperparam, self._threshold = LRFinder(mode), rates, hyperparam, threshold
-        self._window: list[jax.Array] = []  # losses of the step that is not complete
-        self._waiting: list[jax.Array] = []  # those of the step before, which are ready by now
-        self._steps, self._mean, self._least = 0, 0.0, math.inf
+    def __init__(self, finder: LRFinder, rates: list[float], hyperparam: str, threshold: float | None) -> None:
+        self.finder, self.rates, self._hyperparam, self._threshold = finder, rates, hyperparam, threshold
+        self._window: list[Any] = []  # losses of the batches of a step that is not complete
+        self._mean, self._least = 0.0, math.inf
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         known = list(trainer.hyperparams)
@@ -241,40 +218,29 @@ class _RangeTest(Callback):
                 f"{did_you_mean(self._hyperparam, known)} It keeps: {', '.join(known) or 'none'}. Build it in "
                 "configure_optimizers as optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)."
             )
-        self._set_rate(trainer)
+        self._set_rate(trainer, 0)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._window.append(outputs["loss"])
-        if trainer.global_step == self._steps:
+        done, results = trainer.global_step, self.finder.results
+        if done == len(results["lr"]):  # the step waits for other batches
             return
-        self._steps = trainer.global_step
-        self._take(trainer)
-        self._window, self._waiting = [], self._window
-        if self._steps < len(self.rates):
-            self._set_rate(trainer)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._take(trainer)
-
-    def _set_rate(self, trainer: Any) -> None:
-        for name in self._names:
-            trainer.hyperparams[name] = self.rates[self._steps]
-
-    def _take(self, trainer: Any) -> None:
-        """Add the loss of the step before, and end the trial if it has grown too much."""
-        losses, results, count = self._waiting, self.finder.results, len(self.finder.results["lr"])
-        self._waiting = []
-        if not losses or trainer.should_stop:
-            return
-        newest = float(np.mean(jax.device_get(losses)))
+        newest = float(np.mean(jax.device_get(self._window)))
+        self._window = []
         self._mean = _BETA * self._mean + (1 - _BETA) * newest
-        loss = self._mean / (1 - _BETA ** (count + 1))
-        for name, value in (("lr", self.rates[count]), ("loss", loss), ("step_loss", newest)):
+        loss = self._mean / (1 - _BETA**done)
+        for name, value in (("lr", self.rates[done - 1]), ("loss", loss), ("step_loss", newest)):
             results[name].append(value)
         if self._threshold is not None and not (math.isfinite(loss) and loss <= self._threshold * self._least):
-            trainer.stop(f"the loss has grown at a rate of {self.rates[count]:.3g}")
-        if count + 1 >= _SETTLED:
+            trainer.stop(f"the loss has grown at a rate of {self.rates[done - 1]:.3g}")
+        elif done < len(self.rates):
+            self._set_rate(trainer, done)
+        if done >= _SETTLED:
             self._least = min(self._least, loss)
+
+    def _set_rate(self, trainer: Any, step: int) -> None:
+        for name in self._names:
+            trainer.hyperparams[name] = self.rates[step]
 
 
 def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
@@ -302,17 +268,18 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
 
 def _copied(model: TrainModule | lazy) -> Any:
     """Return a copy of a module to train, with those of its callbacks that change a step."""
+    cls: Any = model.cls if isinstance(model, lazy) else type(model)
 
-    def configured(configure: Callable[[], Any] | None) -> list[Callback]:
-        callbacks = callbacks_of("callbacks of configure_callbacks", configure() if configure else None)
-        return [c for c in callbacks if c.changes_step]
+    class Trial(cls):
+        def configure_callbacks(self) -> list[Callback]:
+            configure = getattr(super(), "configure_callbacks", None)
+            callbacks = callbacks_of("callbacks of configure_callbacks", configure() if configure else None)
+            return [c for c in callbacks if c.changes_step]
 
+    Trial.__name__ = cls.__name__
     if isinstance(model, lazy):
-        cls: Any = type(model.cls.__name__, (model.cls,), {})
-        cls.configure_callbacks = lambda self: configured(getattr(super(cls, self), "configure_callbacks", None))
-        return lazy(cls, *model.args, **model.kwargs)
+        return lazy(Trial, *model.args, **model.kwargs)
     copy: Any = nnx.clone(model)
     share_hparams(copy, model)
-    configure = getattr(copy, "configure_callbacks", None)
-    copy.configure_callbacks = lambda: configured(configure)
+    copy.__class__ = Trial
     return copy

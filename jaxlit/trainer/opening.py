@@ -69,25 +69,20 @@ def check_training(run: Setup, *, logs: bool) -> None:
             type(run.module).__name__,
         )
     every, steps, most = run.log_every, run.epoch_steps, run.settings.max_steps
-    if logs and 0 < most < every:
+    steps = min(steps, most) if most > 0 else steps
+    if logs and 0 < steps < every:
         _logger.warning(
-            "Trainer(max_steps=%d) ends before the first row of a step, as log_every_n_steps is %d. Pass "
-            "log_every_n_steps=%d.",
-            *(most, every, max(most // 8, 1)),
-        )
-    elif logs and 0 < steps < every:
-        _logger.warning(
-            "Trainer(log_every_n_steps=%d) is longer than an epoch (%d %s), so the curves have few points. Pass a "
-            "smaller number or 'auto'.",
-            *(every, steps, "step" if steps == 1 else "steps"),
+            "Trainer(log_every_n_steps=%d) is longer than an epoch or than the training (%d steps), so the curves have "
+            "few points. Pass log_every_n_steps=%d, or 'auto'.",
+            *(every, steps, max(steps // 8, 1)),
         )
 
 
 def check_loaders(run: Setup, watchdog: Watchdog) -> None:
     """Refuse what no step could take before anything is compiled."""
-    for pair in (*([run.train] if run.train else []), *run.val, *run.evaluated):
+    for pair in (*([run.train] if run.train else []), *run.val):
         run.loaders.check_first(*pair, watchdog, required=pair is run.train)
-    for source, _ in run.val:
+    for source, _ in run.val if run.train else ():
         if source.is_grain and not run.settings.num_sanity_val_steps:
             source.close()  # its threads and processes would wait until the first validation
 
@@ -107,15 +102,12 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
         return
     first, end = bad["batches"]
     batches = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
-    then = {
-        "raise": "run again now, it ends training again if it gives the same; nan_policy='skip' would leave it out",
-        "skip": "run again now, it is left out by nan_policy='skip' if it gives the same",
-        "rollback": "run again now, it is left out by nan_policy='rollback' if it gives the same",
-        "ignore": "nan_policy='ignore' trains on it now",
-    }
+    then = (
+        "nan_policy='ignore' trains on it now" if nan_policy == "ignore" else f"nan_policy={nan_policy!r} holds again"
+    )
     took = len(bad["optimizer"])
     inside = f" {took} arrays of the optimizer's state have taken it (state.json names them)." * (took > 0)
-    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then[nan_policy]}.{inside}")
+    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then}.{inside}")
 
 
 def check_window(checkpoint: Checkpoint, run: Setup) -> None:

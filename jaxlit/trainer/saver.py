@@ -12,13 +12,12 @@ from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, save
-from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.errors import CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import add_note
-from jaxlit.shown import shown
 
 
 class Saver:
@@ -72,8 +71,7 @@ class Saver:
             and `seconds` the time that it took.
 
         Raises:
-            ArgumentTypeError: `path` is none, or `order` no number.
-            ArgumentError: `order` is negative.
+            ArgumentError: `order` is no number, or negative.
             CheckpointError: It cannot be begun, or the state was lost in a step that failed.
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
@@ -85,7 +83,6 @@ class Saver:
 
     @out_of_meshes
     def _begin(self, path: str | Path, order: int | None, owner: str) -> Saving:
-        check_path(path, owner)
         order = None if order is None else check.integer("order", order, low=0, owner=owner)
         run = self._training()
         if not run.engine.state.is_complete:
@@ -170,16 +167,8 @@ class Saver:
             path: Its folder, as the `path` of what `begin` returned.
 
         Raises:
-            ArgumentTypeError: One of them is not that.
             CheckpointError: There was no fit that could have written it.
         """
-        owner = "trainer.saver.announce"
-        if not isinstance(callback, Callback):
-            raise ArgumentTypeError(
-                f"{owner}(callback, path) takes the callback that wrote the checkpoint, got {shown(callback)}. Pass "
-                "self."
-            )
-        check_path(path, owner)
         self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
 
     @property
@@ -208,13 +197,3 @@ class Saver:
                 "There is no training to save. Save from a hook of fit, or after it; in setup there is no state yet."
             )
         return run
-
-
-def check_path(path: Any, owner: str) -> None:
-    """Refuse what is no path.
-
-    Raises:
-        ArgumentTypeError: Naming what was called.
-    """
-    if not isinstance(path, (str, Path)) or not str(path):
-        raise ArgumentTypeError(f"{owner}(path) takes a path, got {shown(path)}. Pass the checkpoint's folder.")

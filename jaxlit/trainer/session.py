@@ -1,7 +1,6 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
 from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
@@ -96,12 +95,9 @@ class Session:
             step=lambda: max(self.position.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
-        self.results.history.title = self._title
-
-    def _title(self) -> str:
-        """Return the title of pictures of the newest run: its module and its folder, if it has one."""
-        folder = self.folder.known
-        return type(self.module).__name__ + ("" if folder is None else f" · {folder.name}")
+        self.results.history.title = lambda: (
+            type(self.module).__name__ + (f" · {self.folder.known.name}" if self.folder.known else "")
+        )
 
     @property
     def engine(self) -> Engine | None:
@@ -163,11 +159,9 @@ class Session:
         if model is None:
             raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
-        results: list[Any] = []
         resume = None if checkpoint is None else Resume(checkpoint)
-        loops = lambda run: results.extend(work(run, stage.name, run.evaluated))  # noqa: E731
-        self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
-        return results
+        loops = lambda run: work(run, stage.name, run.val)  # noqa: E731
+        return self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
 
     def _claim(
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
@@ -177,14 +171,12 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
             )
-        self.folder.give_back()
         where = stage.verb, self.callbacks, self.folder
         checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
         # A job that was started again continues from its newest checkpoint, which is further on.
         weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
-        several, fitting = jax.process_count() > 1, stage.verb == "fit"
-        self.folder.claim(files, self.settings.resume, checkpoint, several=several, fitting=fitting)
+        self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.verb == "fit")
         return checkpoint, weights
 
     # A run ------------------------------------------------------------------------------------------
@@ -193,10 +185,10 @@ class Session:
         """Set an argument, a field of the control, or the callbacks, from now on."""
         if name == "callbacks":
             self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-        elif hasattr(self.control, name):
-            setattr(self.control, name, value)
+        elif name == "should_stop":
+            self.control.should_stop = value
         else:
-            settings = dataclasses.replace(self.settings, **{name: value})
+            settings = self.settings.replace(name, value)
             check_accumulation(self.active, settings)
             self.settings = settings
             if self.current is not None:
@@ -207,12 +199,12 @@ class Session:
         module: TrainModule,
         stage: Stage,
         loaders: Loaders,
-        work: Callable[[Run], object],
+        work: Callable[[Run], Any],
         *,
         take_ownership: bool,
         resume: Resume | None = None,
-    ) -> None:
-        """Set a run up, do the work, and tear it down.
+    ) -> Any:
+        """Set a run up, do the work, tear it down, and return what the work has returned.
 
         Args:
             module: The module.
@@ -228,7 +220,7 @@ class Session:
         try:
             self.current = run = self._set_up(module, loaders, position)
             with run.compiles, self._watchdog() as watchdog:
-                error: BaseException | None = None
+                results, error = None, None
                 try:
                     if run.hooks.bind("prepare_data"):
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
@@ -237,7 +229,7 @@ class Session:
                     if fitting and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
                     try:
-                        self._run_loops(run, stage, work, take_ownership, resume, watchdog)
+                        results = self._run_loops(run, stage, work, take_ownership, resume, watchdog)
                     finally:
                         self.current.close()
                 except BaseException as raised:
@@ -247,6 +239,7 @@ class Session:
                 error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
                 if error is not None:
                     raise error
+                return results
         except BaseException as error:
             note_step(error, self.position.global_step)
             raise
@@ -281,7 +274,8 @@ class Session:
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(
-            *self.settings.timeouts,
+            self.settings.data_timeout,
+            self.settings.hang_timeout,
             control=self.control,
             progress=lambda: self.current and self.current.progress,
             place=lambda: self.current.place if self.current else "",
@@ -323,17 +317,17 @@ class Session:
         self,
         setup: Setup,
         stage: Stage,
-        work: Callable[[Run], object],
+        work: Callable[[Run], Any],
         take_ownership: bool,
         resume: Resume | None,
         watchdog: Watchdog,
-    ) -> None:
+    ) -> Any:
         hooks, fitting = setup.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
             open_fit(setup, self.strategy, resume)
         else:
-            setup.evaluated = setup.loaders.open(stage.name, required=True)
+            setup.val = setup.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
@@ -344,7 +338,6 @@ class Session:
             splits=self.strategy.splits_by_process,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
-            control=self.control,
             epoch=lambda: setup.position.epoch,
         )
         self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)
@@ -365,15 +358,14 @@ class Session:
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 log_hyperparams(hooks)
                 hooks("on_fit_start")
-            work(run)
+            results = work(run)
             if fitting:
                 hooks("on_fit_end")
+            return results
 
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
-        if not callable(fn):
-            raise ArgumentTypeError(f"Trainer.apply(fn, *inputs) takes a function of a module, got {fn!r}.")
         if self.active is not None and self.current is not None:
             self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
@@ -385,13 +377,12 @@ class Session:
     @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        engine, extras = self.engine, {} if self.engine is None else self.engine.extras
-        for key, keeper in extras.items():
-            if keeper is callback and engine is not None:
-                return engine.state.unflatten().extras[key]
+        for key, keeper in () if self.engine is None else self.engine.extras.items():
+            if keeper is callback and self.engine is not None:
+                return self.engine.state.unflatten().extras[key]
         raise ArgumentError(
-            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, {list(extras)} here, got "
-            f"{callback!r}. Call it from fit on, with a callback that defines init_arrays and update_arrays."
+            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call it "
+            "from fit on, with a callback that defines init_arrays and update_arrays."
         )
 
     @property

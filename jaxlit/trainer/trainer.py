@@ -18,12 +18,11 @@ from jaxlit.loop.settings import Settings
 from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
-from jaxlit.trainer.arguments import check_settable
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.properties import TrainerProperties
+from jaxlit.trainer.properties import TrainerProperties, check_settable
 from jaxlit.trainer.session import Session
 
 
@@ -146,7 +145,7 @@ class Trainer(TrainerProperties):
         debug: bool = False,
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        settings = Settings(**given).of_trial()
+        settings = Settings(**given)
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
         chosen = all_callbacks(settings)

@@ -52,8 +52,7 @@ def test_trained_parameters_that_the_loss_ignores_are_named(caplog: pytest.LogCa
     fit(Branches(), random(2), max_epochs=2)
     (message,) = warnings_of(caplog)
     names = "detached.bias, detached.kernel, unused.bias, unused.kernel"
-    assert f"does not depend on 4 of 8 parameters, whose gradient is zero: {names}." in message
-    assert "wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('detached')))" in message
+    assert f"does not depend on 4 of 8 parameters. The gradient is zero: {names}." in message
 
 
 def test_frozen_parameters_that_the_loss_ignores_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,20 +101,6 @@ def test_debug_warns_of_numpys_random_numbers(shape: tuple[int, ...], caplog: py
 def test_a_step_without_side_effects_is_not_warned_about(debug: bool, caplog: pytest.LogCaptureFixture) -> None:
     fit(Net(rate=0.5, rngs=nnx.Rngs(0)), random(2), debug=debug)
     assert warnings_of(caplog) == []
-
-
-@pytest.mark.parametrize("rows", [64, 65])
-def test_a_large_constant_in_a_step_is_named(rows: int, caplog: pytest.LogCaptureFixture) -> None:
-    table = np.broadcast_to(np.uint8(1), (rows, 2**20))  # 65 MiB that a step closes over are too many
-
-    def step(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
-        return self.loss(batch) * jnp.asarray(table)[batch_idx, 0]
-
-    fit(module(step, base=Linear), random(1))
-    found = warnings_of(caplog)
-    assert len(found) == (rows > 64)
-    for message in found:
-        assert "Made.training_step captures table, an array of 65 MiB" in message and "nnx.Variable" in message
 
 
 def test_a_step_may_train_its_parameters_itself(caplog: pytest.LogCaptureFixture) -> None:

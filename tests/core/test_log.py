@@ -29,23 +29,22 @@ def test_what_a_metric_may_be() -> None:
 # What cannot be logged: what a step calls, with the module, the batch's x, and the words of the message.
 Log = Callable[[Any, Any], Any]
 REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
-    "an array": (lambda m, x: m.log("a", x), (r"self\.log\('a'", r"shape \(8, 1\)", r"Log value\.mean\(\)")),
-    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\(3, 3\)", "return {'loss': loss,", "on_train_batch_end")),
+    "an array": (lambda m, x: m.log("a", x), (r"self\.log\('a'", r"float32\[8, 1\]", r"Log value\.mean\(\)")),
+    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\[3, 3\]", "{'loss': loss,", "on_train_batch_end")),
     **{
         f"a value {value!r}": (lambda m, x, v=value: m.log("a", v), (r"self\.log\('a', value\) in training_step", word))
-        for value, word in (("high", "str"), (None, "NoneType"), ([1.0], "list"), ({"a": 1.0}, "dict"), (1j, "complex"))
+        for value, word in (("high", "high"), (None, "None"), ([1.0], r"\[1\.0\]"), (1j, "1j"))
     },
     "a complex array": (lambda m, x: m.log("a", jnp.complex64(1)), ("complex64", r"abs\(value\)")),
-    "a key": (lambda m, x: m.log("a", jax.random.key(0)), ("takes a number, got dtype key",)),
+    "a key": (lambda m, x: m.log("a", jax.random.key(0)), ("takes a real scalar number, got .*key",)),
     **{
         f"a name {name!r}": (lambda m, x, n=name: m.log(n, 1.0), ("takes a str as name, got",))
         for name in (1, None, ("a", "b"), "")
     },
     **{
-        f"the column {name}": (lambda m, x, n=name: m.log(n, 1.0), (f"'{name}'", "of its own", "another name"))
-        for name in ("step", "epoch")
+        f"the column {name}": (lambda m, x, n=name: m.log(n, 1.0), (f"'{name}'", "jaxlit adds"))
+        for name in ("step", "epoch", "v/dataloader_idx_0")
     },
-    "a loader's name": (lambda m, x: m.log("v/dataloader_idx_0", 1.0), ("is added by jaxlit", "Log it without")),
     "twice": (lambda m, x: [m.log("a", 1.0), m.log("a", 2.0)], ("'a'", "twice in training_step", "once")),
     "twice otherwise": (lambda m, x: [m.log("a", 1.0), m.log("a", 1.0, prog_bar=True)], ("twice in training_step",)),
     "a clash": (
@@ -58,14 +57,10 @@ REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
             (r"self\.log\('a', batch_size", word),
         )
         for size, word in (
-            (0, "positive"),
-            (-1, "positive"),
-            (np.int32(0), "positive"),
-            ("8", "scalar"),
-            ([1], "scalar"),
+            *((0, "positive"), (np.int32(0), "positive")),
+            *(("8", "scalar"), (np.ones(2), "scalar")),
         )
     },
-    "batch_size array": (lambda m, x: m.log("a", 1.0, batch_size=np.ones(2)), ("batch_size=", "must be a scalar")),
     **{
         f"reduce_fx {getattr(fx, '__name__', fx)}": (
             lambda m, x, f=fx: m.log("a", 1.0, reduce_fx=f),

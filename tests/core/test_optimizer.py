@@ -9,10 +9,9 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.by_hand import HandLoop, assert_same, state_of
+from kit.by_hand import HandLoop, assert_same
 from kit.checkpoints import keep_all
 from kit.inside import laid_out
-from kit.journal import Rows
 from kit.modules import Linear, Net, module
 from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, fit, splitting, thinned
@@ -107,33 +106,10 @@ def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
     assert any(spec != jax.sharding.PartitionSpec() for spec in found.values())
 
 
-@pytest.mark.full
-def test_groups_of_functions_have_stable_names() -> None:
-    def is_outer(path: Any, x: Any) -> bool:
-        return path[0] == "outer"
-
-    def by() -> dict[Any, Any]:  # functions of their own each time, at another address
-        both = nnx.Any(nnx.PathContains("norm"), lambda path, x: False)
-        return {(lambda path, x: path[0] == "inner"): ADAM, both: ADAM, is_outer: SGD, ...: SLOW}
-
-    names = []
-    for epochs in (1, 2):
-        rows, model = Rows(rates=True), net(jl.Optimizer(by=by()))
-        given = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
-        trainer = fit(model, random(), None, rows, keep_all(), max_epochs=epochs, **given)
-        names.append([name for name in rows.rows[0][1] if name.startswith("lr")])
-    outer = "lr/test_groups_of_functions_have_stable_names.is_outer"
-    assert names == [["lr/group1", "lr/group2", outer, "lr/rest"]] * 2 and trainer.global_step == 6
-    by_hand = HandLoop(
-        net(), optax.partition({"a": ADAM, "b": SGD, "c": SLOW}, labels(a=["inner", "norm"], b=["outer"], c=[""]))
-    )
-    assert_same(model, by_hand(*random(), *random()).module)
-
-
 REFUSED: list[tuple[Any, str, str]] = [
     ({"kernel": SGD}, "no group for bias", r"`\.\.\.: optax\.adam"),
     ({"kernel": SGD, "bais": SGD}, "'bais' fits no trained parameter", "Did you mean 'bias'"),
-    ({...: SGD, "bias": SGD}, r"'bias' has nothing left: \.\.\. comes first", "Put it before"),
+    ({...: SGD, "bias": SGD}, "'bias' has nothing left", "put it before"),
     ({"kernel": SGD, "bias": SGD, nnx.LoRAParam: SGD}, "LoRAParam.* fits no trained", "There are bias, kernel"),
 ]
 
@@ -149,7 +125,6 @@ def test_parameters_and_groups_without_a_match_are_named(by: Any, given: str, wa
     [
         (ArgumentError, lambda: jl.Optimizer(SGD, by={"a": SGD}), ["tx or by=, got both"]),
         (ArgumentError, lambda: jl.Optimizer(by={"a": SGD}, lr_schedule=lambda k: k), ["lr_schedule", "Leave it out"]),
-        (ArgumentError, lambda: jl.Optimizer(by={3: SGD}), ["got 3", "nnx.LoRAParam"]),
         (ArgumentError, lambda: jl.Optimizer(by={"a": SGD, nnx.PathContains("a"): SGD}), ["called 'a'"]),
         (ArgumentTypeError, lambda: jl.Optimizer(by={}), ["a dict of groups", r"got \{\}"]),
         (ArgumentTypeError, lambda: jl.Optimizer(by={"a": 0.1}), [r"by=\{'a': \.\.\.\}", "got 0.1"]),  # type: ignore
@@ -159,17 +134,6 @@ def test_parameters_and_groups_without_a_match_are_named(by: Any, given: str, wa
 )
 def test_what_no_optimizer_takes_is_refused_in_its_constructor(kind: Any, make: Any, words: list[str]) -> None:
     refuses(kind, make, *words)
-
-
-def test_several_optimizers_are_shown_as_groups_of_the_module() -> None:
-    class Two(Linear):
-        def configure_optimizers(self) -> Any:
-            return [SGD, ADAM]
-
-    text = (
-        r"^Two\.configure_optimizers returned 2 optimizers.*\n.*\n    return jl\.Optimizer\(by=\{'bias': .*'kernel': "
-    )
-    refuses(ModuleError, lambda: fit(Two(), random(), **BARE), text)
 
 
 class Zoo(nnx.Module):
@@ -241,13 +205,6 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     expected = HandLoop(net(SAMS[name]))(*batches).module
     fit(made, batches, strategy=splitting(strategy))
     assert_same(made, expected)
-
-
-def test_sam_leaves_the_loss_to_the_other_parts() -> None:
-    made, batches = net(optax.chain(optax.GradientTransformation(*SAM), optax.scale_by_polyak())), random(2)
-    before = state_of(made)
-    fit(made, batches)
-    assert any(np.any(x != before[name]) for name, x in state_of(made).items())
 
 
 def test_a_bug_in_a_transform_of_ones_own_is_raised_as_it_is() -> None:

@@ -215,8 +215,3 @@ def test_a_write_that_would_round_trained_weights_is_refused() -> None:
     with pytest.raises(StateError, match="writes to kernel, which is trained, and under precision='bf16-mixed'"):
         fit(Writes("kernel"), sized(8), precision="bf16-mixed")
     fit(Writes("kernel"), sized(8), precision="bf16-true")
-
-
-def test_a_write_that_rounds_a_frozen_parameter_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    fit(Writes("trail"), sized(8), precision="bf16-mixed")
-    assert "writes to trail, an nnx.Param that it sees as bfloat16" in caplog.text

@@ -98,32 +98,16 @@ def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
     assert trainer.validate(None, numbered(1, 10))[0]["val"] == pytest.approx(12 - w, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_a_plain_array_that_a_step_replaces_is_refused(strategy: str) -> None:
-    def step(self: Any, batch: Any) -> Any:
-        self.offset = self.offset + 1
-        return Mean.training_step(self, batch)
-
-    model = with_offset(step)
-    fit_refuses(StateError, r"\boffset\b", model=model, strategy=strategy)
-    assert model.offset.tolist() == [2.0]
-
-
 # What it may return ----------------------------------------------------------------------------------------
 
 RETURNED: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
-    (lambda loss: None, ("NoneType", "loss")),
-    (lambda loss: "0.5", ("got str", "floating")),
-    (lambda loss: 0.5, ("got float", "array")),
-    (lambda loss: 1, (r"got int\b", "floating")),
-    (lambda loss: loss.astype(jnp.int32), ("an array of int32", "floating")),
-    (lambda loss: loss > 0, ("an array of bool", "floating")),
-    (lambda loss: loss.astype(jnp.complex64), ("complex64", "floating")),
-    (lambda loss: jnp.stack([loss, loss]), (r"scalar loss, got shape \(2,\)\. Return loss\.mean\(\)",)),
+    (lambda loss: None, ("got None", "loss")),
+    (lambda loss: 0.5, ("got 0.5", "array")),
+    (lambda loss: loss.astype(jnp.int32), (r"got int32\[\]", "floating")),
+    (lambda loss: jnp.stack([loss, loss]), (r"got float32\[2\]\. Return loss\.mean\(\)",)),
     (lambda loss: {"l": loss, "accuracy": 1.0}, (r"a dict without 'loss', with \['accuracy', 'l'\]", "Add")),
-    (lambda loss: {"loss": None}, ("got NoneType",)),
     (lambda loss: {"loss": loss, "name": "a"}, ("returned a str at name", "Return arrays")),
-    (lambda loss: (loss, {}), ("got tuple", "dict")),
+    (lambda loss: (loss, {}), (r"got \(", "dict")),
 ]
 
 
@@ -341,7 +325,7 @@ def test_a_linen_module_comes_with_a_note() -> None:
         (lambda x: x.detach(), AttributeError, r"no detach\(\). In its place: jax.lax.stop_gradient\(x\)"),
         (lambda x: x.view(x.size(0), -1), TypeError, r"If this was x.size\(\): .* In its place: x.shape"),
         (lambda x: x.view(1, -1), NotImplementedError, r"In its place: x.reshape\(shape\)"),
-        (lambda x: x.mean(dim=0), TypeError, r"axis= in place of dim="),
+        (lambda x: x.mean(dim=0), TypeError, r"axis= and keepdims= in place of dim="),
     ],
 )
 def test_a_method_of_a_tensor_is_told_with_what_arrays_have(

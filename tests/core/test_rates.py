@@ -156,21 +156,6 @@ def test_the_loss_in_a_chain_lowers_the_rate_in_the_row() -> None:
     assert rows.of("lr") == pytest.approx(expected) and expected[-1] < 0.5
 
 
-def test_a_resumed_training_goes_on_with_its_rates() -> None:
-    def rates(*epochs: int, **arguments: Any) -> list[float]:
-        found: list[float] = []
-        for n in epochs:
-            rows = Rows(rates=True)
-            model = Groups(rngs=nnx.Rngs(0))
-            given = {"default_root_dir": f"run{len(epochs)}", "resume": "auto", "log_every_n_steps": 1} | arguments
-            fit(model, random(3), None, rows, keep_all(), max_epochs=n, **given)
-            found += [(step, *row.values()) for step, row in rows.rows]  # type: ignore[misc]
-        return found
-
-    resumed = rates(1, 2)
-    assert resumed == rates(2) and len(resumed) == 6
-
-
 def test_a_reset_optimizer_restarts_its_schedule() -> None:
     def lars(lr: Any) -> jl.Optimizer:
         return jl.Optimizer(optax.lars(lr), lr_schedule=lr)

@@ -56,16 +56,6 @@ def test_dropout_drops_in_training_steps_only(strategy: str) -> None:
     np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_the_sanity_check_does_not_change_training(strategy: str) -> None:
-    models = [Dropping(), Dropping()]
-    for model, steps in zip(models, (2, 0), strict=True):
-        fit(model, random(), random(), strategy=strategy, num_sanity_val_steps=steps)
-    assert state_of(models[0]).keys() == state_of(models[1]).keys()
-    for name, x in state_of(models[0]).items():
-        np.testing.assert_array_equal(x, state_of(models[1])[name], err_msg=name)
-
-
 class Normed(Linear):
     """BatchNorm before the line."""
 

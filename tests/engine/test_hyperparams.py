@@ -40,17 +40,6 @@ def test_a_schedule_counts_optimizer_steps_across_epochs(strategy, accumulate) -
     assert weight(model) == -(2.0 ** {1: 8, 3: 4}[accumulate] - 1)
 
 
-def test_a_schedule_by_epoch_is_built_from_the_estimated_steps() -> None:
-    def configure(self: Any) -> Any:
-        an_epoch = int(self.trainer.estimated_stepping_batches) // 3
-        return optax.sgd(optax.exponential_decay(1.0, an_epoch, 0.5, staircase=True))
-
-    seen: list[float] = []
-    note = hooks(on_train_epoch_end=lambda trainer, module: seen.append(weight(module)))
-    fit(sloping(configure), numbered(5), None, note, max_epochs=3, accumulate_grad_batches=2)
-    assert seen == [-3.0, -4.5, -5.25]  # three steps an epoch, at rates 1, 1/2 and 1/4
-
-
 @pytest.mark.parametrize(
     ("strategy", "accumulate"), thinned([("single", 2), ("fsdp", 1), ("shard_map", 2)], ("single", 2))
 )
@@ -197,19 +186,6 @@ class Two(Mean):
             lambda path, _: "line" if path[0].key == "w" else "rest", params
         )
         return optax.multi_transform({"line": INJECTED(0.1), "rest": INJECTED(0.2)}, labels)
-
-
-def test_hyperparameters_of_several_optimizers_have_labels() -> None:
-    names: list[str] = []
-
-    def stop_the_line(trainer: jl.Trainer, module: Any) -> None:
-        names.extend(trainer.hyperparams)
-        trainer.hyperparams["learning_rate/line"] = 0.0
-
-    model = Two()
-    fit(model, numbered(3), None, hooks(on_train_start=stop_the_line))
-    assert names == ["learning_rate/line", "learning_rate/rest"]
-    assert weight(model) == 0 and float(model.offset[...]) != 0
 
 
 def test_a_plateau_lowers_the_rate_of_every_optimizer() -> None:

@@ -77,11 +77,6 @@ def test_a_call_without_memory_names_the_program_and_parts() -> None:
     assert expected in told
 
 
-def test_a_cpu_without_memory_is_told_of_alike() -> None:
-    told = str(error_of(small("train_step", 1, OF_A_CPU)))
-    assert "in train_step, in its first call: INTERNAL: Error" in told and STATE in told
-
-
 def test_parts_are_those_of_one_device_where_they_are_split() -> None:
     told = str(error_of(small("train_step", 1, base=FSDP, min_size=0)))
     # Three rows of a kernel do not divide into eight; 128 bytes of the batch do.
@@ -101,14 +96,14 @@ def test_what_cannot_be_compiled_is_not_compiled_again() -> None:
 @pytest.mark.parametrize(
     ("strategy", "place"),
     [
-        (lambda: small("train_step", 3), "after step 2 of epoch 0"),
+        (lambda: small("train_step", 3, OF_A_CPU), "after step 2 of epoch 0"),
         (lambda: small("eval_step", 1), "in eval_step, in its first call"),
         (lambda: small("create", 1), "in making the state of step 0"),
     ],
 )
 def test_any_other_place_is_named(strategy, place) -> None:
     told = str(error_of(strategy(), val=random(1)))
-    assert f"ran out of memory {place}: RESOURCE" in told and STATE in told
+    assert f"ran out of memory {place}: " in told and STATE in told
 
 
 def test_a_hook_without_memory_is_named() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
-from kit.by_hand import HandLoop, assert_same, mean, params_of
+from kit.by_hand import HandLoop, assert_same, mean
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
@@ -73,19 +73,6 @@ def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
     fit(model, numbered(4), None, look, strategy=strategy)
     expected = [mean([[k + 1] for k in range(i + 1)]) for i in range(4)]
     assert own == [w for w, _ in seen] == [w for _, w in seen] == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_hook_reads_and_calls_the_module() -> None:
-    batches, seen, states = random(), [], []
-    look = on(
-        on_train_batch_end=lambda t, m: seen.append(np.array(m.blocks[0].bias[...])),
-        on_train_epoch_end=lambda t, m: states.append((np.array(m.inner(batches[0]["x"])), params_of(m))),
-    )
-    model = Net(rngs=nnx.Rngs(0))
-    fit(model, batches, None, look, strategy="ddp")
-    assert len(seen) == 3 and (seen[0] != seen[1]).any() and (seen[-1] == model.blocks[0].bias[...]).all()
-    np.testing.assert_array_equal(states[0][0], np.asarray(model.inner(batches[0]["x"])))
-    assert_same(states[0][1], params_of(model), rtol=0, atol=0)
 
 
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -221,19 +208,6 @@ def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer, inner) -> None:
     assert found == pytest.approx([mean([[1], [2]]), first], rel=1e-5)
     assert weight(model) == pytest.approx(mean([[9]], first), rel=1e-6)
     assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer continues from there
-
-
-def test_a_second_trainer_may_validate_in_a_batch_hook() -> None:
-    model, found = Mean(), []
-
-    def use(trainer: jl.Trainer, model: Any) -> None:
-        with pytest.raises(ZeroDivisionError):
-            make_trainer(on(on_validation_start=lambda *_: 1 / 0), **BARE).validate(model, numbered(1))
-        assert model.trainer is trainer
-        found.append(evaluated("validate", make_trainer(**BARE).validate(model, numbered(2, 11))))
-
-    fit(model, numbered(2), None, on(on_train_batch_end=use))
-    assert found == pytest.approx([0.5, 1.25], rel=1e-5) and weight(model) == 1.25
 
 
 SHAPE = (8, 331)  # of no other array

@@ -13,7 +13,6 @@ from jax._src import monitoring
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files  # of a checkpoint
-from jaxlit.control import Control
 from jaxlit.core.log import Metric as Metric
 from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.precision import Precision
@@ -145,7 +144,6 @@ def feeder_of(prefetch: int) -> Feeder:
         splits=lambda batch: True,
         prefetch=prefetch,
         watchdog=Watchdog(None),
-        control=Control(),
     )
 
 

@@ -213,7 +213,7 @@ def test_a_resume_names_new_and_missing_array_keepers(caplog) -> None:
     trainer = train(first, batches)
     trainer.save_checkpoint("kept")
     later = train(keeper, batches, "fsdp", max_epochs=2, ckpt_path="kept")
-    assert "has no arrays of 'Slow', which was not among the callbacks: they start again, from" in caplog.text
+    assert "has no arrays of 'Slow': they start again, from" in caplog.text
     assert "keeps the arrays of 'EMA', which is not among the callbacks now." in caplog.text
     assert bits(keeper.held) == bits(trainer.state.params), "of the restored parameters"
     assert keeper.held["kernel"].sharding == later.state.params["kernel"].sharding
@@ -238,15 +238,15 @@ def zeros(self: Any, params: Any) -> Any:
 
 UPDATES: list[tuple[str, Any]] = [
     (r"must return a tuple of two, \(arrays, params\), got dict", lambda a, p: a),
-    (r"changed arrays at total from float32\[3\] to float32\[2\]", lambda a, p: ({"total": a["total"][:2]}, p)),
-    (r"changed arrays at total .* to float32\[4\]", lambda a, p: (a.update(total=jnp.zeros(4)) or a, p)),
-    (r"changed arrays at total .* to float16\[3\]", lambda a, p: ({"total": a["total"].astype("float16")}, p)),
-    (r"changed params at bias from float32\[16\] to nothing", lambda a, p: (a, {"kernel": p["kernel"]})),
+    (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
+    (r"changed arrays\.total", lambda a, p: (a.update(total=jnp.zeros(4)) or a, p)),
+    (r"changed arrays\.total", lambda a, p: ({"total": a["total"].astype("float16")}, p)),
+    (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
 ]
 INITS: list[tuple[str, Any]] = [
-    ("and name is of type str", {"name": "ema"}),
-    ("and it is of type float", 0.5),
-    ("got None, which has none", None),
+    ("got {'name': 'ema'}", {"name": "ema"}),
+    ("got 0.5", 0.5),
+    ("got None", None),
 ]
 CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -254,7 +254,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (r"Made defines update_arrays and no init_arrays", {"update_arrays": keep}),
     (CALLED, {"init_arrays": zeros, "update_arrays": lambda self, arrays, params: (arrays, params)}),
     (
-        r"Made\.eval_params must return an array of each parameter's own shape and dtype",
+        r"Made\.eval_params must return leaves of its arrays .* of their shapes and dtypes",
         {
             "init_arrays": lambda self, params: jax.tree.map(lambda x: x.astype("float16"), params),
             "update_arrays": keep,
@@ -281,7 +281,7 @@ def test_reading_arrays_of_a_callback_without_any_is_refused() -> None:
     keeper = EMA()
     trainer = make_trainer(keeper)
     words = "takes a callback of the newest fit that keeps arrays, "
-    refuses(ArgumentError, lambda: trainer.callback_arrays(keeper), words + r"\[\] here")
+    refuses(ArgumentError, lambda: trainer.callback_arrays(keeper), words)
     trainer.fit(Wide(), batches_of(1))
-    refuses(ArgumentError, lambda: trainer.callback_arrays(EMA()), words + r"\['EMA'\] here, got")
+    refuses(ArgumentError, lambda: trainer.callback_arrays(EMA()), words)
     refuses(ArgumentError, lambda: trainer.callback_arrays(hooks()), words)

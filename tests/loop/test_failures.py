@@ -10,11 +10,11 @@ from kit.by_hand import mean
 from kit.journal import HOOKS, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, warnings_of
-from kit.trainers import BARE, fit, make_trainer, thinned
+from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.callbacks import CSVLogger, Logger
+from jaxlit.errors import LoggerError
 
 
 def raising(*_: Any) -> Any:
@@ -237,11 +237,3 @@ def test_errors_of_loggers_before_training_are_raised(caplog: Any) -> None:
 
     with pytest.raises(jl.errors.StateError, match=r"Mine\.on_train_batch_end wrote to w"):
         fit(Mean(), numbered(1), logger=logger_with(on_train_batch_end=write))
-
-
-def test_on_error_takes_two_words() -> None:
-    bad = logger_with()
-    bad.on_error = "ignore"
-    with pytest.raises(ArgumentError, match=r"Mine\.on_error takes 'warn' or 'raise', got 'ignore'"):
-        make_trainer(logger=bad)
-    assert Logger.on_error == JSONLLogger().on_error == jl.callbacks.WandbLogger().on_error == "warn"

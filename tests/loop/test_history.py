@@ -68,7 +68,7 @@ def test_what_is_undone_is_forgotten():
 
 def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     history = History()
-    refuses(ArgumentError, history.plot, "Nothing was logged: call self.log in a step")
+    refuses(ArgumentError, history.plot, "There is none: call self.log in a step")
     for step in range(3):
         history.add({"train/loss": 2.0 * step, "val/loss": 5.0, "accuracy": 0.5}, step)
     figure = history.plot()
@@ -76,7 +76,7 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     curve = [[[k, y(k)] for k in range(3)] for y in (lambda k: 2.0 * k, lambda k: 5.0, lambda k: 0.5)]
     assert drawn == [[("train/loss", curve[0]), ("val/loss", curve[1])], [("accuracy", curve[2])]]
     assert len(history.plot(["accuracy"]).axes) == 1
-    refuses(ArgumentError, lambda: history.plot(["gone"]), "got .'gone'.")
+    refuses(KeyError, lambda: history.plot(["gone"]), "No row has 'gone'")
     assert history._repr_png_().startswith(b"\x89PNG")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert history._repr_png_() is None
@@ -114,10 +114,10 @@ def test_the_title_names_the_module_and_the_run():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"log_every_n_steps": 4}, r"\(log_every_n_steps=4\) is longer than an epoch \(3 steps\)"),
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, r"longer than an epoch \(1 step\)"),
+        ({"log_every_n_steps": 4}, r"\(log_every_n_steps=4\) is longer than an epoch .*\(3 steps\)"),
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, r"longer than an epoch .*\(1 steps\)"),
         ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, None),
-        ({"log_every_n_steps": 4, "max_steps": 2}, r"\(max_steps=2\) ends before.* is 4\. Pass log_every_n_steps=1\."),
+        ({"log_every_n_steps": 4, "max_steps": 2}, r"than the training \(2 steps\).* Pass log_every_n_steps=1,"),
         ({"log_every_n_steps": 4, "logger": False}, None),
         ({"log_every_n_steps": 4, "fast_dev_run": True}, None),
         ({"log_every_n_steps": 3}, None),

@@ -182,7 +182,7 @@ ARGUMENTS = {
     "an unknown remat": (bad(remat="foo"), ArgumentError, ("remat", "'foo'", "dots_saveable", "True")),
     "remat of a number": (bad(remat=2), ArgumentError, ("remat", "2")),
     "sums in whole numbers": (bad(accum_dtype="int32"), ArgumentError, ("accum_dtype", "int32", "float32")),
-    "sums in no dtype": (bad(accum_dtype="flat32"), ArgumentError, ("accum_dtype", "flat32", "float32")),
+    "sums in no dtype": (bad(accum_dtype="flat32"), TypeError, ("flat32",)),
     "an inner strategy of replicas": (bad(inner="shard_map"), ArgumentError, ("inner", "'shard_map'", "fsdp", "ddp")),
     "an inner object of replicas": (
         bad(inner=jl.strategies.ShardMapDDP()),

@@ -19,11 +19,11 @@ SIZES = (3, 40, 2000)  # elements: fewer than a sharding minds, more, and more t
 
 @pytest.fixture(scope="module")
 def places() -> Places:
-    return Places([Mesh(np.array(jax.devices()[rank : rank + 1]), ("data",)) for rank in range(3)])
+    return at([Mesh(np.array(jax.devices()[rank : rank + 1]), ("data",)) for rank in range(3)], 0)
 
 
-def jit(rank: int, fn: Any, name: str, options: Any) -> Any:
-    return jax.jit(fn, **options)
+def at(meshes: list[Mesh], home: int) -> Places:
+    return Places(meshes, home, lambda rank, fn, name, **options: jax.jit(fn, **options))
 
 
 def on(places: Places, rank: int) -> NamedSharding:
@@ -48,7 +48,7 @@ def test_a_clip_by_global_norm_runs_where_its_arrays_are(places: Places) -> None
     expected = update(*jax.device_get((params, state, grads)))
     leaves = jax.tree.leaves((params, state))
     lies = [x.sharding for x in leaves]
-    placed = Placed(update, places, 2, jit, "update", outputs=lies, donate=range(len(leaves)))
+    placed = Placed(update, at(places.meshes, 2), "update", outputs=lies, donate=range(len(leaves)))
     found = placed(params, state, grads)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
@@ -60,8 +60,8 @@ def test_a_clip_by_global_norm_runs_where_its_arrays_are(places: Places) -> None
 def test_large_arrays_of_two_ranks_are_refused(places: Places) -> None:
     first, second = (jax.device_put(np.ones(SIZES[2], np.float32), on(places, rank)) for rank in (0, 1))
     with pytest.raises(StateError, match=r"update: the operation add combines .*f(loat)?32\[2000\] of rank 0.*rank 1"):
-        Placed(lambda a, b: a + b, places, 0, jit, "update")(first, second)
-    followed = Placed(lambda a, b: a + b, places, 0, jit, "on_state", follows=True)(first, second)
+        Placed(lambda a, b: a + b, places, "update")(first, second)
+    followed = Placed(lambda a, b: a + b, places, "on_state", follows=True)(first, second)
     np.testing.assert_array_equal(followed, 2.0)
 
 
@@ -71,7 +71,7 @@ def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
     def choose(ok: Any, old: Any, new: Any) -> Any:
         return jax.lax.cond(ok, lambda: new, lambda: old)
 
-    placed = Placed(choose, places, 0, jit, "choose")
+    placed = Placed(choose, places, "choose")
     for ok in (True, False):
         found = placed(np.asarray(ok), old, new)
         for mine, theirs in zip(found, new if ok else old, strict=True):
@@ -81,7 +81,7 @@ def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
 
 def test_each_result_has_a_buffer_of_its_own(places: Places) -> None:
     (x, *_) = arrays(places, 0)
-    first, second = Placed(lambda x: (y := jnp.sin(x), y), places, 0, jit, "twice")(x)
+    first, second = Placed(lambda x: (y := jnp.sin(x), y), places, "twice")(x)
     first.delete()
     np.testing.assert_allclose(second, np.sin(x), rtol=1e-6)
 
@@ -95,6 +95,8 @@ def test_weights_stay_and_what_is_computed_goes_to_them(places: Places) -> None:
             x = x @ w * count
         return x, count + 1
 
-    found, after = Placed(model, places, 2, jit, "apply", follows=True)(weights, count, np.ones((2, 4), np.float32))
+    found, after = Placed(model, at(places.meshes, 2), "apply", follows=True)(
+        weights, count, np.ones((2, 4), np.float32)
+    )
     np.testing.assert_array_equal(found, 4.0**3 * 6 * 5**3)
     assert found.sharding.device_set == {jax.devices()[2]} and int(after) == 6

@@ -1,5 +1,6 @@
 """What is told of a pipeline's stages."""
 
+import re
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ def fitted(strategy: jl.strategies.Pipeline) -> str:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["embed", "blocks[0].kernel", "blocks[0].bias", "blocks[1].kernel"], "embed, blocks[0-1]"),
-        (["blocks[3].a[7].kernel", "blocks[1].kernel"], "blocks[1,3]"),
+        (["embed", "blocks[0].kernel", "blocks[0].bias", "blocks[1].kernel"], "embed, blocks[0], blocks[1]"),
+        ([f"blocks[{i}].a[7].kernel" for i in range(8)], "blocks[0], blocks[1] ... blocks[7]"),
         (["blocks[2].kernel", "head.kernel"], "blocks[2], head"),
         ([], "-"),
     ],
@@ -64,10 +65,10 @@ def test_describe_tells_after_a_fit_what_stages_are_made_of() -> None:
     strategy = jl.strategies.Pipeline(2, microbatches=3)
     lines = fitted(strategy).splitlines()
     assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 3 microbatches"
-    rows = [line.split() for line in lines[2:4]]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:4]]
     assert [row[:4] for row in rows] == [
-        ["0", "0", "blocks[0-1]", str(2 * (WIDTH + 1) * WIDTH)],
-        ["1", "1", "blocks[2-3]", str(2 * (WIDTH + 1) * WIDTH)],
+        ["0", "0", "blocks[0], blocks[1]", str(2 * (WIDTH + 1) * WIDTH)],
+        ["1", "1", "blocks[2], blocks[3]", str(2 * (WIDTH + 1) * WIDTH)],
     ]
     matmuls = 2 * 2 * (ROWS // 3) * WIDTH * WIDTH
     assert [row[4] for row in rows] == [f"{matmuls / 1e9:.3g}"] * 2
@@ -77,10 +78,10 @@ def test_describe_tells_after_a_fit_what_stages_are_made_of() -> None:
 
 def test_remat_keeps_only_what_goes_into_a_stage() -> None:
     strategy = jl.strategies.Pipeline(2, microbatches=3, remat=True)
-    rows = [line.split() for line in fitted(strategy).splitlines()[2:4]]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in fitted(strategy).splitlines()[2:4]]
     # Of the first stage that is the batch, an input of the step; of the second what it was sent.
     sent = ROWS // 3 * WIDTH * 4
-    assert [row[5:7] for row in rows] == [["0", "B"], [str(sent), "B"]]
+    assert [row[5] for row in rows] == ["0 B", f"{sent} B"]
 
 
 def test_the_summary_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,5 +222,5 @@ def test_a_moment_belongs_to_the_parameter_of_its_whole_path() -> None:
 )
 def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any]) -> None:
     (name,) = arguments
-    with pytest.raises(jl.errors.ArgumentError, match=rf"FSDP\({name}=...\)"):
+    with pytest.raises(jl.errors.JaxlitError, match=rf"FSDP\({name}=...\)"):
         jl.strategies.FSDP(**arguments)

@@ -285,7 +285,14 @@ def test_stages_are_printed_and_the_module_is_gathered(capsys: pytest.CaptureFix
     assert "stage 1, on cpu:1" in screen and "predicted bubble 33.3%" in screen
     lines = trainer.strategy.describe().split("\n")
     assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 2 microbatches"
-    assert lines[2].split()[:5] == ["0", "0", "inward,", "layers[0-1]", "176"]  # 3 * 8 + 8 and twice 8 * 8 + 8
+    assert lines[2].split()[:6] == [
+        "0",
+        "0",
+        "inward,",
+        "layers[0],",
+        "layers[1]",
+        "176",
+    ]  # 3 * 8 + 8 and twice 8 * 8 + 8
 
 
 class Mixed(Layered):

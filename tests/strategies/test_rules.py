@@ -268,11 +268,11 @@ def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
         ArgumentError, lambda: trainer.fit(Transformer(rngs=nnx.Rngs(0)), tokens()), "splits nothing of Transformer"
     )
     for make, words in (
-        (lambda: TensorParallel(tp=0), r"TensorParallel\(tp=\.\.\.\)"),
-        (lambda: SequenceParallel(seq="all"), r"SequenceParallel\(seq=\.\.\.\)"),
-        (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
+        (lambda: make_trainer(strategy=TensorParallel(tp=0)), "mesh of TensorParallel takes the size.*'tp': 0"),
+        (lambda: make_trainer(strategy=SequenceParallel(seq="all")), "mesh of SequenceParallel takes.*'seq': 'all'"),
+        (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) takes True, False or one of"),
         (lambda: FSDP(stage=True), r"FSDP\(stage=\.\.\.\)"),
-        (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) must be a bool or one of"),
+        (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) takes True, False or one of"),
         (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "has a multiple of 3 devices|has 3 devices"),
     ):
         refuses(ArgumentError, make, words)

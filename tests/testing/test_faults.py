@@ -9,7 +9,7 @@ import pytest
 from kit.inside import files
 from kit.refusals import refuses
 
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import JaxlitError
 from jaxlit.testing import Crash, faults
 
 fsynced = files.manifest.write  # which puts what it writes onto the disk
@@ -115,4 +115,4 @@ def test_a_full_or_denied_folder_gives_the_systems_error(kind, error, code, tmp_
 def test_bad_arguments_are_refused_by_name(tmp_path):
     for name, values in {"kind": ("explode", None), "at": (0, -1, 1.0, True, "1")}.items():
         for value in values:
-            refuses(ArgumentError, lambda: faults(tmp_path, **{name: value}), rf"{name}=.*{value!r}")  # noqa: B023
+            refuses(JaxlitError, lambda: faults(tmp_path, **{name: value}), rf"{name}=.*{value!r}")  # noqa: B023

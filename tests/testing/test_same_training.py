@@ -200,12 +200,8 @@ def test_a_strategy_wrong_for_one_factor_value_is_noticed():
 
 
 def test_factors_and_a_tolerance_that_say_nothing_are_refused():
-    with pytest.raises(ArgumentError, match="names 'devices', which is an argument as well"):
-        compare("ddp", factors={"devices": (1, 2)})
-    with pytest.raises(ArgumentError, match="names 'precision', which is an argument as well"):
-        compare("ddp", factors={"precision": ("32-true",)}, precision="32-true")
     for wrong in ((), "bf16-mixed"):
-        with pytest.raises(ArgumentError, match="takes the values of each factor, got 'precision'"):
+        with pytest.raises(ArgumentError, match="takes a sequence of values of 'precision'"):
             compare("ddp", factors={"precision": wrong})
     with pytest.raises(ArgumentError, match="no tolerance for precision='bf16-true', only for 32-true, bf16-mixed"):
         compare("ddp", precision="bf16-true", steps=1)

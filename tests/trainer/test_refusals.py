@@ -116,7 +116,7 @@ SEVERAL: list[tuple[Any, ...]] = [
     (Arg, {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "every_n_epoch=None.*val_check_interval=0.5"),
     (Arg, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "foo"}, "gradient_clip_algorithm", "'foo'", "'norm'"),
     (Arg, {"resume": "x", "fast_dev_run": 1}, "resume='x', fast_dev_run=1", "Leave one"),
-    (Arg, {"strategy": "simulate:0"}, r"replicas=...\) must be a positive int, got 0"),
+    (Arg, {"strategy": "simulate:0"}, r"replicas=...\) takes an int of at least 1 or None, got 0"),
     (Arg, {"strategy": "simulate:4", "devices": 2}, "names two numbers of replicas"),
     (Type, {"strategy": jl.strategies.DDP}, "strategy=DDP", "class", r"Pass DDP\(\)"),
     (Arg, {"devices": 9, "strategy": "ddp"}, r"devices=9\) asks for more devices than the 8 cpu", "XLA_FLAGS"),
@@ -247,7 +247,7 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 # What configure_optimizers returns
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
-ONE = r"configure_optimizers returned 2 optimizers, and one takes a step\.\n[^\n]*\n    return jl\.Optimizer\(by=\{'"
+ONE = r"It returned 2 optimizers, and one takes a step: .* jl\.Optimizer\(by=\{'"
 SET_UP = r"Made\.configure_optimizers.*cannot be set up.*lambda params"
 PLATEAU = {"scheduler": optax.contrib.reduce_on_plateau(), "monitor": "nope"}
 LABELS = lambda params: jax.tree.map(lambda _: "b", params)  # noqa: E731
@@ -262,13 +262,13 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
     ("", None, f"{RETURN} None", "adamw"),
     ("", optax.sgd, "function sgd"),
     ("", SCHEDULE, f"{RETURN} <function"),
-    ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} an Optimizer of nnx\. Return its tx: [^\n]{{,80}}$"),
-    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} a dict of nothing", "adamw"),
-    ("", {"a": SGD, "b": SGD}, r"a dict of 2 optimizers, and .*\n.*\n    return jl\.Optimizer\(by=\{'a': .*, 'b': "),
-    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "lr_scheduler"),
-    ("lr_scheduler dict unknown key", scheduled({"scheduler": SCHEDULE, "freq": 2}), RETURN, "lr_scheduler"),
-    ("ReduceLROnPlateau monitor missing metric", scheduled(PLATEAU), RETURN, "lr_scheduler"),
-    ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", r"\b2\b", "return one"),
+    ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} Optimizer.*\. Return its tx: [^\n]{{,80}}$"),
+    ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} {{}}", "adamw"),
+    ("", {"a": SGD, "b": SGD}, ONE),
+    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "schedule inside"),
+    ("lr_scheduler dict unknown key", scheduled({"scheduler": SCHEDULE, "freq": 2}), RETURN, "schedule inside"),
+    ("ReduceLROnPlateau monitor missing metric", scheduled(PLATEAU), RETURN, "return one transform for each"),
+    ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", "Return one"),
     ("", [SGD, SGD], ONE),
     ("", (SGD, SGD), ONE),
     ("", optax.lbfgs(), r"Made\.configure_optimizers", "value_fn", "loop of your own"),
@@ -282,10 +282,7 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
         "loop of",
     ),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
-    (
-        *("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd())),
-        *("no part gets them: .*'value'", r"as optax\.GradientTransformation\(\*part\)"),
-    ),
+    ("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd()), "'value'"),
     ("", jl.Optimizer(SGD, wrt=nnx.BatchStat), "Made has no variable to train", "wrt="),
     ("", jl.Optimizer(SGD, wrt=nnx.PathContains("head")), "no variable to train", "wrt="),
     ("", optax.multi_transform({"a": SGD}, {"w": "a"}), SET_UP),
@@ -352,17 +349,15 @@ CALLS: list[tuple[Any, ...]] = [
         "'step', 'epoch'",
     ),
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
-    ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Call it: sgd\(1e-3\)"),
-    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* Pass optax.adamw\(1e-3\)\.$"),
+    ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Pass what .*adamw\(1e-3\)"),
+    ("", Type, lambda: jl.Optimizer(np.ones((64, 64))), r"got float64.* optax.adamw\(1e-3\)\.$"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
-    ("", Arg, lambda: jl.Optimizer(SGD, wrt=3), r"wrt=.*got 3\.", r"nnx\.Param"),
     ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
     ("an array as a path", Type, lambda: jl.Trainer(default_root_dir=ARRAY), r"_dir.*got float64\[2\]\."),
     ("", Type, lambda: jl.Trainer(resume=ARRAY), r"resume.*got float64\[2\]\."),
     ("", Type, lambda: jl.Trainer(accumulate_grad_batches={0: ARRAY}), r"got \{0: float64\[2\]\}\. "),  # type: ignore[arg-type]
     ("", Type, lambda: fit(Mean(), numbered(1), ckpt_path=ARRAY), r"ckpt_path.*got float64\[2\]\."),
-    ("", Type, lambda: make_trainer().saver.announce(ARRAY, "x"), r"announce.*got float64\[2\]\. "),
     ("arrays in a list", Type, lambda: jl.Trainer(callbacks=[jnp.ones(3)]), r"got float32\[3\]\."),
     ("deepspeed", Arg, lambda: jl.Trainer(strategy="deepspeed"), "Use strategy='fsdp'"),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
