@@ -28,8 +28,8 @@ class GradientNorm(Callback):
     def __init__(
         self, norm_type: float = 2.0, *, every_n_steps: int | None = None, per_parameter: bool = False
     ) -> None:
-        is_norm = isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and norm_type > 0
-        check.require(is_norm, "norm_type", norm_type, "takes a number above 0", owner="GradientNorm")
+        if norm_type != float("inf"):
+            check.positive("norm_type", norm_type, owner="GradientNorm", rule="takes a number above 0")
         if every_n_steps is not None:
             check.integer("every_n_steps", every_n_steps, low=1, owner="GradientNorm")
         self.norm_type, self.trace_every_n_steps = float(norm_type), every_n_steps

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ class Rows:
         Raises:
             DataError: The leaves differ in their rows, or from those of other batches in their shapes or dtypes.
         """
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(outputs)]
-        named = dict(zip(_names(paths), map(_plain, jax.tree.leaves(outputs)), strict=True))
+        paths, arrays = zip(*jax.tree_util.tree_leaves_with_path(jax.tree.map(_plain, outputs)), strict=True)
+        named = dict(zip(_names(paths), arrays, strict=True))
         counts = {name: len(x) if x.ndim else None for name, x in named.items()}
         if len({*counts.values()}) != 1 or None in counts.values():
             raise DataError(
@@ -66,13 +66,12 @@ class Rows:
         ]
         self._leaves = self._leaves or leaves
         if leaves != self._leaves:
-            was, now = ({x["name"]: (x["dtype"], x["shape"]) for x in kinds} for kinds in (self._leaves, leaves))
             raise DataError(
-                f"PredictionWriter: predictions must be of one dtype and shape in all batches, and were {was}, and are "
-                f"{now}. Pad them in predict_step."
+                "PredictionWriter: predictions must be of one dtype and shape in all batches, and were "
+                f"{_kinds(self._leaves)}, and are {_kinds(leaves)}. Pad them in predict_step."
             )
         (self._write_npy if self._format == "npy" else self._write_parquet)(named)
-        self._rows += next(iter(counts.values())) or 0
+        self._rows += len(arrays[0])
 
     def close(self) -> None:
         """Complete the files, and write which leaves they hold."""
@@ -182,13 +181,12 @@ def _plain(x: Any) -> np.ndarray:
     return x.astype(np.float32) if x.dtype.kind == "V" or x.dtype == np.float16 else x
 
 
-def _names(paths: list[Any]) -> list[str]:
+def _kinds(leaves: list[dict[str, Any]]) -> dict[str, tuple[str, list[int]]]:
+    return {leaf["name"]: (leaf["dtype"], leaf["shape"]) for leaf in leaves}
+
+
+def _names(paths: Sequence[Any]) -> list[str]:
     """Return a file's or column's name for each leaf, unique on a disk that ignores case."""
-    names: list[str] = []
-    for path in paths:
-        name = plain = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or _LONE
-        taken, k = {other.casefold() for other in names}, len(names)
-        while name.casefold() in taken:
-            name, k = f"{plain}_{k}", k + 1
-        names.append(name)
-    return names
+    names = [re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or _LONE for path in paths]
+    folded = [name.casefold() for name in names]
+    return [name if folded.count(name.casefold()) == 1 else f"{name}~{i}" for i, name in enumerate(names)]

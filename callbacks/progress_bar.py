@@ -63,10 +63,9 @@ class ProgressBar(Callback):
         return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
-        known = isinstance(refresh_rate, (int, float)) and not isinstance(refresh_rate, bool) and 0 < refresh_rate <= 10
         rule = "takes a number above 0, at most 10"
-        check.require(known, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
-        self._interval = 1 / refresh_rate
+        self._interval = 1 / check.positive("refresh_rate", refresh_rate, owner="ProgressBar", rule=rule)
+        check.require(refresh_rate <= 10, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
         self._line: TerminalLine | NotebookLine | None = None
         self._next = math.inf  # when to draw next; never where nothing can change in place
         self._active, self._compiled, self._stage = False, False, "fit"

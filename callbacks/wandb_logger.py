@@ -212,7 +212,8 @@ class WandbLogger(Logger):
     def finalize(self, status: str) -> None:
         """Finish the run, in bounded time."""
         if self._run is not None:
-            self._finish(failed=status != "success")
+            run, self._run, self._last = self._run, None, self._run.run
+            run.finish(failed=status != "success")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's id."""
@@ -303,12 +304,7 @@ class WandbLogger(Logger):
             return
         if run is None:
             folder = self.save_dir or Path(os.path.abspath(trainer.run_dir))
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise LoggerError(
-                    f"WandbLogger cannot write to {folder}: {error}. Pass another WandbLogger(save_dir=...)."
-                ) from error
+            folder.mkdir(parents=True, exist_ok=True)
             # One that could not be online before stays offline: a later stage would only wait again.
             offline = self.offline or (self._last is not None and bool(self._last.offline))
             names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
@@ -330,11 +326,6 @@ class WandbLogger(Logger):
         self._run.define_metric("*", step_metric=STEP)
         for name, mode in monitored(trainer).items():
             self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
-
-    def _finish(self, *, failed: bool) -> None:
-        assert self._run is not None
-        run, self._run, self._last = self._run, None, self._run.run
-        run.finish(failed=failed)
 
     def _conclude(self, trainer: "Trainer") -> None:
         """Send the best values and the checkpoints that are kept at the end of training."""

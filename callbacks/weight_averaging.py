@@ -51,18 +51,14 @@ class WeightAveraging(Callback):
     ) -> None:
         name = type(self).__name__
         check.integer("update_every_n_steps", update_every_n_steps, low=1, owner=name)
-        starts = {
-            "update_starting_at_step": update_starting_at_step,
-            "update_starting_at_epoch": update_starting_at_epoch,
-        }
-        for key, value in starts.items():
-            if value is not None:
-                check.integer(key, value, low=0, owner=name)
-        if None not in starts.values():
+        at_step, at_epoch = update_starting_at_step, update_starting_at_epoch
+        for key, start in (("update_starting_at_step", at_step), ("update_starting_at_epoch", at_epoch)):
+            if start is not None:
+                check.integer(key, start, low=0, owner=name)
+        if None not in (at_step, at_epoch):
             raise ArgumentError(f"{name} takes update_starting_at_step or update_starting_at_epoch, got both.")
-        self.update_every_n_steps = update_every_n_steps
-        self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
-        self._start = update_starting_at_step or 0
+        self.update_every_n_steps, self._start = update_every_n_steps, at_step or 0
+        self.update_starting_at_step, self.update_starting_at_epoch = at_step, at_epoch
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights in it; a pure function, to be overridden.
@@ -140,10 +136,9 @@ class EMA(WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999, **arguments: Any) -> None:
-        known = isinstance(decay, (int, float)) and not isinstance(decay, bool) and 0 <= decay < 1
-        check.require(known, "decay", decay, "takes a number from 0 to below 1", owner="EMA")
         super().__init__(**arguments)
-        self.decay = float(decay)
+        self.decay = check.number("decay", decay, low=0, owner="EMA")
+        check.require(decay < 1, "decay", decay, "takes a number below 1", owner="EMA")
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights in it."""

@@ -191,10 +191,11 @@ def _may_be_named(module: str, cls: type) -> bool:
 
 def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
     """Return whether a dataclass's constructor makes the same of its fields, those that are not compared too."""
+    names = {field.name for field in dataclasses.fields(x)}
+    if type(x).__dataclass_fields__.keys() - names:  # the constructor takes more than the fields
+        return False
     try:
         made = type(x)(**fields)
-        names = {*getattr(x, "__dict__", {}), *(field.name for field in dataclasses.fields(x))}
-        given_only = type(x).__dataclass_fields__.keys() - {field.name for field in dataclasses.fields(x)}
-        return not given_only and all(getattr(made, name) == getattr(x, name) for name in names)
+        return all(getattr(made, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
     except Exception:  # of the user's code
         return False
