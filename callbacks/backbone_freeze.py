@@ -3,13 +3,14 @@
 from typing import Any
 
 import optax
+from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.groups import fits_none, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import transform_of
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.shown import shown
 
 
@@ -54,7 +55,12 @@ class BackboneFreeze(Callback):
     ) -> None:
         self.unfreeze_at_epoch = check.integer("unfreeze_at_epoch", unfreeze_at_epoch, low=1, owner="BackboneFreeze")
         rule = 'takes an attribute like "backbone", a pattern of paths, or an nnx filter'
-        check.require(part not in ("", None, True, False), "part", part, rule, owner="BackboneFreeze")
+        check.require(part not in ("", None), "part", part, rule, owner="BackboneFreeze")
+        if not isinstance(part, str):
+            try:
+                nnx.filterlib.to_predicate(part)
+            except (TypeError, ValueError):
+                raise ArgumentTypeError(f"BackboneFreeze(part=...) {rule}, got {part!r}.") from None
         self.part, self.tx = part, None if tx is None else transform_of("BackboneFreeze(tx=...)", tx)
 
     @property

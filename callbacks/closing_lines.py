@@ -29,18 +29,14 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         ended = f"ended by {type(error).__name__} in epoch {epoch + 1}"
     elif trainer.interrupted:
         ended = f"interrupted in epoch {max(epoch, 1)}"
-    steps = _count(trainer.global_step, "step")
-    lines = [join([ended, steps, took, best, trainer.stop_reason or ""])]
-    every = trainer.log_every_n_steps
-    if 0 < trainer.global_step < every and trainer.logged_metrics and not trainer.history:
-        rule = f"the run has {steps}, log_every_n_steps is {every}"
-        lines.append(f"  no rows: {rule}. Pass log_every_n_steps={max(trainer.global_step // 8, 1)}.")
-    pages = [callback.location for callback in trainer.callbacks if isinstance(callback, RunReport)]
-    pages += [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
-    traces = [callback.location for callback in trainer.callbacks if isinstance(callback, Profiler)]
-    checkpoints = _checkpoints(trainer)
-    for name, places in (("checkpoint", checkpoints), ("report", _short(pages)), ("trace", _short(traces))):
-        lines += [join([f"  {name:<10}  {places[0]}", *places[1:]], indent=" " * 14)] if places else []
+    lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
+    checkpoints, callbacks = _checkpoints(trainer), trainer.callbacks
+    reports = [callback.location for callback in callbacks if isinstance(callback, RunReport)]
+    reports += [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
+    traces = [callback.location for callback in callbacks if isinstance(callback, Profiler)]
+    for name, places in (("checkpoint", checkpoints), ("report", reports), ("trace", traces)):
+        if parts := [x if "://" in x or name == "checkpoint" else str(short_path(Path(x))) for x in places if x]:
+            lines.append(join([f"  {name:<10}  {parts[0]}", *parts[1:]], indent=" " * 14))
     if checkpoints:
         lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
     return "\n".join(lines)
@@ -54,11 +50,7 @@ def _checkpoints(trainer: "Trainer") -> list[str]:
         for path, mark in ((best, "best"), (callback.last_model_path, "last")):
             if path and mark not in marks.setdefault(path, []):
                 marks[path].append(mark)
-    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items() if path]
-
-
-def _short(places: list[str | None]) -> list[str]:
-    return [place if "://" in place else str(short_path(Path(place))) for place in places if place]
+    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items()]
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:

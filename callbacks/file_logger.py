@@ -79,9 +79,7 @@ class FileLogger(Logger, ABC):
         path.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(path.read_text()) if path.exists() else {}
         values = redacted(json.loads(json.dumps({**known, **params}, default=str)))
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(temporary, path)
+        path.write_text(json.dumps(values, indent=1) + "\n")
 
     # Of each format ---------------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class FileLogger(Logger, ABC):
         """Write rows over the old ones at the end of the file, in one call: a process killed at any moment loses none.
 
         Raises:
-            OSError: They cannot be written; the file has the old ones if it can, and is read again with the next row.
+            OSError: They cannot be written; the file has the old ones, or else is read again with the next row.
         """
         if self._file is None:
             self._file = path.open("r+b", buffering=0)
@@ -228,21 +226,21 @@ class FileLogger(Logger, ABC):
             self.path = None
             with contextlib.suppress(OSError):  # a full disk has the place of the old ones still
                 self._put(start, before)
+            with contextlib.suppress(OSError):
+                self._file.seek(start)
+                if self._file.read() == before:
+                    self.path = path
+                else:
+                    self._file.truncate(start)
             raise
         self._size = start + len(after)
 
     def _put(self, start: int, data: bytes) -> None:
-        """Write to a place of the file and end it there; a write that fails leaves nothing of it."""
         assert self._file is not None
         self._file.seek(start)
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-            self._file.truncate()
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(start)
-            raise
+        while data:
+            data = data[self._file.write(data) :]
+        self._file.truncate()
 
     def _close(self) -> None:
         file, self._file = self._file, None

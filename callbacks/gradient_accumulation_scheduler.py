@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import Traits
-from jaxlit.checks import is_int
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -26,8 +24,9 @@ class GradientAccumulationScheduler(Callback):
         scheduling: Batches an optimizer step, by the first epoch that takes so many.
 
     Raises:
-        ArgumentError: It is no dict of ints, is empty, or has an epoch below 0 or a number below 1; or before the first
-            step: the Trainer has a number of its own, or two such callbacks.
+        ArgumentError: It is empty, or has an epoch below 0 or a number below 1; or before the first step: the Trainer
+            has a number of its own, or two such callbacks.
+        ArgumentTypeError: It is no dict of ints.
 
     Example:
         >>> import jaxlit as jl
@@ -39,11 +38,12 @@ class GradientAccumulationScheduler(Callback):
     changes_step = True
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
-        rule = "takes a dict of batches by epochs, like {0: 8, 4: 1}: epochs of at least 0 and at least 1 batch"
-        known = isinstance(scheduling, Mapping) and len(scheduling) > 0
-        known = known and all(is_int(k, low=0) and is_int(n, low=1) for k, n in scheduling.items())
-        check.require(known, "scheduling", scheduling, rule, owner="GradientAccumulationScheduler")
-        self.scheduling = {int(epoch): int(every) for epoch, every in scheduling.items()}
+        rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
+        if not isinstance(scheduling, Mapping) or not all(type(x) is int for kv in scheduling.items() for x in kv):
+            raise ArgumentTypeError(f"{rule}, got {scheduling!r}.")
+        if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
+            raise ArgumentError(f"{rule}: epochs of at least 0 and at least 1 batch. Got {dict(scheduling)!r}.")
+        self.scheduling = dict(scheduling)
         self._sets = False  # the Trainer's number is this one's
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:

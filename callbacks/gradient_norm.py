@@ -30,10 +30,11 @@ class GradientNorm(Callback):
     ) -> None:
         if norm_type != float("inf"):
             check.positive("norm_type", norm_type, owner="GradientNorm", rule="takes a number above 0")
-        if every_n_steps is not None:
-            check.integer("every_n_steps", every_n_steps, low=1, owner="GradientNorm")
-        self.norm_type, self.trace_every_n_steps = float(norm_type), every_n_steps
-        self.per_parameter = per_parameter
+        self.norm_type = float(norm_type)
+        self.trace_every_n_steps = check.integer(
+            "every_n_steps", every_n_steps, low=1, also=(None,), owner="GradientNorm"
+        )
+        self.per_parameter = check.boolean("per_parameter", per_parameter, owner="GradientNorm")
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         """Compute the norms."""

@@ -33,15 +33,10 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(self, logging_interval: str | None = None) -> None:
-        interval = "step" if logging_interval is None else logging_interval
-        self.logging_interval = check.one_of(
-            "logging_interval", interval, ("step", "epoch"), owner="LearningRateMonitor"
+        given = "step" if logging_interval is None else logging_interval
+        self.logging_interval = self.rates_in = check.one_of(
+            "logging_interval", given, ("step", "epoch"), owner="LearningRateMonitor"
         )
-
-    @property
-    def rates_in(self) -> str:  # type: ignore[override]
-        """The rows that have the learning rates."""
-        return self.logging_interval
 
     def conflict_with(self, other: Traits) -> str | None:
         """Return that one of them is enough."""

@@ -23,22 +23,25 @@ def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
 
     A wrong argument is a mistake of the program, and raises.
     """
-    signature, ours = inspect.signature(method), method.__module__.startswith("jaxlit.")
+    signature, name = inspect.signature(method), method.__name__
 
     @wraps(method)
-    def log(self: "Logger", *args: Any, **named: Any) -> None:
-        given = signature.bind(self, *args, **named).arguments
-        if ours:  # a logger of the user may take other arguments
-            self._check(given)
+    def log(self: "Logger", key: str, *args: Any, **named: Any) -> None:
+        signature.bind(self, key, *args, **named)
+        if key in ("step", "epoch", ""):
+            raise ArgumentError(
+                f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
+                f"every row, got {key!r}."
+            )
         try:
-            method(self, *args, **named)
+            method(self, key, *args, **named)
         except (ArgumentError, ArgumentTypeError):
             raise
         except Exception as error:
             media = self._media
             if self.on_error == "raise" or media is None or not media.goes_on():
                 raise
-            media.stand_in(type(self).__name__, method.__name__, error, args, named)
+            media.stand_in(f"{type(self).__name__}.{name}", name, error, key, *args, **named)
 
     return log
 
@@ -260,35 +263,18 @@ class Logger(Callback):
 
     def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
         """Give data that this logger cannot store to the first other one that can, or else to the run's folder."""
-        if (media := self._media) is None:
+        if self._media is None:
             raise LoggerError(
                 f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
             )
         loggers = () if self._attached is None or self._stores(method) else self._attached.loggers
-        other = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), None)
-        try:
-            getattr(media if other is None else other, method)(key, *args, **named)
-        except (LoggerError, TypeError):  # after a run a logger may be closed; one of the user may take less arguments
-            if other is None or (other.on_error == "raise" and media.goes_on()):
-                raise
-            getattr(media, method)(key, *args, **named)
+        takes = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), self._media)
+        getattr(takes, method)(key, *args, **named)
 
     def _step_or_newest(self, step: int | None) -> int:
         """Return a step, or the newest one for None."""
         newest = 0 if self._attached is None else max(self._attached.global_step - 1, 0)
         return newest if step is None else int(step)
-
-    def _check(self, given: Mapping[str, Any]) -> None:
-        """Refuse a name or captions that would be lost without an error."""
-        key, caption, images = given.get("key", "-"), given.get("caption"), given.get("images")
-        if not isinstance(key, str) or not key or key in ("step", "epoch"):
-            raise ArgumentError(
-                f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
-                f"every row, got {key!r}."
-            )
-        count = len(images) if isinstance(images, (list, tuple)) else 1
-        if caption is not None and len(caption) != count:
-            raise ArgumentError(f"{type(self).__name__} got {count} images and {len(caption)} captions for {key!r}.")
 
 
 class _Nothing:

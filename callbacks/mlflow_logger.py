@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_MAX_METRICS, _MAX_PARAMS = 500, 100  # in one call
+_MAX_BATCH = 100  # metrics or parameters in one call
 _MAX_LENGTH = 500  # characters of a parameter, which every store takes
-_NO_CLIENT: Any = None
 _KEY = "jaxlit_run"  # a tag
 _FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the names of metrics and parameters
 
@@ -76,8 +75,8 @@ class MLFlowLogger(Logger):
         finish_timeout: float = 60.0,
         on_error: str = "warn",
     ) -> None:
-        known = log_model in (True, False, "all") and isinstance(log_model, (bool, str))
-        check.require(known, "log_model", log_model, "takes True, False or 'all'", owner="MLFlowLogger")
+        if log_model not in (True, False):
+            check.one_of("log_model", log_model, ("all",), owner="MLFlowLogger")
         check.one_of("on_error", on_error, ("warn", "raise"), owner="MLFlowLogger")
         self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner="MLFlowLogger")
         if save_dir is not None and tracking_uri is not None:
@@ -90,10 +89,10 @@ class MLFlowLogger(Logger):
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location
         self.log_model, self.prefix, self.on_error = log_model, prefix, on_error
         self.run_id, self.experiment_id = run_id, None
-        self._given_id, self._client = run_id, _NO_CLIENT
+        self._given_id = run_id
+        self._client: Any = None
         self._key = ""  # a tag of the run, which is known before its id is
         self._sender: BackgroundQueue | None = None
-        self._staging: Path | None = None  # the folder of files that are not sent yet
         self._error: Exception | None = None
 
     @property
@@ -125,7 +124,7 @@ class MLFlowLogger(Logger):
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a run of the Trainer; each fit has its own run in MLflow, unless it is resumed."""
         if stage == "fit":
-            self.run_id, self._client, self._key = self._given_id, _NO_CLIENT, secrets.token_hex(8)
+            self.run_id, self._client, self._key = self._given_id, None, secrets.token_hex(8)
         self._error = None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -140,11 +139,10 @@ class MLFlowLogger(Logger):
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
         """Upload a copy of it, as it may be deleted before it is sent."""
-        if self.log_model != "all" or not trainer.is_global_zero:
-            return
-        folder = self._stage()
-        shutil.copytree(path, folder / path.name)
-        self._send(lambda: self._upload(folder, "checkpoints"))
+        if self.log_model == "all" and trainer.is_global_zero and self._error is None:
+            folder = tempfile.mkdtemp(prefix="jaxlit-mlflow-")
+            shutil.copytree(path, Path(folder, path.name))
+            self._send(lambda: self._client.log_artifacts(self.run_id, folder, "checkpoints"), folder)
 
     def finalize(self, status: str) -> None:
         """End the run, and wait until everything is sent."""
@@ -160,10 +158,7 @@ class MLFlowLogger(Logger):
         sender, self._sender = self._sender, None
         if not sender.wait_idle(self.finish_timeout):
             say(f"MLFlowLogger waited {self.finish_timeout:g} s for MLflow: {len(sender)} rows or files are not sent.")
-        elif self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
         sender.stop()
-        self._staging = None
         self._raise()
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,19 +176,14 @@ class MLFlowLogger(Logger):
 
     def _take(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
         """Send media as files."""
-        if self._attached is None or not self._attached.is_global_zero:
+        if self._attached is None or not self._attached.is_global_zero or self._error is not None:
             return
-        folder, at = self._stage(), self._step_or_newest(step)
-        getattr(MediaFolder(lambda: folder, lambda: at, announces=False), method)(key, *args, **named)
-        self._send(lambda: self._upload(folder / "media", "media"))
+        folder, at = tempfile.mkdtemp(prefix="jaxlit-mlflow-"), self._step_or_newest(step)
+        getattr(MediaFolder(lambda: Path(folder), lambda: at, announces=False), method)(key, *args, **named)
+        self._send(lambda: self._client.log_artifacts(self.run_id, folder), folder)
 
-    def _stage(self) -> Path:
-        """Make a folder for files that are to be sent."""
-        self._staging = self._staging or Path(tempfile.mkdtemp(prefix="jaxlit-mlflow-"))
-        return Path(tempfile.mkdtemp(dir=self._staging))
-
-    def _send(self, job: Callable[[], Any]) -> None:
-        """Have the thread do something with the run, which it opens first."""
+    def _send(self, job: Callable[[], Any], folder: str | None = None) -> None:
+        """Have the thread do something with the run, which it opens first, and delete a folder afterwards."""
         self._raise()
         trainer = self._attached
         if trainer is None or not trainer.is_global_zero:
@@ -203,11 +193,14 @@ class MLFlowLogger(Logger):
         name = self.run_name or trainer.run_dir.name
 
         def work() -> None:
-            if self._error is not None:
-                return
-            if self._client is None:
-                self._open(name)
-            job()
+            try:
+                if self._error is None:
+                    if self._client is None:
+                        self._open(name)
+                    job()
+            finally:
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
 
         self._sender.submit(work)
 
@@ -251,23 +244,17 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Metric  # type: ignore[import-not-found]
 
         names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in row}
-        metrics = [Metric(names[name], float(value), now, step) for name, value in row.items()]
-        for start in range(0, len(metrics), _MAX_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + _MAX_METRICS])
+        self._log_batches("metrics", [Metric(names[name], float(value), now, step) for name, value in row.items()])
 
     def _log_params(self, flat: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # type: ignore[import-not-found]
 
         known = self._client.get_run(self.run_id).data.params  # which cannot be changed
-        params = [Param(key, value) for key, value in flat.items() if key not in known]
-        for start in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=params[start : start + _MAX_PARAMS])
+        self._log_batches("params", [Param(key, value) for key, value in flat.items() if key not in known])
 
-    def _upload(self, folder: Path, where: str) -> None:
-        try:
-            self._client.log_artifacts(self.run_id, str(folder), where)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _log_batches(self, kind: str, values: list[Any]) -> None:
+        for start in range(0, len(values), _MAX_BATCH):
+            self._client.log_batch(self.run_id, **{kind: values[start : start + _MAX_BATCH]})
 
 
 def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

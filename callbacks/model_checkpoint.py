@@ -88,10 +88,11 @@ class ModelCheckpoint(Callback):
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
         check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        for name, every in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
-            if every is not None:
-                check.integer(name, every, low=1, owner=owner)
+        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
+        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
         check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
+        if (interval := train_time_interval) is not None:
+            interval = check.duration("train_time_interval", interval, owner)
         if monitor is None and save_top_k > 1:
             raise ArgumentError(
                 f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
@@ -101,9 +102,7 @@ class ModelCheckpoint(Callback):
                 f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
         self._sign = 1 if mode == "min" else -1
-        if (interval := train_time_interval) is not None:
-            interval = check.duration("train_time_interval", interval, owner)
-        self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
+        self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_top_k, self.save_last = save_top_k, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
@@ -355,7 +354,7 @@ class ModelCheckpoint(Callback):
 
     def _suffix(self, trainer: "Trainer", epoch_over: bool) -> str:
         """Return the filename with the values that it names."""
-        if self.filename is None:
+        if not self.filename:
             return ""
         metrics = trainer.callback_metrics
 

@@ -61,9 +61,7 @@ class ModelSummary(Callback):
     role = "model_summary"
 
     def __init__(self, max_depth: int | str = "auto") -> None:
-        known = max_depth == "auto" or check.is_int(max_depth, low=-1)
-        check.require(known, "max_depth", max_depth, "takes an int of at least -1 or 'auto'", owner="ModelSummary")
-        self.max_depth = max_depth
+        self.max_depth = check.integer("max_depth", max_depth, low=-1, also=("auto",), owner="ModelSummary")
         self._printed = ""
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -71,13 +69,12 @@ class ModelSummary(Callback):
         if not trainer.is_global_zero:
             return
         state, lines = trainer.state, list[str]()
-        paths = [keys for tree in (state.params, state.frozen) for keys, _ in _leaves(tree)]
-        depth = _auto_depth(paths) if isinstance(self.max_depth, str) else self.max_depth
-        if depth:
-            lines.append(_table(summarize(state, module, max_depth=depth, notes=trainer.strategy.notes)))
-            if depth != self.max_depth and depth > 0:
-                rule = f"ModelSummary(max_depth=-1) shows all {len(paths)} parameter arrays."
-                lines.append(f"Depth {depth} of {max(map(len, paths))}. {rule}")
+        if self.max_depth:
+            rows = summarize(state, module, max_depth=self.max_depth, notes=trainer.strategy.notes)
+            lines.append(_table(rows))
+            if self.max_depth == "auto" and any(row.shape is None for row in rows):
+                total = len(jax.tree.leaves((state.params, state.frozen)))
+                lines.append(f"ModelSummary(max_depth=-1) shows all {total} parameter arrays.")
         text = "\n".join([*lines, totals(state), *trainer.strategy.describe().split("\n")[1:]])
         if text != self._printed:
             say(text)
@@ -109,7 +106,9 @@ def summarize(
         # Indices and names cannot be compared, and two paths may have one of each at the same place.
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
     )
-    depth = _auto_depth([keys for keys, *_ in parameters]) if isinstance(max_depth, str) else max_depth
+    paths = [keys for keys, *_ in parameters]
+    if (depth := max_depth) == "auto":  # the least depth with more than one row
+        depth = -1 if len(paths) <= MOST_ROWS else next(d for d in count(1) if len({path[:d] for path in paths}) > 1)
     for keys, array, trained in parameters:
         groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))
     rows = []
@@ -151,11 +150,6 @@ def _held(state: "TrainState") -> tuple[Any, ...]:
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
     """Return (keys, array) of each leaf; a key is an attribute's name or an index."""
     return [(tuple(keys), x) for keys, x in nnx.to_flat_state(tree)]
-
-
-def _auto_depth(paths: list[tuple[Any, ...]]) -> int:
-    """Return -1 for few arrays, else the least depth with more than one row."""
-    return -1 if len(paths) <= MOST_ROWS else next(d for d in count(1) if len({path[:d] for path in paths}) > 1)
 
 
 def _table(rows: list[Row]) -> str:

@@ -36,7 +36,10 @@ class MonitorCallback(Callback, ABC):
     ) -> None:
         owner, asked = type(self).__name__, check_on_train_epoch_end
         self.monitor, self.mode = check_monitor(monitor, mode, owner=owner)
-        self.min_delta, self.strict = check.number("min_delta", min_delta, low=0, owner=owner), strict
+        if asked is not None:
+            check.boolean("check_on_train_epoch_end", asked, owner=owner)
+        self.min_delta = check.number("min_delta", min_delta, low=0, owner=owner)
+        self.strict = check.boolean("strict", strict, owner=owner)
         self._asked, self._at_epoch_end = asked, False
         self._fitting = self._validated = self._looked = False
         self._reset()
@@ -76,9 +79,12 @@ class MonitorCallback(Callback, ABC):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after an epoch."""
         validated, self._validated = self._validated, False
-        # Without validations there is no other time. An epoch that was interrupted has had none: its old value must not
-        # count twice.
-        if not trainer.num_val_batches or (self._at_epoch_end and (validated or self._asked is not None)):
+        if not self._at_epoch_end:
+            due = not trainer.num_val_batches  # without validations there is no other time
+        else:
+            # An epoch that was interrupted has had no validation: its old value must not count twice.
+            due = self._asked is not None or not trainer.num_val_batches or validated
+        if due:
             self._read(trainer)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -123,10 +129,9 @@ def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
     Raises:
         ArgumentError: One of them is none.
     """
-    known = isinstance(monitor, str) and monitor != ""
-    check.require(known, "monitor", monitor, "takes the name of a logged metric", owner=owner)
-    check.require(mode in ("min", "max"), "mode", mode, "takes 'min' or 'max'", owner=owner)
-    return monitor, mode
+    rule = "takes the name of a logged metric"
+    check.require(isinstance(monitor, str) and monitor != "", "monitor", monitor, rule, owner=owner)
+    return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
 
 
 def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:

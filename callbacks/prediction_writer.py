@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.prediction_files import Rows, holds_rows, import_pyarrow, read_rows
+from jaxlit.callbacks.prediction_files import FORMATS, Rows, holds_rows, import_pyarrow, read_rows
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import ArgumentError
 
@@ -52,17 +52,13 @@ class PredictionWriter(Callback):
     in_fast_dev_run = False
 
     def __init__(self, output_dir: str | Path, write_interval: str = "batch", *, format: str = "npy") -> None:
-        self.output_dir = Path(output_dir)
-        owner = "PredictionWriter"
+        self.output_dir, owner = Path(output_dir), "PredictionWriter"
         self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)
-        self.format = check.one_of("format", format, ("npy", "parquet"), owner=owner)
+        self.format = check.one_of("format", format, tuple(FORMATS), owner=owner)
         if format == "parquet":
             import_pyarrow()
-        self._folder = self.output_dir  # with links resolved, once a run begins
+        self._folder = self.output_dir
         self._partial: Path | None = None  # the folder that is being written
-        self._clear()
-
-    def _clear(self) -> None:
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
         self._batches: list[Any] = []  # of the newest loader, to be written in one piece
@@ -86,24 +82,23 @@ class PredictionWriter(Callback):
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
-        self._clear()
         if trainer.host_keys and jax.process_count() > 1:
             raise ArgumentError(
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
-                "keys of this process's. Put what tells the rows apart, a number for example, into the batch as an "
-                "array."
+                "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
-        self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
         problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 
     def _problem(self, trainer: "Trainer") -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""
-        folder = self._folder
-        writers = [c for c in trainer.callbacks if isinstance(c, PredictionWriter)]
-        if any(c is not self and c.output_dir.resolve() == folder for c in writers):
-            return "and another one replace each other's files. Give each its own folder."
+        self._folder = folder = self.output_dir.resolve()  # a link stays, and its target is replaced
+        if Path.cwd().is_relative_to(folder):
+            return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
+        writers = [c.output_dir.resolve() for c in trainer.callbacks if isinstance(c, PredictionWriter)]
+        if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
+            return "and another one replace each other's files. Give each its own."
         try:
             if folder.exists() and not (holds_rows(folder) or _loaders(folder)) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
@@ -136,10 +131,8 @@ class PredictionWriter(Callback):
         if self._partial is None or not self._rows or trainer.interrupted:
             return
         num_loaders = len(trainer.num_predict_batches)
-        for loader in {*range(num_loaders)} - self._rows.keys():  # those without rows keep their place
-            self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
-        for rows in self._rows.values():
-            rows.close()
+        for loader in range(num_loaders):  # those without rows keep their place
+            self._rows_of(loader).close()
         partial, self._partial = self._partial, None  # complete: kept if it cannot be renamed
         self._rows.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -152,8 +145,9 @@ class PredictionWriter(Callback):
             rows.close()
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial = None
-        self._clear()
+        self._partial = self._waiting = None
+        self._rows.clear()
+        self._batches.clear()
 
     def _take(self) -> None:
         """Bring the outputs that wait to the host, in all processes, and write them in the first."""
@@ -165,10 +159,15 @@ class PredictionWriter(Callback):
             return
         if loader not in self._rows:
             self._write_batches()
-            self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
+            self._rows_of(loader)
         self._batches.append(arrays)
         if self.write_interval == "batch":
             self._write_batches()
+
+    def _rows_of(self, loader: int) -> Rows:
+        if loader not in self._rows and self._partial is not None:
+            self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
+        return self._rows[loader]
 
     def _write_batches(self) -> None:
         if self._batches:

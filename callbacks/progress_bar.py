@@ -13,7 +13,6 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.traits import Traits
-from jaxlit.core.replica import num_rows
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     NotebookLine,
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-_EVALUATION = {"fit": "validat", "validate": "validat", "test": "test"}  # with "ing" and "ed"
+_STAGES = {"fit": "validat", "validate": "validat", "test": "test", "predict": "predict"}  # with "ing" and "ed"
+_LEAST_COMPILING = 0.005  # seconds that are worth a line
 
 
 class ProgressBar(Callback):
@@ -63,28 +63,28 @@ class ProgressBar(Callback):
         return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
-        rule = "takes a number above 0, at most 10"
-        self._interval = 1 / check.positive("refresh_rate", refresh_rate, owner="ProgressBar", rule=rule)
-        check.require(refresh_rate <= 10, "refresh_rate", refresh_rate, rule, owner="ProgressBar")
+        check.positive("refresh_rate", refresh_rate, owner="ProgressBar")
+        check.require(refresh_rate <= 10, "refresh_rate", refresh_rate, "takes at most 10", owner="ProgressBar")
+        self._interval = 1 / refresh_rate
         self._line: TerminalLine | NotebookLine | None = None
-        self._next = math.inf  # when to draw next; never where nothing can change in place
-        self._active, self._compiled, self._stage = False, False, "fit"
-        self._start, self._from_validation = 0.0, set[str]()
+        self._header = ""
+        self._reset("fit", active=False)
+
+    def _reset(self, stage: str, *, active: bool) -> None:
+        self._stage, self._active, self._trained = stage, active, False
+        self._start = time.monotonic()
+        # When to draw next; never where nothing can change in place.
+        self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
-        self._best, self._header = BestSoFar(), ""
-        self._printed: dict[str, float] = {}  # the seconds of compiling that were printed, by program
+        self._best, self._compiled = BestSoFar(), dict[str, float]()  # the seconds by program that are printed
+        self._from_validation = set[str]()
         self._begin()
 
     # The run ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Print the header line."""
-        self._active, self._stage, self._compiled = trainer.is_global_zero, stage, False
-        self._start = time.monotonic()
-        self._next = self._start if self._active and is_terminal() else math.inf
-        self._error, self._best, self._from_validation = None, BestSoFar(), set()
-        self._line, self._printed = None, {}
-        self._begin()
+        self._reset(stage, active=trainer.is_global_zero)
         if stage != "fit":
             return
         devices, used = jax.devices(), trainer.strategy.mesh.size
@@ -97,7 +97,7 @@ class ProgressBar(Callback):
             f"run {short_path(trainer.run_dir)}" if writes else "",
         ]
         if (header := join(parts)) != self._header:  # a second fit prints nothing new
-            self._close(header)
+            self._print(header)
         self._header = header
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -135,23 +135,19 @@ class ProgressBar(Callback):
         """Begin the epoch's line."""
         self._begin()
         self._compiling_before = _compiling(trainer)
-        if self._mark >= self._next:
-            self._next = self._mark + self._interval
-            self._draw(trainer, "" if self._compiled else "compiling ...")
+        if self._last >= self._next:
+            self._draw(trainer, "" if self._trained else "compiling ...")
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; draw when it is time."""
-        before, self._mark, self._batches = self._mark, time.monotonic(), batch_idx + 1
-        if self._compiled:
-            self._counted, self._trained = self._counted + 1, self._trained + self._mark - before
-        else:  # the time of the first step, which compiles, is not part of the rate
-            self._compiled = True
-            self._waited_before, self._compiling_before = trainer.data_wait, _compiling(trainer)
-        self._print_compiled(trainer, batch)
-        if self._mark >= self._next:
-            self._next = self._mark + self._interval
+        self._batches, self._last, self._trained = batch_idx + 1, time.monotonic(), True
+        if self._first is None:
+            self._first = batch_idx
+        if (seconds := trainer.compile_seconds) != self._compiled:
+            self._print_compiled(seconds)
+        if self._last >= self._next:
             self._draw(trainer)
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
@@ -163,18 +159,17 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the epoch's line."""
-        self._shown = dict(trainer.progress_bar_metrics)
-        if not trainer.interrupted:
-            self._trained += time.monotonic() - self._mark  # the device has done its steps by now
+        self._shown, self._last = dict(trainer.progress_bar_metrics), time.monotonic()
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
-        numbers = [*self._numbers(trainer), *marks]
+        stale = set() if self._validated else self._from_validation  # values of an earlier epoch
+        numbers = [*self._numbers(trainer, stale), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done its steps by now."""
         if self._stage == "fit" and not trainer.sanity_checking:
-            self._trained, self._validating = self._trained + time.monotonic() - self._mark, True
+            self._last, self._validating = time.monotonic(), True
 
     def _on_evaluation_batch_end(
         self,
@@ -185,13 +180,12 @@ class ProgressBar(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the batch; draw when it is time."""
-        if self._compiled or self._stage != "fit":  # programs of the sanity check are printed with the training step
-            self._print_compiled(trainer, batch)
-        if (now := time.monotonic()) >= self._next and not trainer.sanity_checking:
-            self._next = now + self._interval
-            doing = "predicting" if self._stage == "predict" else f"{_EVALUATION[self._stage]}ing"
-            self._draw(trainer, f"{doing} {batch_idx + 1}")
+        """Draw when it is time."""
+        if self._trained or self._stage != "fit":  # what compiles before the first training step is printed with it
+            self._print_compiled(trainer.compile_seconds)
+        if time.monotonic() >= self._next and not trainer.sanity_checking:
+            total = f"/{trainer.num_val_batches[dataloader_idx]}" if self._stage == "fit" else ""
+            self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end
 
@@ -199,26 +193,31 @@ class ProgressBar(Callback):
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
-            self._close(f"{_EVALUATION[self._stage]}ed{metrics}")
+            self._close(f"{_STAGES[self._stage]}ed{metrics}")
         elif not trainer.sanity_checking:
-            self._mark, self._validated, self._validating = time.monotonic(), True, False
+            now, self._validated, self._validating = time.monotonic(), True, False
+            self._epoch_start, self._last = self._epoch_start + now - self._last, now
 
     on_test_end = on_validation_end
 
     # Helpers ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._batches, self._mark = 0, time.monotonic()  # of this epoch; when the newest was done
-        self._counted, self._trained = 0, 0.0  # batches of the rate, and their seconds with those of compiling
-        self._waited_before = self._compiling_before = 0.0
+        self._batches, self._epoch_start = 0, time.monotonic()
+        self._first: int | None = None  # the first batch of this epoch, which a resume may begin in its middle
+        self._compiling_before = self._waited_before = 0.0
         self._validated = self._validating = False  # in this epoch; now
         self._shown: dict[str, float] = {}
+        self._last = self._epoch_start  # when the newest batch was done
 
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
+        self._next = time.monotonic() + self._interval
         text, total = doing, trainer.num_training_batches
         if self._stage == "fit":
-            numbers = doing or "  ".join(filter(None, [*self._numbers(trainer, live=True), self._waiting(trainer)]))
+            numbers = doing or "  ".join(
+                filter(None, [*self._numbers(trainer, set(), live=True), self._waiting(trainer)])
+            )
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
@@ -230,16 +229,17 @@ class ProgressBar(Callback):
 
     def _close(self, text: str | None = None) -> None:
         """Remove the live line, and print a text."""
-        if self._line is not None:
-            self._safely(self._line.hide)
-        if text is not None and self._active:
-            say(text)
+        if (line := self._line) is not None and not (line.stays and text is not None):
+            self._line = None
+            self._safely(line.close)
+        if text is not None:
+            self._print(text)
 
-    def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
-        """Return count, rate and metrics, as wide as in other epochs; those of an earlier validation are blank."""
-        total, rate = trainer.num_training_batches, self._rate(trainer)
-        thousands = f"{rate / 1000:.{1 if rate < 9950 else 0}f}k"  # at most 4 characters, as all rates
-        speed = thousands if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
+    def _numbers(self, trainer: "Trainer", stale: set[str], *, live: bool = False) -> list[str]:
+        """Return count, rate and metrics, as wide as in other epochs; stale metrics are blank."""
+        total, seconds = trainer.num_training_batches, self._seconds(trainer)
+        rate = (self._batches - (self._first or 0)) / seconds if seconds > 0 else 0.0
+        speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
         parts = [
             f"{self._batches}" + (f"/{total}" if total != math.inf else ""),
             f"{speed:>4} it/s" if rate else " " * 9,
@@ -249,16 +249,12 @@ class ProgressBar(Callback):
         shown = self._shown
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
             shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
-        stale = set() if live or self._validated else self._from_validation
         metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
         return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
 
-    def _rate(self, trainer: "Trainer") -> float:
-        """Return batches per second, without validations and compiling; 0 if it is not known."""
-        return self._counted / seconds if (seconds := self._seconds(trainer)) > 0 else 0.0
-
     def _seconds(self, trainer: "Trainer") -> float:
-        return self._trained - (_compiling(trainer) - self._compiling_before)
+        """Return the seconds of the epoch's steps, without validations and compiling."""
+        return self._last - self._epoch_start - (_compiling(trainer) - self._compiling_before)
 
     def _waiting(self, trainer: "Trainer") -> str:
         seconds, waited = self._seconds(trainer), trainer.data_wait - self._waited_before
@@ -266,26 +262,23 @@ class ProgressBar(Callback):
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _print_compiled(self, trainer: "Trainer", batch: Any = None) -> None:
-        """Print which programs were compiled since it was printed last; all lines add up to `compile_seconds`."""
-        if (seconds := trainer.compile_seconds) == self._printed:
-            return
-        parts = []
-        for name, total in seconds.items():
-            more = total - self._printed.get(name, 0.0)
-            if name not in self._printed or more >= 0.005:
-                rows = num_rows(batch) if name in self._printed and batch is not None else 0
-                again = f" for a batch of {rows:,} row{'s' * (rows != 1)}" if rows else ""
-                parts.append(f"{name}{again} in {clock(more)}")
-                self._printed = {**self._printed, name: total}
-        if parts:
-            self._close(f"compiled {join(parts, between=', ')}")
+    def _print_compiled(self, seconds: dict[str, float]) -> None:
+        """Print the seconds of each program that was compiled, and which ones were so again, for another batch size."""
+        before, self._compiled = self._compiled, seconds
+        new = {name: total - before.get(name, 0.0) for name, total in seconds.items()}
+        again = {name: " again" if name in before else "" for name in new}
+        if each := [f"{name}{again[name]} in {clock(x)}" for name, x in new.items() if x >= _LEAST_COMPILING]:
+            self._close(join(f"compiled {', '.join(each)}".split(), between=" "))
 
     def _conclude(self, trainer: "Trainer") -> None:
-        self._print_compiled(trainer)  # if no step came after it
+        self._print_compiled(trainer.compile_seconds)  # no step came after it
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe()
-        self._close(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
+        self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))
+
+    def _print(self, line: str) -> None:
+        if self._active:
+            say(line)
 
     def _safely(self, write: Callable[[], None]) -> None:
         try:
@@ -295,7 +288,7 @@ class ProgressBar(Callback):
             self._active, self._next = False, math.inf
             with contextlib.suppress(OSError, ValueError):  # it still restores sys.stdout
                 if line is not None:
-                    line.hide()
+                    line.close()
 
 
 def _epoch(trainer: "Trainer") -> str:

@@ -4,16 +4,14 @@ import contextlib
 import csv
 import inspect
 import logging
-import os
 import platform
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.traits import Traits
@@ -53,8 +51,6 @@ class RunReport(Callback):
     in_fast_dev_run = False
 
     def __init__(self, filename: str = "report.html") -> None:
-        allowed = isinstance(filename, str) and Path(filename).name == filename and filename.endswith(".html")
-        check.require(allowed, "filename", filename, "takes a file name that ends in .html", owner="RunReport")
         self.filename = filename
         self.location: str | None = None
         self._error: BaseException | None = None
@@ -63,7 +59,7 @@ class RunReport(Callback):
     def conflict_with(self, other: Traits) -> str | None:
         """Return that one page would replace the other."""
         same = isinstance(other, RunReport) and other.filename == self.filename
-        return "The callbacks hold two RunReports of one filename. Leave one of them out." if same else None
+        return f"The callbacks hold two RunReports of {self.filename}. Give one another filename." if same else None
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Remember when training began."""
@@ -87,11 +83,8 @@ class RunReport(Callback):
             return
         path = absolute(trainer.run_dir) / self.filename
         try:
-            text = _page(trainer, module, self._error, self._began)
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            path.write_text(_page(trainer, module, self._error, self._began), encoding="utf-8")
             self.location = str(path)
         except Exception as error:
             _logger.warning("RunReport cannot write %s: %r. Nothing else is lost.", path, error)
@@ -104,18 +97,6 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     hparams = {name: config[name] for name in module.hparams if name in config}
     defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
     is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
-    chosen = {name: value for name, value in ours["trainer"].items() if not is_default(name, value)}
-    rest = {name: value for name, value in ours["trainer"].items() if name not in chosen}
-    mesh, numpy = trainer.strategy.mesh, {"numpy": np.__version__, "Python": platform.python_version()}
-    environment = {
-        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        "processes": jax.process_count(),
-        "strategy": trainer.strategy.describe(),
-        "precision": trainer.precision,
-        "versions": ours["versions"] | numpy,
-        "system": platform.platform(),
-        "folder": str(absolute(trainer.run_dir)),
-    }
     state = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:
         state = f"ended by {type(error).__name__}", "bad"
@@ -125,7 +106,9 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     reason = f" · {trainer.stop_reason}" if trainer.stop_reason else ""
     counts = {"epochs": f"{trainer.current_epoch:,}", "optimizer steps": f"{trainer.global_step:,}"}
     counts |= {} if explained is None else {"time": clock(explained.seconds)}
-    counts |= {"parameters": count(ours["num_params"])} | _best(watched, curves)
+    counts |= {"parameters": count(ours["num_params"])}
+    marked = [(name, i) for name, mode in watched.items() if (i := _index_of_best(curves.get(name), mode)) is not None]
+    counts |= {f"best {name}": f"{curves[name][1][i]:.4g}" for name, i in marked[:1]}
     groups = together(sorted(curves, key=lambda name: name.startswith(_MEASURED) or name.endswith("_per_sec")))
     pictures = {title: curves_svg(title, {name: curves[name] for name in names}) for title, names in groups.items()}
     figures = "".join(html.figure(svg, colors(groups[title])) for title, svg in pictures.items() if svg)
@@ -141,9 +124,11 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),
             html.pairs("Hyperparameters", hparams),
-            html.pairs("Environment", environment),
-            html.pairs("Trainer, where it is not the default", chosen),
-            html.pairs("Trainer, the rest", rest, folded=True),
+            html.pairs("Environment", _environment(trainer, ours["versions"])),
+            html.pairs(
+                "Trainer, where it is not the default",
+                {name: value for name, value in ours["trainer"].items() if not is_default(name, value)},
+            ),
             "" if explained is None else html.text(last, str(explained)),
         ],
     )
@@ -154,42 +139,53 @@ def _curves(trainer: "Trainer") -> dict[str, Curve]:
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger.path is not None:
             with contextlib.suppress(OSError, ValueError, KeyError), logger.path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-                names = [name for name in (rows[0] if rows else {}) if name not in ("step", "epoch")]
-                points = {name: [(int(row["step"]), float(row[name])) for row in rows if row[name]] for name in names}
-                return {name: (np.array([s for s, _ in x]), np.array([v for _, v in x])) for name, x in points.items()}
-    return dict(trainer.history)
+                columns: dict[str, list[tuple[int, float]]] = {}
+                for row in csv.DictReader(file):
+                    for name in [name for name in row if name not in ("step", "epoch")]:
+                        columns.setdefault(name, []).extend([(int(row["step"]), float(row[name]))] if row[name] else [])
+                return {name: (np.array(x)[:, 0].astype(int), np.array(x)[:, 1]) for name, x in columns.items() if x}
+    return {name: trainer.history[name] for name in trainer.history}
 
 
-def _best(watched: dict[str, str], curves: dict[str, Curve]) -> dict[str, str]:
-    """Return the best value of the first monitored metric, by its title."""
-    for name in (name for name in watched if name in curves):
-        values = curves[name][1][np.isfinite(curves[name][1])]
-        if values.size:
-            return {f"best {name}": f"{values.min() if watched[name] == 'min' else values.max():.4g}"}
-    return {}
+def _index_of_best(curve: Curve | None, mode: str) -> int | None:
+    """Return the index of the smallest ("min") or largest finite value; None if there is none."""
+    if curve is None or not np.isfinite(curve[1]).any():
+        return None
+    values = np.where(np.isfinite(curve[1]), curve[1], np.nan)
+    return int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
 
 
-def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[str | html.Cell]]:
+def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[html.Cell]]:
     rows = []
     for name, (steps, values) in curves.items():
-        row: list[str | html.Cell] = [name, html.number(values[-1])]
-        finite = np.flatnonzero(np.isfinite(values))
-        for mode, index in (("min", np.argmin), ("max", np.argmax)):
-            i = finite[index(values[finite])] if finite.size else -1
-            best = watched.get(name) == mode
-            row.append(html.number(values[i], f" at {steps[i]:,}", best=best) if finite.size else ("-", "n"))
+        row = [(name, ""), html.number(values[-1])]
+        for mode in ("min", "max"):
+            i, best = _index_of_best(curves[name], mode), watched.get(name) == mode
+            row.append(("-", "n") if i is None else html.number(values[i], f" at {steps[i]:,}", best=best))
         rows.append(row)
     return rows
 
 
-def _checkpoints(trainer: "Trainer") -> list[list[str | html.Cell]]:
+def _checkpoints(trainer: "Trainer") -> list[list[html.Cell]]:
     rows = []
     for callback in trainer.checkpoint_callbacks:
         best = callback.best_model_path if callback.monitor is not None else ""
         scores = callback.best_k_models
         for path in dict.fromkeys(filter(None, (best, *scores, callback.last_model_path))):
             marks = ", ".join(m for m, p in (("best", best), ("last", callback.last_model_path)) if p == path)
-            score = html.number(scores[path], f" {callback.monitor}") if path in scores else ("-", "n")
-            rows.append([str(short_path(Path(path))), marks or "kept", score])
+            score = html.number(scores[path], f" {callback.monitor}") if scores.get(path) is not None else ("-", "n")
+            rows.append([(str(short_path(Path(path))), ""), (marks or "kept", ""), score])
     return rows
+
+
+def _environment(trainer: "Trainer", versions: dict[str, Any]) -> dict[str, Any]:
+    mesh = trainer.strategy.mesh
+    return {
+        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
+        "processes": jax.process_count(),
+        "strategy": trainer.strategy.describe(),
+        "precision": trainer.precision,
+        "versions": versions | {"numpy": np.__version__, "Python": platform.python_version()},
+        "system": platform.platform(),
+        "folder": str(absolute(trainer.run_dir)),
+    }

@@ -1,5 +1,6 @@
 """Logged rows in TensorBoard."""
 
+import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_images, figure_image, need_pillow
+from jaxlit.reporting.images import as_images
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute
 
@@ -151,19 +152,21 @@ class TensorBoardLogger(Logger):
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
-        need_pillow("TensorBoardLogger.log_image")
-        arrays = [_pixels(x) for x in as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images)]
+        taken = as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images, caption)
         if (writer := self._opened()) is None:
             return
-        for i, array in enumerate(arrays):
-            name = f"{key}/{i}" if len(arrays) > 1 else key
+        for i, (image, _) in enumerate(taken):
+            name, array = f"{key}/{i}" if len(taken) > 1 else key, _pixels(image)
             writer.add_image(name, array, self._step_or_newest(step), dataformats="HWC"[: array.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Write a matplotlib figure, as an image."""
-        self.log_image(key, figure_image("TensorBoardLogger.log_figure", figure), step=step)
+        from PIL import Image
+
+        figure.savefig(picture := io.BytesIO(), format="png")
+        self.log_image(key, Image.open(picture), step=step)
 
     # Helpers ----------------------------------------------------------------------------------------
 

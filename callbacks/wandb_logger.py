@@ -1,5 +1,6 @@
 """Logged rows in Weights & Biases."""
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_images, figure_image, need_pillow
+from jaxlit.reporting.images import as_images
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun
 from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
@@ -96,18 +97,17 @@ class WandbLogger(Logger):
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:
-        known = isinstance(log_model, (bool, str)) and log_model in (True, False, "all", "best")
-        rule = "takes True, False, 'all' or 'best'"
-        check.require(known, "log_model", log_model, rule, owner="WandbLogger")
-        is_list = isinstance(tags, (list, tuple)) and all(isinstance(tag, str) for tag in tags)
-        check.require(is_list, "tags", tags, "takes a list of strings", owner="WandbLogger")
+        owner = "WandbLogger"
+        check.require(not isinstance(tags, str), "tags", tags, "takes a list of strings", owner=owner)
+        if log_model not in (True, False):
+            check.one_of("log_model", log_model, ("all", "best"), owner=owner)
         if watch is not None:
-            check.one_of("watch", watch, ("gradients", "parameters", "all"), owner="WandbLogger")
-        every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner="WandbLogger")
-        self.processes = check.one_of("processes", processes, ("first", "group"), owner="WandbLogger")
-        self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner="WandbLogger")
-        self.init_timeout = check.seconds("init_timeout", init_timeout, owner="WandbLogger")
-        self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner="WandbLogger")
+            check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
+        every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
+        self.processes = check.one_of("processes", processes, ("first", "group"), owner=owner)
+        self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
+        self.init_timeout = check.seconds("init_timeout", init_timeout, owner=owner)
+        self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner=owner)
         self.project, self.name, self.entity, self.group, self.job_type = project, name, entity, group, job_type
         self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
@@ -251,10 +251,8 @@ class WandbLogger(Logger):
             LoggerError: Pillow is not installed.
             ArgumentError: An array is no image.
         """
-        need_pillow("WandbLogger.log_image")
-        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images)
-        texts = list(caption) if caption is not None else [None] * len(taken)
-        self._log(key, lambda wandb: [wandb.Image(x, caption=t) for x, t in zip(taken, texts, strict=True)], step)
+        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
+        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Send a matplotlib figure.
@@ -262,8 +260,9 @@ class WandbLogger(Logger):
         Raises:
             LoggerError: Pillow is not installed.
         """
-        image = figure_image("WandbLogger.log_figure", figure)
-        self._log(key, lambda wandb: wandb.Image(image), step)
+        Image = check.import_package("PIL.Image", owner="WandbLogger.log_figure", install="pillow")
+        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
+        self._log(key, lambda wandb: wandb.Image(Image.open(picture)), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""

@@ -51,14 +51,13 @@ class WeightAveraging(Callback):
     ) -> None:
         name = type(self).__name__
         check.integer("update_every_n_steps", update_every_n_steps, low=1, owner=name)
-        at_step, at_epoch = update_starting_at_step, update_starting_at_epoch
-        for key, start in (("update_starting_at_step", at_step), ("update_starting_at_epoch", at_epoch)):
-            if start is not None:
-                check.integer(key, start, low=0, owner=name)
-        if None not in (at_step, at_epoch):
+        check.integer("update_starting_at_step", update_starting_at_step, low=0, also=(None,), owner=name)
+        check.integer("update_starting_at_epoch", update_starting_at_epoch, low=0, also=(None,), owner=name)
+        if update_starting_at_step is not None and update_starting_at_epoch is not None:
             raise ArgumentError(f"{name} takes update_starting_at_step or update_starting_at_epoch, got both.")
-        self.update_every_n_steps, self._start = update_every_n_steps, at_step or 0
-        self.update_starting_at_step, self.update_starting_at_epoch = at_step, at_epoch
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
+        self._start = update_starting_at_step or 0
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights in it; a pure function, to be overridden.
@@ -136,9 +135,9 @@ class EMA(WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999, **arguments: Any) -> None:
-        super().__init__(**arguments)
         self.decay = check.number("decay", decay, low=0, owner="EMA")
-        check.require(decay < 1, "decay", decay, "takes a number below 1", owner="EMA")
+        check.require(self.decay < 1, "decay", decay, "takes a number below 1", owner="EMA")
+        super().__init__(**arguments)
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights in it."""

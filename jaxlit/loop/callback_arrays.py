@@ -26,11 +26,6 @@ def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, 
                 f"{name} defines {defined[0]} and no {missing}: a callback's arrays are made by one and changed by the "
                 f"other. Define {missing} too."
             )
-        if not defined and overrides(callback, "eval_params"):
-            raise ModuleError(
-                f"{type(callback).__name__} defines eval_params, and neither init_arrays nor update_arrays, whose "
-                "arrays it would choose from. Define both too."
-            )
         for name in defined:
             fitting(callback, name)  # refused now: inside the traced step the error would be jax's
         if defined:

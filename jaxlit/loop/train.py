@@ -30,7 +30,10 @@ def fit(run: Run) -> None:
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
-    if run.done or not run.trains:  # as in Lightning no train hook is called then
+    assert run.train is not None
+    source, limit = run.train
+    # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
+    if run.done or (limit == 0 and source.length != 0):
         run.print_signal()
         return
     note_monitor(run)
@@ -190,13 +193,8 @@ def end_batches(run: Run) -> None:
         # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
         position.end_batches(position.data)
     if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
-        _logger.warning(
-            "%s gave %d batches where %s %d. The last one ended the epoch.",
-            source.argument,
-            position.batch_idx,
-            "limit_train_batches asks for" if source.length is None else "its length promises",
-            limit,
-        )
+        text = "%s gave %d batches where its length or limit_train_batches promises %d: the last one ended the epoch."
+        _logger.warning(text, source.argument, position.batch_idx, limit)
 
 
 def end_epoch(run: Run) -> None:

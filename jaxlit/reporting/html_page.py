@@ -43,24 +43,19 @@ def tiles(values: Mapping[str, str]) -> str:
     return f'<div class="tiles">{"".join(tile.format(escape(x), escape(k)) for k, x in values.items() if x)}</div>'
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str | Cell]], *, folded: bool = False) -> str:
-    """Return a table below its title, "" without rows; a folded one is shown when its title is clicked."""
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """Return a table below its title, "" without rows."""
     if not rows:
         return ""
-    cells = [[(x, "") if isinstance(x, str) else x for x in row] for row in rows]
-    top = "".join(
-        f'<th class="{kind.split(" ")[0]}">{escape(x)}</th>' for x, (_, kind) in zip(head, cells[0], strict=True)
-    )
-    lines = ("".join(f'<td class="{kind}">{escape(x)}</td>' for x, kind in row) for row in cells)
+    top = "".join(f'<th class="{kind[:1]}">{escape(x)}</th>' for x, (_, kind) in zip(head, rows[0], strict=True))
+    lines = ("".join(f'<td class="{kind}">{escape(x)}</td>' for x, kind in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    content = f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
-    title = escape(title)
-    return f"<details><summary>{title}</summary>{content}</details>" if folded else f"<h2>{title}</h2>{content}"
+    return f'<h2>{escape(title)}</h2><div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
-def pairs(title: str, values: Mapping[str, Any], *, folded: bool = False) -> str:
+def pairs(title: str, values: Mapping[str, Any]) -> str:
     """Return a table of names and values."""
-    return table(title, ("name", "value"), [(name, _text(value)) for name, value in values.items()], folded=folded)
+    return table(title, ("name", "value"), [[(name, ""), (_text(value), "")] for name, value in values.items()])
 
 
 def text(title: str, content: str) -> str:
@@ -69,12 +64,7 @@ def text(title: str, content: str) -> str:
 
 
 def figure(svg: str, colors: Mapping[str, int]) -> str:
-    """Return a picture with its legend.
-
-    Args:
-        svg: The picture.
-        colors: The number of each curve's color by the curve's name.
-    """
+    """Return a picture with its legend, of the numbers of colors by the names of curves."""
     key = '<span><i style="background:var(--c{})"></i>{}</span>'
     legend = "".join(key.format(color, escape(name)) for name, color in colors.items())
     return f"<figure><figcaption>{legend}</figcaption>{svg}</figure>"

@@ -1,12 +1,13 @@
 """Images that a user logs, as Pillow takes them."""
 
-import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit import checks as check
+from jaxlit.errors import ArgumentError
 
 
 def as_image(where: str, x: Any) -> Any:
@@ -36,38 +37,19 @@ def as_image(where: str, x: Any) -> Any:
     return (array[..., 0] if array.ndim == 3 and channels == 1 else array).copy()
 
 
-def as_images(where: str, images: Any) -> list[Any]:
-    """Return an image or a list of them as a list, each as `as_image` returns it."""
-    return [as_image(where, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
-
-
-def figure_image(where: str, figure: Any) -> Any:
-    """Return a matplotlib figure as a Pillow image, as it is now.
+def as_images(where: str, images: Any, caption: Sequence[str] | None = None) -> list[tuple[Any, str | None]]:
+    """Return an image or a list of them as `as_image` returns each, with their captions.
 
     Raises:
+        ArgumentError: An array is no image, or there is not a caption for each image.
         LoggerError: Pillow is not installed.
     """
-    need_pillow(where)
-    from PIL import Image
-
-    figure.savefig(picture := io.BytesIO(), format="png")
-    return Image.open(picture)
-
-
-def has_pillow() -> bool:
-    """Return whether Pillow is installed."""
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def need_pillow(where: str) -> None:
-    """Refuse to continue without Pillow.
-
-    Raises:
-        LoggerError: It is not installed.
-    """
-    if not has_pillow():
-        raise LoggerError(f"{where} needs Pillow, which is not installed. Run `pip install pillow`.")
+    check.import_package("PIL", owner=where, install="pillow")
+    given = [as_image(where, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
+    texts = [None] * len(given) if caption is None else caption
+    if isinstance(texts, str) or len(texts) != len(given):
+        raise ArgumentError(
+            f"{where} takes a list with a caption for each image, got {len(given)} images and {caption!r:.60}. Pass "
+            "caption=['...']."
+        )
+    return list(zip(given, texts, strict=True))

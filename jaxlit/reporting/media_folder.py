@@ -4,14 +4,14 @@ import csv
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_images, has_pillow
+from jaxlit.reporting.images import as_images
 from jaxlit.reporting.terminal import say, short_path
 
 _logger = logging.getLogger("jaxlit")
@@ -42,35 +42,34 @@ class MediaFolder:
         announces: bool = True,
     ) -> None:
         self._run_dir, self._step, self.goes_on, self._announces = run_dir, step, goes_on, announces
-        self._printed: set[Any] = set()
-        self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
+        self.begin()
+
+    _announced: Path | None = None
 
     def begin(self) -> None:
         """Begin a run: it overwrites files of an earlier one, and prints its failures again."""
-        self._newest.clear()
-        self._printed = {x for x in self._printed if isinstance(x, Path)}
+        self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
+        self._failures: set[tuple[str, type]] = set()
 
-    def stand_in(
-        self, owner: str, method: str, error: Exception, args: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
+    def stand_in(self, call: str, method: str, error: Exception, *args: Any, **named: Any) -> None:
         """Keep media that a logger failed to take; warn once and never raise.
 
         Args:
-            owner: The logger's class.
-            method: Its method, which this folder has as well.
+            call: The logger's method that failed, for the warning.
+            method: Its name, which this folder has as well.
             error: What it has raised.
-            args: Its positional arguments.
-            named: Its keyword arguments.
+            *args: Its arguments.
+            **named: Its keyword arguments.
         """
         outcome = "It is kept in the run's media folder"
         try:
             getattr(self, method)(*args, **named)
         except Exception:
             outcome = "It is left out"
-        if (failure := (owner, method, type(error))) not in self._printed:
-            self._printed.add(failure)
-            words = "%s.%s failed: %r. %s, and training continues; with on_error='raise' it ends."
-            _logger.warning(words, owner, method, error, outcome)
+        if (failure := (call, type(error))) not in self._failures:
+            self._failures.add(failure)
+            words = "%s failed: %r. %s, and training continues; with on_error='raise' it ends."
+            _logger.warning(words, call, error, outcome)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text to a .txt file, without secrets."""
@@ -92,11 +91,10 @@ class MediaFolder:
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
-        """Write each image to a .png file, or an array to a .npy file without Pillow; its caption to a .txt file."""
-        for i, image in enumerate(as_images(f"log_image({key!r}, ...)", images)):
+        """Write each image to a .png file, and its caption to a .txt file."""
+        for image, text in as_images(f"log_image({key!r}, ...)", images, caption):
             files = [_image_file(image)]
-            files += [] if caption is None else [(".txt", caption[i].encode())]
-            self._keep(key, files, step)
+            self._keep(key, files if text is None else [*files, (".txt", text.encode())], step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Write a matplotlib figure to a .png file."""
@@ -116,23 +114,16 @@ class MediaFolder:
         for suffix, content in files:
             (folder / f"{at}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
         self._newest[folder] = at, number + 1
-        if self._announces and media not in self._printed:
-            self._printed.add(media)
-            how = "" if has_pillow() else "; images as .npy, as Pillow is not installed"
-            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them{how})")
+        if self._announces and media != self._announced:
+            self._announced = media
+            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them)")
 
 
 def _image_file(image: Any) -> _File:
     if isinstance(image, str):
         return Path(image).suffix, Path(image).read_bytes()
-    content = io.BytesIO()
-    if not isinstance(image, np.ndarray):  # Pillow's own
-        image.save(content, format="png")
-    elif has_pillow():
-        from PIL import Image
+    from PIL import Image
 
-        Image.fromarray(image).save(content, format="png")
-    else:
-        np.save(content, image)
-        return ".npy", content.getvalue()
+    picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    picture.save(content := io.BytesIO(), format="png")
     return ".png", content.getvalue()

@@ -12,7 +12,7 @@ import jax
 def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
     """Return how arrays are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
 
-    Arrays of one device are "on cpu:3", and those of some devices for example "replicated on cpu:4-7".
+    Those of one device are "on cpu:3", and those of some devices "replicated on cpu:4-7".
 
     Args:
         arrays: Arrays, or their shapes, dtypes and shardings.
@@ -47,9 +47,8 @@ def _partition(sharding: Any, among: frozenset[jax.Device]) -> str:
     held = sharding.device_set
     if len(held) == 1:
         return f"on {_names(held)}"
-    spec = sharding.spec
-    split = any(axes is not None for axes in spec)
-    text = f"P({', '.join(map(repr, spec))})" if split else "replicated"
+    split = any(axes is not None for axes in sharding.spec)
+    text = f"P({', '.join(map(repr, sharding.spec))})" if split else "replicated"
     return text if held == among else f"{text} on {_names(held)}"
 
 

@@ -40,7 +40,8 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> 
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
         if width is not None and len(longer) > width and lines[-1]:
-            lines.append((indent if len(indent) + len(part) <= width else "  ") + part)
+            fits = len(indent) + len(part) <= width
+            lines.append((indent if fits else "  ") + part)
         else:
             lines[-1] = longer
     return "\n".join(line.rstrip() for line in lines)
@@ -67,8 +68,8 @@ def clock(seconds: float) -> str:
 def short_path(path: Path) -> Path:
     """Return a path relative to the working folder, if it is below it."""
     path = absolute(path)
-    with contextlib.suppress(OSError):  # the working folder may be gone
-        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    with contextlib.suppress(OSError, ValueError):  # the working folder is gone, or is elsewhere
+        return path.relative_to(Path.cwd())
     return path
 
 
@@ -116,54 +117,57 @@ def _writable(text: str) -> str:
 
 
 class TerminalLine:
-    """A line at the bottom of the terminal, below other output, that changes in place."""
+    """A line at the bottom of the terminal, below other output."""
+
+    stays = False  # while other lines are printed
 
     def __init__(self) -> None:
         from rich.console import Console
+        from rich.live import Live
 
         class QuietConsole(Console):
             # Rich's own ends the process.
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError
 
-        self._console, self._live = QuietConsole(force_terminal=True), None
+        # Drawn from hooks: a thread of rich would compete with the training loop.
+        self._live = Live(console=QuietConsole(force_terminal=True), auto_refresh=False, transient=True)
+        self._live.start()
 
     def show(self, text: str) -> None:
         """Draw the line, cut at the terminal's width."""
-        from rich.live import Live
         from rich.text import Text
 
-        if self._live is None:
-            # Drawn from hooks: a thread of rich would compete with the training loop.
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
         line = Text(text)
         # Three are left free: in a full line the ^C that a terminal shows would begin another, and leave this one.
         line.truncate(max((line_width() or 80) - 3, 1), overflow="ellipsis")
         self._live.update(Text(_writable(line.plain), no_wrap=True, overflow="crop"), refresh=True)
 
-    def hide(self) -> None:
-        """Take the line away until it is drawn again."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+    def close(self) -> None:
+        """Take the line away."""
+        self._live.stop()
 
 
 class NotebookLine:
-    """An output of a notebook's cell that is replaced each time; a notebook that is kept has an empty one."""
+    """An output of a notebook's cell that is replaced each time; lines that stay are printed below it.
+
+    So they are one output, in the order in which they and a user's own came, and a notebook that is kept has no bars.
+    """
+
+    stays = True
 
     def __init__(self) -> None:
         from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
 
-        self._handle: Any = display({"text/html": ""}, raw=True, display_id=True)
+        self._handle: Any = display(_in_notebook(""), raw=True, display_id=True)
 
     def show(self, text: str) -> None:
         """Replace the output."""
-        self._handle.update({"text/plain": text}, raw=True)
+        self._handle.update(_in_notebook(text), raw=True)
 
-    def hide(self) -> None:
-        """Leave an output that takes no room, as an empty line of text would."""
-        self._handle.update({"text/html": ""}, raw=True)
+    def close(self) -> None:
+        """Leave an output that takes no room."""
+        self._handle.update(_in_notebook(""), raw=True)
 
 
 def show_picture(thing: Any) -> None:
@@ -174,3 +178,8 @@ def show_picture(thing: Any) -> None:
         if (picture := thing._repr_png_()) is not None:
             encoded = base64.b64encode(picture).decode()
             display({"image/png": encoded, "text/plain": repr(thing)}, raw=True)
+
+
+def _in_notebook(text: str) -> dict[str, str]:
+    # An empty line of text would take the room of one.
+    return {"text/plain": text} if text else {"text/html": ""}

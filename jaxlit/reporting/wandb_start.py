@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -151,8 +150,6 @@ def _without_prompt() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without a path."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    # Each file has another path, and a reason is printed once.
-    reason = re.search(r"\[Errno \d+\] ([^:\"']+)", line)
-    return reason[1].strip() if reason else line
+    """Return the first line of an error's message; an OSError's without its path, so that it is printed once."""
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")

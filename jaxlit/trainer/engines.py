@@ -169,9 +169,4 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
         if label in {part.label for part in parts}:
             raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
         parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
-    if parts and not known.difference(*(part.names for part in parts)):
-        raise ArgumentError(
-            f"BackboneFreeze(part={', '.join(shown(c.frozen_part) for c in freezes)}) holds every trained parameter of "
-            f"{type(module).__name__}. Name a part of them."
-        )
     return tuple(parts)

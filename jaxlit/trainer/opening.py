@@ -100,14 +100,14 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     """Print that a checkpoint was written before a step that was not finite, and what happens now."""
     if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
         return
-    first, end = bad["batches"]
-    batches = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
     then = (
         "nan_policy='ignore' trains on it now" if nan_policy == "ignore" else f"nan_policy={nan_policy!r} holds again"
     )
-    took = len(bad["optimizer"])
-    inside = f" {took} arrays of the optimizer's state have taken it (state.json names them)." * (took > 0)
-    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then}.{inside}")
+    took = (
+        bad["optimizer"] and f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
+    )
+    batches = "batches {} to {}".format(bad["batches"][0], bad["batches"][1] - 1)
+    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then}.{took or ''}")
 
 
 def check_window(checkpoint: Checkpoint, run: Setup) -> None:

@@ -95,9 +95,6 @@ class Session:
             step=lambda: max(self.position.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
-        self.results.history.title = lambda: (
-            type(self.module).__name__ + (f" · {self.folder.known.name}" if self.folder.known else "")
-        )
 
     @property
     def engine(self) -> Engine | None:

@@ -12,7 +12,7 @@ from jaxlit import callbacks
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 NAN, INF = math.nan, math.inf
-NOT_POSITIVE = (0, 1.5, True, "2")
+NOT_POSITIVE, NOT_BOOL = (0, 1.5, True, "2"), (1, None, "yes")
 
 # By the class, then by the argument: values that it does not take, and what the message says of those that it does.
 WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -34,7 +34,8 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "monitor": (("", 3), "name of a"),
         "min_delta": ((-0.1, "0", INF), "at least 0"),
         "patience": ((-1, 1.5, True), "int of at least 0"),
-        "mode": (("auto",), "'min' or 'max'"),
+        "mode": (("auto",), "'min', 'max'"),
+        "check_on_train_epoch_end": ((1,), "True or False"),
     },
     "GradientAccumulationScheduler": {
         "scheduling": ((4, [(0, 4)], {0: 1.5}, {"0": 2}, {0: True}, {}, {-1: 2}, {0: 0}), "takes a dict"),
@@ -42,12 +43,13 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "GradientNorm": {
         "norm_type": ((0, -1, "2", None, True, NAN), "number above 0"),
         "every_n_steps": (NOT_POSITIVE, "int of at least 1"),
+        "per_parameter": (NOT_BOOL, "True or False"),
     },
     "LearningRateMonitor": {"logging_interval": (("batch", 3), "'step', 'epoch'")},
-    "MLFlowLogger": {"log_model": ((1, "best"), "'all'"), "on_error": (("stop",), "'warn'")},
+    "MLFlowLogger": {"log_model": (("best",), "'all'"), "on_error": (("stop",), "'warn'")},
     "ModelCheckpoint": {
         "monitor": (("",), "name of a"),
-        "mode": (("auto",), "'min' or 'max'"),
+        "mode": (("auto",), "'min', 'max'"),
         "save_top_k": ((-2, True), "int of at least -1"),
         **dict.fromkeys(("every_n_train_steps", "every_n_epochs"), (NOT_POSITIVE, "int of at least 1")),
         "train_time_interval": ((5, timedelta(seconds=-1), "soon"), "timedelta|duration"),
@@ -59,17 +61,17 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "format": (("csv",), "'npy', 'parquet'"),
     },
     "Profiler": {"start_step": ((-1, 1.5), "int"), "num_steps": (NOT_POSITIVE, "int")},
-    "ProgressBar": {"refresh_rate": ((0, 10.1, NAN, "fast", True), "above 0, at most 10")},
+    "ProgressBar": {"refresh_rate": ((0, 10.1, NAN, "fast", True), "above 0|at most 10")},
     "ReduceLROnPlateau": {
         "monitor": (("", 3), "name of a"),
-        "mode": (("least",), "'min' or 'max'"),
+        "mode": (("least",), "'min', 'max'"),
         "factor": ((0, 1, "0.1", True), "number"),
         "patience": (NOT_POSITIVE, "int of at least 1"),
         "min_delta": ((-0.1, INF), "at least 0"),
         "cooldown": ((-1, 0.5), "int of at least 0"),
         "min_lr": ((-1e-6, NAN), "at least 0"),
+        "check_on_train_epoch_end": (("yes",), "True or False"),
     },
-    "RunReport": {"filename": (("report.txt", "a/b.html", 3), "ends in .html")},
     "ThroughputMonitor": {
         "window_size": (NOT_POSITIVE, "int of at least 1"),
         "available_flops": ((-1.0, 0), "above 0"),
@@ -79,8 +81,8 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "interval": (("steps",), "'step', 'epoch'"),
     },
     "WandbLogger": {
-        "tags": (("one", [1]), "list of strings"),
-        "log_model": (("latest", 1, None), "'all' or 'best'"),
+        "tags": (("one",), "list of strings"),
+        "log_model": (("latest", None), "'all', 'best'"),
         "watch": (("grads", True), "'gradients'"),
         "watch_every_n_steps": (NOT_POSITIVE, "int"),
         "processes": (("all", "shared"), "'first', 'group'"),

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 from kit.batches import numbered
@@ -12,6 +13,7 @@ from kit.trainers import make_trainer, thinned
 from kit.waiting import interrupts
 
 from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
+from jaxlit.callbacks.closing_lines import closing_lines
 
 STEP = "run/checkpoints/step_0000000"
 MORE, AGAIN = "resume Trainer(resume='run', max_epochs=...)", "resume run the same command again"
@@ -86,3 +88,15 @@ def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
     begin = next((i for i, line in enumerate(lines) if re.match("done|ended|interrupted", line)), len(lines))
     took = r" · [\d.]+ s\b( \([\d.]+ s compiling\))?"
     assert "|".join(re.sub(took, "", line) for line in lines[begin:]) == expected
+
+
+def test_the_time_of_compiling_is_told_apart():
+    nothing = {"checkpoint_callbacks": [], "loggers": [], "callbacks": []}
+    trainer = SimpleNamespace(current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing)
+    for seconds, told in (
+        ({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"),
+        ({"train_step": 0.04}, ""),
+    ):
+        trainer.compile_seconds = seconds
+        found = closing_lines(trainer, seconds=3.0, error=None, best="")
+        assert found == f"done 1 epoch · 1,234 steps · 3.0 s{told}"

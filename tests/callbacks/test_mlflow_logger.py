@@ -94,7 +94,7 @@ class Client:
 
     def log_artifacts(self, run_id: str, local_dir: str, artifact_path: str = "") -> None:
         files = {p.relative_to(local_dir).as_posix(): p.read_bytes() for p in Path(local_dir).rglob("*") if p.is_file()}
-        self._store.runs[run_id].files |= {f"{artifact_path}/{name}": content for name, content in files.items()}
+        self._store.runs[run_id].files |= {(Path(artifact_path) / name).as_posix(): files[name] for name in files}
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from kit.modules import Mean, logging
 
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from jaxlit.engine.engine import Engine
 
 NAN, SEVENTEEN = float("nan"), 1 / 17
 
@@ -135,21 +136,18 @@ def compiled_in(capsys):
 
 
 def test_programs_that_are_compiled_again_are_named(make_trainer, capsys):
-    """A first epoch of batches of 64 rows whose last one has 56, and a validation of 64 and 13 rows."""
-    trainer, bar = make_trainer(num_val_batches=[2]), ProgressBar()
+    trainer, bar = make_trainer(), ProgressBar()
     trainer.start(bar)
     bar.on_train_epoch_start(trainer, trainer.module)
-    seconds = [{"eval_step": 0.25, "train_step": 2.0}, {}, {"train_step": 2.004}, {"train_step": 3.1}]
-    for index, more in enumerate(seconds):
-        trainer.compile_seconds = trainer.compile_seconds | more
-        rows = {"x": np.zeros((56 if index == 3 else 64, 2))}
-        bar.on_train_batch_end(trainer, trainer.module, {}, rows, index)
-    trainer.compile_seconds = trainer.compile_seconds | {"eval_step": 0.75}
-    bar.on_validation_batch_end(trainer, trainer.module, {}, {"x": np.zeros((13, 2))}, 1)
+    for seconds in ({"eval_step": 0.25, "train_step": 2.0}, {}, {"train_step": 2.004}, {"train_step": 3.104}):
+        trainer.compile_seconds = trainer.compile_seconds | seconds
+        batch(trainer, bar)
+    trainer.compile_seconds = trainer.compile_seconds | {"eval_step": 0.75, "train_step": 3.104}
+    bar.on_validation_batch_end(trainer, trainer.module, {}, {}, 1)
     assert compiled_in(capsys) == [
         "compiled eval_step in 0.25 s, train_step in 2.0 s",
-        "compiled train_step for a batch of 56 rows in 1.1 s",
-        "compiled eval_step for a batch of 13 rows in 0.50 s",
+        "compiled train_step again in 1.1 s",
+        "compiled eval_step again in 0.50 s",
     ]
 
 
@@ -158,12 +156,49 @@ def test_the_seconds_of_compiling_add_up(capsys):
     loaders = jl.ArrayLoader({"x": x}, 8), jl.ArrayLoader({"x": x[:3]}, 2)
     trainer = trainers.fit(Mean(), *loaders, logger=False, enable_checkpointing=False)
     out = capsys.readouterr().out
-    named = re.findall(r"(?:compiled |, )(\w+)(?: for a batch of \d rows?)? in ([\d.]+) s", out)
-    assert [name for name, _ in named] == ["eval_step", "train_step", "train_step"]  # the sanity check in one
+    named = re.findall(r"(?:compiled |, )(\w+)(?: again)? in ([\d.]+) s", out)
+    assert [name for name, _ in named] == ["eval_step", "train_step", "train_step"]
     total = sum(trainer.compile_seconds.values())
     assert abs(sum(float(seconds) for _, seconds in named) - total) <= 0.05 * len(named)  # each was rounded
     (printed,) = re.findall(r"\(([\d.]+) s compiling\)", out)
     assert abs(float(printed) - total) <= 0.05
+
+
+def test_an_evaluation_alone_names_what_it_compiles(capsys):
+    x = np.zeros((3, 1), np.float32)
+    trainers.make_trainer(logger=False).test(Mean(), jl.ArrayLoader({"x": x}, 2))
+    first, *_, tested = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"compiled test_step in [\d.]+ s", first)
+    assert tested == "tested  test 0"
+
+
+def test_an_endless_loader_has_no_total(make_trainer, capsys):
+    fit(make_trainer(num_training_batches=float("inf"), max_epochs=None))
+    line = epoch_lines(capsys)[0]
+    assert line.startswith("epoch 1 ") and "inf" not in line and "/4" not in line
+
+
+def test_metrics_stand_below_one_another(begin, capsys, clock):
+    trainer, bar = begin()
+    for loss, seconds in ((SEVENTEEN, 0.2), (0.5, 0.01), (-2.0, 0.0002)):
+        trainer.callback_metrics.values_of["train/loss"] = loss
+        bar.on_train_epoch_start(trainer, trainer.module)
+        for i in range(4):
+            clock.seconds += seconds
+            batch(trainer, bar, i)
+        trainer.validate(bar, {"val/loss": loss})
+        bar.on_train_epoch_end(trainer, trainer.module)
+    assert len({(line.index("train/loss"), line.index("val/loss")) for line in epoch_lines(capsys)}) == 1
+
+
+@pytest.mark.parametrize("width", [20, 80, 160])
+def test_a_long_line_breaks_between_metrics(make_trainer, open_terminal, width):
+    terminal, names = open_terminal(width), [f"metric_{i}" for i in range(9)]
+    trainer = make_trainer()
+    trainer.callback_metrics.values_of |= dict.fromkeys(names, SEVENTEEN)
+    fit(trainer)
+    assert re.findall(r"(metric_\d) 0.05882", "\n".join(terminal.lines)) == names * 2
+    assert re.findall(r"val/loss (\S+)", "\n".join(terminal.lines)) == ["0.5", "0.25"]
 
 
 def test_a_mark_names_its_metric_if_the_line_does_not(make_trainer, capsys, open_terminal):
@@ -206,8 +241,8 @@ def test_a_resumed_training_knows_the_earlier_best(make_trainer, capsys, kind):
 def test_the_rate_is_that_of_training_alone(begin, capsys, clock):
     trainer, bar = begin(num_training_batches=11)
     for i in range(11):
-        # 30 s of compiling in the first batch, and 7 s for a last one of another shape.
-        clock.seconds += 30.0 if i == 0 else 7.5 if i == 10 else 0.5
+        # 29 s of compiling in the first batch, and 7 s for a last one of another shape.
+        clock.seconds += 29.5 if i == 0 else 7.5 if i == 10 else 0.5
         trainer.compile_seconds = {"train_step": 29.0 + 7.0 * (i == 10), "eval_step": 4.0}
         batch(trainer, bar, i)
         if i in (5, 10):
@@ -215,7 +250,7 @@ def test_the_rate_is_that_of_training_alone(begin, capsys, clock):
             clock.seconds += 60.0
             bar.on_validation_end(trainer, trainer.module)
     bar.on_train_epoch_end(trainer, trainer.module)
-    # Ten batches after the first, of half a second each.
+    # Eleven batches of half a second each.
     assert "11/11  2.00 it/s" in epoch_lines(capsys)[0]
 
 
@@ -336,6 +371,11 @@ def test_a_loss_of_validation_does_not_replace_that_of_training(capsys):
     assert re.search(rf" train_loss {np.mean(losses):.4g} +loss 1000$", epoch_lines(capsys)[0])
 
 
+def test_without_a_bar_no_value_of_an_epoch_is_read(monkeypatch):
+    monkeypatch.setattr(Engine, "epoch_values", lambda engine: pytest.fail("read"))
+    trainers.fit(logging(), numbered(4), enable_progress_bar=False)
+
+
 def test_sanity_validation_and_other_processes_print_nothing(make_trainer, open_terminal, clock):
     terminal = open_terminal()
     trainer, bar = make_trainer(sanity_checking=True), ProgressBar()
@@ -378,3 +418,17 @@ def test_a_stdout_that_is_gone_does_not_end_training(
         trainer.train_epoch(bar, val={"val/loss": 1.0})
     trainer.end(bar)
     assert trainer.current_epoch == 2 + epochs and sys.stdout is (None if gone == "none" else terminal)
+
+
+@pytest.mark.parametrize("isatty", [True, False])
+def test_a_stdout_of_ascii_gets_readable_lines(make_trainer, open_terminal, monkeypatch, isatty):
+    open_terminal()
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(stdout, "isatty", lambda: isatty)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    fit(make_trainer())
+    stdout.flush()
+    text = stdout.buffer.getvalue().decode("ascii")
+    assert "?" not in text.replace("\x1b[?", "")
+    assert text.count("val/loss 0.5") == text.count("val/loss 0.25") == 1 and "done 2 epochs" in text
+    assert ("====" in text) == isatty  # the bar

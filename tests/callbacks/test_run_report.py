@@ -12,11 +12,12 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows, hooks
 from kit.modules import Mean, logging, module
-from kit.refusals import warnings_of
+from kit.refusals import refuses, warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
+from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
+from jaxlit.errors import ArgumentError
 
 EVIL = "<script>alert('x')</script>"
 KEY = "hf_" + "Ab1" * 12  # as Hugging Face's keys are made
@@ -98,7 +99,6 @@ def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
     assert "best" in marks[best] and "last" in marks[last]
     assert page.rows("Environment")["strategy"] == [trainer.strategy.describe()]
     assert page.rows("Trainer, where it is not the default")["max_epochs"] == ["2"]
-    assert page.rows("Trainer, the rest")["seed"] == ["0"]
     assert "train_step" in page.text and str(trainer.explain()).splitlines()[-1] in page.text
 
 
@@ -110,6 +110,23 @@ def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
     assert trainer.checkpoint_callback.monitor == "val"
     assert "best val 7.75" in capsys.readouterr().out
     assert "7.75best val" in read().text
+
+
+def test_the_loggers_that_were_given_are_named() -> None:
+    fit(Mean(), numbered(1), None, RunReport(), default_root_dir="run", logger=[JSONLLogger(), CSVLogger()])
+    assert read().rows("Trainer, where it is not the default")["logger"] == ["JSONLLogger, CSVLogger"]
+
+
+def test_two_reports_of_one_file_are_refused() -> None:
+    refuses(ArgumentError, lambda: make_trainer(RunReport(), RunReport()), "two RunReports of report.html")
+    make_trainer(RunReport(), RunReport("other.html"))
+
+
+def test_an_evaluation_behind_a_fit_writes_into_its_folder() -> None:
+    trainer = fit(Mean(), numbered(1), None, max_epochs=1)
+    trainer.test(Mean(), numbered(1))
+    assert [path.name for path in Path("runs").iterdir()] == [trainer.run_dir.name]
+    assert "test" in (trainer.run_dir / "metrics.csv").read_text()
 
 
 def fail(trainer: Any, *_: Any) -> None:

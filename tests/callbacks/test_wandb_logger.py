@@ -287,9 +287,8 @@ def test_what_cannot_be_logged_is_refused_by_name():
     logger = WandbLogger()
     refused = [
         (lambda: logger.log_image("key", [np.zeros((4, 5), np.int32)]), r"log_image\('key', .*int32\[4, 5\]"),
-        (lambda: logger.log_image("key", [PIXELS, PIXELS], caption=["one"]), "2 images and 1 captions"),
     ]
-    for key, name in itertools.product(("step", "epoch", "", 3), CALLS):
+    for key, name in itertools.product(("step", "epoch", ""), CALLS):
         words = f"logs under a name .*got {key!r}"
         refused.append((lambda key=key, name=name: getattr(logger, name)(key, *CALLS[name][1:]), words))
     for call, words in refused:

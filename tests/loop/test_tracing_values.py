@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from kit.batches import random, sized
 from kit.compiles import compiles
-from kit.inside import leaf_name, leaves_of, lowered
+from kit.inside import leaf_name, lowered
 from kit.modules import Linear
 from kit.trainers import THREE, fit, splitting, thinned
 
@@ -227,17 +227,3 @@ def test_steps_that_do_not_fire_run_the_plain_program(strategy: str) -> None:
     expected = lowered(plain, "train_step", BATCH).as_text()
     assert lowered(looking, "train_step", BATCH).as_text() == expected
     assert lowered(looking, "traced", BATCH).as_text() != expected
-
-
-@pytest.mark.parametrize("strategy", thinned((*THREE, "pmap"), "shard_map"))
-def test_a_traced_step_overwrites_the_old_state(strategy: str) -> None:
-    class Holds(Norm):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            self.held = list(leaves_of(trainer))
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            gone[batch_idx] = {x.is_deleted() for x in self.held if x.size > 8}
-
-    gone: dict[int, set[bool]] = {}
-    train([Holds(2)], random(4, rows=16), strategy)
-    assert gone == {i: {True} for i in range(4)}
