@@ -81,10 +81,10 @@ def decode(x: Any, cls: type) -> Any:
     """
     if isinstance(x, list):
         return [decode(value, cls) for value in x]
-    if x == "<redacted>":  # a secret, as older checkpoints write it
-        raise NotKeptError(x)
-    if not isinstance(x, dict) or _KIND not in x:
-        return {key: decode(value, cls) for key, value in x.items()} if isinstance(x, dict) else x
+    if not isinstance(x, dict):
+        return x
+    if _KIND not in x:
+        return {key: decode(value, cls) for key, value in x.items()}
     kind: Any = x[_KIND]
     value: Any = x.get(_VALUE)
     try:
@@ -169,7 +169,6 @@ def _named(path: str, cls: type) -> Any:
     module, _, name = path.partition(":")
     # The program that loads what a script has trained may import the script, and has another `__main__`.
     module = "__main__" if module == _script() else module.removeprefix("__main__/")
-    module = cls.__module__ if path.startswith("__main__:") else module  # as older checkpoints write it
     x = _look_up(module, name)
     # By the name of the value itself: a module may import functions of any other.
     known = None if x is None else _name_of(x)
