@@ -199,15 +199,14 @@ class WandbLogger(Logger):
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Finish the run, in bounded time."""
         self._trainer = None
-        if self._run is None:
-            return
         try:
-            if stage == "fit":
-                self._conclude(trainer)
+            if stage == "fit" and self._run is not None and trainer.is_global_zero:
+                self._conclude(trainer, self._run)
         except Exception:  # with on_error="raise"; the run ends all the same
-            self.finalize("failed")
+            self._failed = True
             raise
-        super().teardown(trainer, module, stage)
+        finally:
+            super().teardown(trainer, module, stage)
 
     def finalize(self, status: str) -> None:
         """Finish the run, in bounded time."""
@@ -326,16 +325,13 @@ class WandbLogger(Logger):
         for name, mode in monitored(trainer).items():
             self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
 
-    def _conclude(self, trainer: "Trainer") -> None:
+    def _conclude(self, trainer: "Trainer", run: WandbRun) -> None:
         """Send the best values and the checkpoints that are kept at the end of training."""
-        assert self._run is not None
-        if not trainer.is_global_zero:
-            return
         for i, callback in enumerate(trainer.checkpoint_callbacks):
             best, score = callback.best_model_path, callback.best_model_score
             if score is not None:
-                self._run.update_summary({f"best/{callback.monitor}": score})
-                self._run.update_summary({} if i else {"best/checkpoint": Path(best).name})
+                first = {} if i else {"best/checkpoint": Path(best).name}
+                run.update_summary({f"best/{callback.monitor}": score, **first})
             kept = {True: [*callback.best_k_models, callback.last_model_path], "best": [best]}.get(self.log_model, [])
             for path in sorted({path for path in kept if path}, key=lambda path: Path(path).name):
                 self._upload(trainer, callback, Path(path), lasts=True)
