@@ -1,11 +1,8 @@
-"""The best value so far of the metric that is monitored, for people to read."""
+"""The best value so far of the metric that is monitored, and the checkpoints that are kept, for people to read."""
 
 import math
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from jaxlit.reporting.epoch_line import number
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -20,33 +17,19 @@ class BestSoFar:
 
     def recall(self, trainer: "Trainer") -> None:
         """Take the best value that a callback knows: of a resumed training, or of the middle of an epoch."""
-        # Checkpoints before others.
-        callbacks: list[Any] = [*trainer.checkpoint_callbacks, *trainer.callbacks]
-        callbacks = [c for c in callbacks if isinstance(getattr(c, "monitor", None), str)]
-        if not callbacks:
-            return
-        self._name, self._mode = callbacks[0].monitor, getattr(callbacks[0], "mode", "min")
-        for callback in (c for c in callbacks if c.monitor == self._name):
+        self._name, self._mode = next(iter(monitored(trainer).items()), ("", "min"))
+        for callback in (*trainer.checkpoint_callbacks, *trainer.callbacks):
             score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
-            if score is not None and math.isfinite(score):
+            if getattr(callback, "monitor", None) == self._name and score is not None and math.isfinite(score):
                 digits = Path(getattr(callback, "best_model_path", "")).name.removeprefix("step_").split("-")[0]
                 self._take(score, int(digits) if digits.isdigit() else 0)
                 return
 
-    def mark(self, trainer: "Trainer", shown: Collection[str]) -> str:
-        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored.
-
-        Args:
-            trainer: The Trainer.
-            shown: The metrics of the line; the mark names another one, with its value.
-        """
-        if not self._name:
-            return ""
+    def mark(self, trainer: "Trainer") -> str:
+        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored."""
         metrics = trainer.callback_metrics
         best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
-        value = number(self._best[0] if self._best else math.nan)
-        text = "* best" + ("" if self._name in shown else f" {self._name} {value}")
-        return text if best else " " * len(text)
+        return f"{'* best' if best else '':6}" if self._name else ""
 
     def describe(self) -> str:
         """Return the best value in words; "" if there is none."""
@@ -61,3 +44,21 @@ class BestSoFar:
             return False
         self._best = value, step
         return True
+
+
+def monitored(trainer: "Trainer") -> dict[str, str]:
+    """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
+    callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
+    modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
+    return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
+
+
+def kept_checkpoints(trainer: "Trainer") -> list[tuple[Any, str, list[str]]]:
+    """Return the callback, the path and the marks "best" and "last" of each checkpoint that is kept."""
+    kept = []
+    for callback in trainer.checkpoint_callbacks:
+        marks = {"best": callback.best_model_path if callback.monitor is not None else ""}
+        marks["last"] = callback.last_model_path
+        for path in dict.fromkeys(filter(None, (marks["best"], *callback.best_k_models, marks["last"]))):
+            kept.append((callback, path, [mark for mark, at in marks.items() if at == path]))
+    return kept

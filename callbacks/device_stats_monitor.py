@@ -1,7 +1,6 @@
 """The memory of devices and host while training runs."""
 
 import contextlib
-import logging
 import sys
 import time
 from pathlib import Path
@@ -14,8 +13,6 @@ from jaxlit.callbacks.measure import Measure, Measured
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_logger = logging.getLogger("jaxlit")
 
 _OF_DEVICE = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
 
@@ -52,11 +49,6 @@ class DeviceStatsMonitor(Measure):
         mine = [x for x in trainer.strategy.mesh.devices.flat if x.process_index == jax.process_index()]
         self._devices = [device for device in mine if device.memory_stats()]
         self._with_host = not self._devices if self.cpu_stats is None else self.cpu_stats
-        if not self._devices and not self._with_host:
-            _logger.warning(
-                "DeviceStatsMonitor(cpu_stats=False) logs nothing: devices of kind %s have no memory statistics.",
-                mine[0].device_kind if mine else "unknown",
-            )
         self._used, self._at = time.process_time(), time.monotonic()
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:

@@ -64,13 +64,6 @@ class Profiler(Callback):
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin where the window does, also in the middle of it."""
-        if trainer.global_step >= self.start_step + self.num_steps:
-            _logger.warning(
-                "Profiler(start_step=%d, num_steps=%d) traces nothing: training continues at step %d, after them.",
-                self.start_step,
-                self.num_steps,
-                trainer.global_step,
-            )
         self._move(trainer)
 
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -93,13 +86,10 @@ class Profiler(Callback):
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """End the trace; warn if there was nothing to trace."""
-        if self._wait != math.inf and self._folder is None:
-            _logger.warning(
-                "Profiler(start_step=%d) has traced nothing: training ended after step %d.",
-                self.start_step,
-                trainer.global_step - 1,
-            )
         self._stop(trainer)
+        if self.location is None:
+            words = "Profiler(start_step=%d, num_steps=%d) has traced nothing: this training ended after step %d."
+            _logger.warning(words, self.start_step, self.num_steps, trainer.global_step - 1)
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """End the trace, which is written."""
@@ -119,7 +109,9 @@ class Profiler(Callback):
             self._stop(trainer)
         elif step < self.start_step:
             self._wait = self.start_step - step  # a step takes a batch or more
-        elif self._folder is not None or self._start(trainer):
+        else:
+            if self._folder is None:
+                self._start(trainer)
             self._mark(step)
 
     def _mark(self, step: int | None) -> None:
@@ -133,18 +125,12 @@ class Profiler(Callback):
             self._step, self._annotation = step, jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
 
-    def _start(self, trainer: "Trainer") -> bool:
+    def _start(self, trainer: "Trainer") -> None:
         folder = self.dirpath or absolute(trainer.run_dir) / "profile"
         folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
         _wait_for_devices(trainer)  # earlier steps are not part of the window
-        try:
-            jax.profiler.start_trace(str(folder))
-        except Exception as error:  # another trace may be running
-            _logger.warning("Profiler cannot begin a trace: %s. Training continues without it.", error)
-            self._wait = math.inf
-            return False
-        self._folder = folder
-        return True
+        jax.profiler.start_trace(str(folder))
+        self._folder = folder  # only now: a trace that somebody else has begun is not ended
 
     def _stop(self, trainer: "Trainer") -> None:
         self._mark(None)

@@ -65,13 +65,6 @@ def run_arguments(
     return arguments, {"init_timeout": logger.init_timeout, "finish_timeout": logger.finish_timeout}
 
 
-def monitored(trainer: "Trainer") -> dict[str, str]:
-    """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
-    callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
-    modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
-    return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
-
-
 def described(
     callback: "Callback", path: Path, checkpoint_callbacks: Sequence["ModelCheckpoint"]
 ) -> tuple[dict[str, Any], list[str], int]:

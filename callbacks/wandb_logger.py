@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,10 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.callbacks.best_so_far import monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import config_of, described, monitored, run_arguments
+from jaxlit.callbacks.wandb_config import config_of, described, run_arguments
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -200,20 +200,20 @@ class WandbLogger(Logger):
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Finish the run, in bounded time."""
         self._trainer = None
-        if self._run is None:
-            return
         try:
-            if stage == "fit":
-                self._conclude(trainer)
+            if stage == "fit" and self._run is not None and trainer.is_global_zero:
+                self._conclude(trainer, self._run)
         except Exception:  # with on_error="raise"; the run ends all the same
-            self.finalize("failed")
+            self._failed = True
             raise
-        super().teardown(trainer, module, stage)
+        finally:
+            super().teardown(trainer, module, stage)
 
     def finalize(self, status: str) -> None:
         """Finish the run, in bounded time."""
         if self._run is not None:
-            self._finish(failed=status != "success")
+            run, self._run, self._last = self._run, None, self._run.run
+            run.finish(failed=status != "success")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's id."""
@@ -253,22 +253,6 @@ class WandbLogger(Logger):
         """
         taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
         self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Send a matplotlib figure.
-
-        Raises:
-            LoggerError: Pillow is not installed.
-        """
-        check.import_package("PIL", owner="WandbLogger.log_figure", install="pillow")
-        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
-
-        def make(wandb: Any) -> Any:
-            from PIL import Image
-
-            return wandb.Image(Image.open(picture))
-
-        self._log(key, make, step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""
@@ -324,21 +308,13 @@ class WandbLogger(Logger):
         for name, mode in monitored(trainer).items():
             self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
 
-    def _finish(self, *, failed: bool) -> None:
-        assert self._run is not None
-        run, self._run, self._last = self._run, None, self._run.run
-        run.finish(failed=failed)
-
-    def _conclude(self, trainer: "Trainer") -> None:
+    def _conclude(self, trainer: "Trainer", run: WandbRun) -> None:
         """Send the best values and the checkpoints that are kept at the end of training."""
-        assert self._run is not None
-        if not trainer.is_global_zero:
-            return
         for i, callback in enumerate(trainer.checkpoint_callbacks):
             best, score = callback.best_model_path, callback.best_model_score
             if score is not None:
-                self._run.update_summary({f"best/{callback.monitor}": score})
-                self._run.update_summary({} if i else {"best/checkpoint": Path(best).name})
+                first = {} if i else {"best/checkpoint": Path(best).name}
+                run.update_summary({f"best/{callback.monitor}": score, **first})
             kept = {True: [*callback.best_k_models, callback.last_model_path], "best": [best]}.get(self.log_model, [])
             for path in sorted({path for path in kept if path}, key=lambda path: Path(path).name):
                 self._upload(trainer, callback, Path(path), lasts=True)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 
 import nbformat
 import pyte
@@ -171,25 +170,6 @@ def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
     assert "widgets" not in notebook.metadata
 
 
-def test_a_notebooks_live_line_is_one_output(monkeypatch, capsys):
-    shown = []
-
-    class Handle:
-        def update(self, data, raw):
-            shown.append(data)
-
-    display = SimpleNamespace(display=lambda data, raw, display_id: shown.append("output") or Handle())
-    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
-    monkeypatch.setitem(sys.modules, "IPython", shell)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    fit(Mean(), numbered(3), max_epochs=3, logger=False)
-    assert shown.count("output") == 1 and shown[-1] == {"text/html": ""}
-    assert all(data.keys() == {"text/plain"} and data["text/plain"].startswith("epoch") for data in shown[1:-1])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:9] for line in lines if line.startswith("epoch")] == [f"epoch {k}/3" for k in (1, 2, 3)]
-    assert all(lines)
-
-
 @pytest.mark.parametrize("columns", [60, 80])
 def test_a_dumb_terminal_has_lines_that_are_not_broken_in_a_word(columns, monkeypatch):
     stdout = io.StringIO()
@@ -211,13 +191,3 @@ def test_a_second_fit_says_again_only_what_is_new(capsys):
     again = capsys.readouterr().out.splitlines()
     assert first[0].startswith("jaxlit ") and sum(" params (" in line for line in first) == 1
     assert [line.split()[0] for line in again] == ["compiled", "epoch", "done", "checkpoint", "resume"]
-
-
-@pytest.mark.parametrize("methods", [("write",), ("write", "flush")])
-def test_a_stdout_of_somebodys_own_takes_the_lines(methods, monkeypatch):
-    written = []
-    able = {"write": written.append, "flush": lambda: None}
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(**{name: able[name] for name in methods}))
-    trainer, found = fit(Mean(), numbered(1), logger=False), "".join(written)
-    assert trainer.global_step == 1 and found.startswith("jaxlit ")
-    assert "1 params" in found and "epoch 1/1" in found and "done 1 epoch" in found
