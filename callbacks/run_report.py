@@ -15,7 +15,6 @@ import numpy as np
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
@@ -52,15 +51,10 @@ class RunReport(Callback):
     in_fast_dev_run = False
 
     def __init__(self, filename: str = "report.html") -> None:
-        self.filename = filename
+        self.filename, self._only = filename, (filename, "page")
         self.location: str | None = None
         self._error: BaseException | None = None
         self._began = ""  # "" unless a page is to be written
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that one page would replace the other."""
-        same = isinstance(other, RunReport) and other.filename == self.filename
-        return f"The callbacks hold two RunReports of {self.filename}. Give one another filename." if same else None
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Remember when training began."""
