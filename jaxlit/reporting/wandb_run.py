@@ -1,7 +1,6 @@
 """A run of Weights & Biases that cannot stop training, or keep it waiting."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +36,8 @@ class WandbRun:
         self.run: Any = run
         self._finish_timeout, self._raises, self._finishes = finish_timeout, raises, finishes
         self._error: Exception | None = None
-        self._failed = self._skipped = False
+        self._failed = False
         self._reasons: set[str] = set()  # of failures that were printed
-        self._deadline = math.inf  # jobs that begin after it are left out
         self._copies, self._arrived_at = 0, 0.0  # checkpoints on their way, and when the newest of them arrived
         self._rows, self._uploads = BackgroundQueue("wandb", self._fail), BackgroundQueue("wandb-upload", self._fail)
 
@@ -128,15 +126,14 @@ class WandbRun:
 
         try:
             # Jobs have half of the time, then the SDK has its own limit.
-            self._deadline = start + self._finish_timeout / 2
             self._rows.wait_idle(self._finish_timeout / 2)
-            self._uploads.wait_idle(self._deadline - time.monotonic())
+            self._uploads.wait_idle(start + self._finish_timeout / 2 - time.monotonic())
             self._rows.submit(close)
             self._rows.stop()
             self._uploads.stop()
             if not self._rows.wait_idle(self._finish_timeout + MARGIN):
                 errors.append(TimeoutError(f"no end after {time.monotonic() - start:.0f} s"))
-            if not self._uploads.wait_idle(_LAST) or self._skipped:
+            if not self._uploads.wait_idle(_LAST):
                 errors.append(TimeoutError("there was no time left"))
         except BaseException:  # a second Ctrl-C
             self._end(failed=True)
@@ -172,8 +169,7 @@ class WandbRun:
             self._fail(TimeoutError(f"it is {_MAX_WAITING:,} rows behind"))
 
         def work() -> None:
-            self._skipped |= time.monotonic() > self._deadline
-            if self._failed or self._skipped:
+            if self._failed:
                 return
             try:
                 job()
