@@ -160,7 +160,7 @@ class Callback(Traits):
     def on_validation_batch_start(
         self, trainer: "Trainer", module: "TrainModule", batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Run before a validation step."""
+        """Run before the step of a batch; `on_test_batch_start` and `on_predict_batch_start` take the same."""
 
     def on_validation_batch_end(
         self,
@@ -171,7 +171,13 @@ class Callback(Traits):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run after a validation step; `outputs` is what the step returned, as device arrays."""
+        """Run after the step of a batch; `on_test_batch_end` and `on_predict_batch_end` take the same.
+
+        `outputs` is what the step returned, as device arrays.
+        """
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_test_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Run before testing."""
@@ -185,22 +191,6 @@ class Callback(Traits):
     def on_test_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Run after the last test batch."""
 
-    def on_test_batch_start(
-        self, trainer: "Trainer", module: "TrainModule", batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Run before a test step."""
-
-    def on_test_batch_end(
-        self,
-        trainer: "Trainer",
-        module: "TrainModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Run after a test step."""
-
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Run before prediction."""
 
@@ -212,22 +202,6 @@ class Callback(Traits):
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Run after the last batch to predict."""
-
-    def on_predict_batch_start(
-        self, trainer: "Trainer", module: "TrainModule", batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """Run before a predict step."""
-
-    def on_predict_batch_end(
-        self,
-        trainer: "Trainer",
-        module: "TrainModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Run after a predict step; `outputs` is what the step returned, as device arrays."""
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Run between two batches, or after an epoch: nothing that belongs to them is left to do.

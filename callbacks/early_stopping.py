@@ -82,11 +82,7 @@ class EarlyStopping(MonitorCallback):
     ) -> None:
         super().__init__(monitor, mode, check_on_train_epoch_end, min_delta=min_delta, strict=strict)
         self.patience = check.integer("patience", patience, low=0, owner="EarlyStopping")
-        self.check_finite = check.boolean("check_finite", check_finite, owner="EarlyStopping")
-        self.verbose = check.boolean("verbose", verbose, owner="EarlyStopping")
-        for name, value in (("stopping", stopping_threshold), ("divergence", divergence_threshold)):
-            if value is not None:
-                check.number(f"{name}_threshold", value, owner="EarlyStopping")
+        self.check_finite, self.verbose = check_finite, verbose
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
 
     def _reset(self) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 20  # of parameters; a longer table would fill the terminal before training has begun
 
 
+_COLUMNS = ("path", "type", "shape", "sharding", "params", "per device")
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the summary: a parameter, or all those below a path."""
@@ -131,8 +134,8 @@ def totals(state: "TrainState") -> str:
     """Return the summary's last line, and one on replicated arrays if others are sharded."""
     leaves, held = jax.tree.leaves((state.params, state.frozen)), jax.tree.leaves(_held(state))
     params, trained = (sum(x.size for x in arrays) for arrays in (leaves, jax.tree.leaves(state.params)))
-    parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves))]
-    parts += [f"optimizer {size(bytes_of(jax.tree.leaves(state.opt_state)))}"]
+    optimizer = size(bytes_of(jax.tree.leaves(state.opt_state)))
+    parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves)), f"optimizer {optimizer}"]
     text = join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ")
     replicated = [x for x in held if x.sharding.is_fully_replicated]
     if replicated and len(replicated) < len(held):  # these bytes do not shrink on more devices
@@ -146,13 +149,12 @@ def _held(state: "TrainState") -> tuple[Any, ...]:
 
 def _table(rows: list[Row]) -> str:
     """Return the rows as a table; in a narrow terminal without the columns that matter least."""
-    columns = {name: [name] for name in ("path", "type", "shape", "sharding", "params", "per device")}
+    cells = []
     for row in rows:
         mark = "" if row.trained == row.params else "(frozen) " if not row.trained else "(partly frozen) "
         shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "()"
-        cells = (row.path, row.type, shape, row.sharding, f"{mark}{row.params:,}", size(row.bytes_per_device))
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
+        cells.append((row.path, row.type, shape, row.sharding, f"{mark}{row.params:,}", size(row.bytes_per_device)))
+    columns = {name: [name, *column] for name, *column in zip(_COLUMNS, *cells, strict=True)}
     if not any(columns["shape"][1:]):
         del columns["shape"]
     width = line_width() or 200  # a file has no width

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import monitored
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.wandb_config import config_of, described, run_arguments
+from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -102,17 +102,16 @@ class WandbLogger(Logger):
             check.one_of("log_model", log_model, ("all", "best"), owner=owner)
         if watch is not None:
             check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
-        check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
-        check.one_of("processes", processes, ("first", "group"), owner=owner)
-        check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
+        every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
+        self.processes = check.one_of("processes", processes, ("first", "group"), owner=owner)
+        self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
         self.init_timeout = check.seconds("init_timeout", init_timeout, owner=owner)
         self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner=owner)
         self.project, self.name, self.entity, self.group, self.job_type = project, name, entity, group, job_type
         self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
-        self.offline, self.on_error, self.processes = offline, on_error, processes
-        self.log_model, self.watch = log_model, watch
-        self.trace_every_n_steps = 0 if watch is None else watch_every_n_steps
+        self.offline, self.log_model, self.watch = offline, log_model, watch
+        self.trace_every_n_steps = 0 if watch is None else every
         self._only = "project of W&B", (entity, project)
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
@@ -233,7 +232,7 @@ class WandbLogger(Logger):
         self._log(key, lambda wandb: wandb.Table(columns=names, data=rows, allow_mixed_types=True), step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Send a histogram of at most 512 bins."""
+        """Send a histogram of at most 512 bins, W&B's limit."""
         counted = count(values, bins)
         self._log(key, lambda wandb: wandb.Histogram(np_histogram=counted), step)
 
@@ -282,7 +281,7 @@ class WandbLogger(Logger):
         run = self._given or open_already(self._wanted_id)
         run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if self.processes == "group" and jax.process_count() > 1:
+        if several := self.processes == "group" and jax.process_count() > 1:
             self._id = agree("the id of the W&B run", self._id)[0]
         if not trainer.is_global_zero and self.processes == "first":
             return
@@ -291,7 +290,15 @@ class WandbLogger(Logger):
             folder.mkdir(parents=True, exist_ok=True)
             # One that could not be online before stays offline: a later stage would only wait again.
             offline = self.offline or (self._last is not None and bool(self._last.offline))
-            run = open_run(*run_arguments(self, trainer, self._module, folder), offline=offline, raises=raises)
+            names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
+            arguments = {name: getattr(self, name) for name in names}
+            arguments |= {"dir": str(folder), "config": config_of(trainer, self._module, self.config)}
+            if several:
+                rank = jax.process_index()
+                arguments |= {"group": self.group or self.id, "job_type": self.job_type or f"process_{rank}"}
+                arguments |= {"id": f"{self.id}-{rank}"} if rank else {}
+            timeouts = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
+            run = open_run(arguments, timeouts, offline=offline, raises=raises)
         if run is None:
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
@@ -319,6 +326,14 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
             return
         self._sent.add(str(path))
-        metadata, aliases, index = described(callback, path, trainer.checkpoint_callbacks)
+        # A callback of the user's own may have written it, of which nothing else is known.
+        known, writers = getattr(callback, "best_k_models", {}), trainer.checkpoint_callbacks
+        marks = {
+            "latest": getattr(callback, "last_model_path", str(path)),
+            "best": getattr(callback, "best_model_path", ""),
+        }
+        aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+        metadata = {"monitor": getattr(callback, "monitor", None), "score": known.get(str(path))}
+        index = next((i for i, writer in enumerate(writers) if writer is callback), len(writers))
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)

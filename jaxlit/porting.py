@@ -12,7 +12,6 @@ from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.shown import shown
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _FACES = {  # by package: the tables that give advice on its names
     "jaxlit": ("jl", "jl.callbacks"),
     "jaxlit.callbacks": ("jl.callbacks",),
@@ -62,25 +61,8 @@ class _Imports:
 sys.meta_path.append(_Imports)  # last: asked only after no module of this name exists
 
 
-class NotOnTheClass:
-    """A class method of Lightning's that a class does not have: getting it raises, with what to use in its place.
-
-    Args:
-        owner: A table of `porting.toml`.
-    """
-
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        raise no_such_name(self._owner, self._name, called=owner.__name__)
-
-
 def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> None:
-    """Refuse arguments that a constructor does not have.
+    """Refuse arguments by a name that a constructor does not have.
 
     Args:
         cls: The class.
@@ -90,15 +72,15 @@ def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> Non
     Raises:
         ArgumentTypeError: With what to use in its place, or a similar name.
     """
-    none = cls.__init__ is object.__init__
+    none = cls.__init__ is object.__init__  # which ignores whatever it is given, as `__new__` is overridden
     if none and args:
         raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
     parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
-    _refuse(cls.__name__, parameters, args, kwargs, [base.__name__ for base in cls.__mro__])
+    _refuse(cls.__name__, parameters, kwargs, [base.__name__ for base in cls.__mro__])
 
 
 def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
-    """Return a decorator of a function or method, which refuses arguments that it does not have.
+    """Return a decorator of a function or method, which refuses arguments by a name that it does not have.
 
     Args:
         called: The function, as a user calls it: "Trainer.fit".
@@ -106,14 +88,12 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
 
     def decorate(method: _F) -> _F:
         parameters = [*inspect.signature(method).parameters.values()]
-        bound = parameters[0].name == "self"
-        names, most = {p.name for p in parameters}, sum(p.kind in _BY_POSITION for p in parameters)
-        most = sys.maxsize if any(p.kind is p.VAR_POSITIONAL for p in parameters) else most
+        names, bound = {p.name for p in parameters}, parameters[0].name == "self"
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > most or not kwargs.keys() <= names:
-                _refuse(called, parameters[bound:], args[bound:], kwargs, [called])
+            if not kwargs.keys() <= names:
+                _refuse(called, parameters[bound:], kwargs, [called])
             return method(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -121,20 +101,9 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
     return decorate
 
 
-def _refuse(
-    called: str, parameters: list[inspect.Parameter], args: Sequence[Any], kwargs: Iterable[str], owners: list[str]
-) -> None:
-    kinds = {p.kind for p in parameters}
-    places = [p.name for p in parameters if p.kind in _BY_POSITION]
-    if len(args) > len(places) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        others = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
-        named = ", ".join(others) if len(others) < 16 else f"help(jl.{called}) lists them"
-        raise ArgumentTypeError(
-            f"{called} takes {' and '.join(places) or 'nothing'} by position, got {len(args)} values. Name the others: "
-            f"{named or 'it has none'}."
-        )
+def _refuse(called: str, parameters: list[inspect.Parameter], kwargs: Iterable[str], owners: list[str]) -> None:
     known = [p.name for p in parameters]
-    for name in () if inspect.Parameter.VAR_KEYWORD in kinds else kwargs:
+    for name in () if any(p.kind is p.VAR_KEYWORD for p in parameters) else kwargs:
         if name not in known:
             listed = (
                 f"It has {', '.join(known) or 'none'}" if len(known) < 16 else f"help(jl.{called}) lists those it has"

@@ -1,7 +1,6 @@
 """Names of Lightning and others: they work, or say what takes their place."""
 
 import copy
-import inspect
 import json
 import pickle
 import re
@@ -70,9 +69,6 @@ def test_an_argument_of_the_field_works_or_names_ours(call: str, answer: str) ->
 
 
 def test_class_methods_of_the_field_name_ours() -> None:
-    for name, answer in (("load_from_checkpoint", "ckpt_path"), ("from_datasets", r"fit\(")):
-        with pytest.raises(AttributeError, match=rf"^Data has no attribute '{name}'\. .*{answer}"):
-            getattr(Data, name)
     with pytest.raises(
         AttributeError, match=r"jl\.loggers has no attribute 'CometLogger'\. Subclass jl\.callbacks\.Logger"
     ):
@@ -145,28 +141,6 @@ def test_what_an_advice_names_is_there() -> None:
         assert hasattr(jl.Trainer, name), name
 
 
-def test_a_trainer_tells_its_model_and_data_by_lightnings_names() -> None:
-    class Loaders(jl.DataModule):
-        def train_dataloader(self) -> Any:
-            return batches
-
-        def val_dataloader(self) -> Any:
-            return batches[:1]
-
-    trainer, data, module, batches = jl.Trainer(max_epochs=1, strategy="single"), Loaders(), Linear(), random()
-    with pytest.raises(AttributeError, match=r"trainer\.state is there from fit on"):  # not the words of a missing name
-        _ = trainer.state
-    assert [trainer.model, trainer.datamodule, trainer.train_dataloader, trainer.val_dataloaders] == [
-        None,
-        None,
-        None,
-        [],
-    ]
-    trainer.fit(module, datamodule=data)
-    assert trainer.model is module and trainer.datamodule is data
-    assert trainer.train_dataloader is batches and len(trainer.val_dataloaders) == 1
-
-
 def test_a_name_that_is_spelt_wrong_has_the_nearest_one() -> None:
     for thing, name, near in (
         (jl, "TrainModul", "TrainModule"),
@@ -184,23 +158,6 @@ def test_a_name_that_is_spelt_wrong_has_the_nearest_one() -> None:
             getattr(thing, name)
 
 
-def test_what_a_property_raises_is_told_as_it_is() -> None:
-    class Half(Linear):
-        @property
-        def width(self) -> int:
-            return self.gone
-
-    with pytest.raises(AttributeError, match="Half has no attribute 'gone'"):
-        _ = Half().width
-    with pytest.raises(AttributeError, match="is not attached to a Trainer"):
-        _ = Half().logger
-
-
-def test_callbacks_are_in_the_main_namespace_once() -> None:
-    assert jl.EarlyStopping is jl.callbacks.EarlyStopping and jl.ModelCheckpoint is jl.callbacks.ModelCheckpoint
-    assert "EarlyStopping" not in dir(jl)
-
-
 class Port(Linear):
     """As a port of a Lightning module begins."""
 
@@ -212,29 +169,6 @@ class Port(Linear):
         return 2 * Linear.__call__(self, x)
 
     __call__ = jl.TrainModule.__call__
-
-
-def test_hyperparameters_are_the_chosen_attributes() -> None:
-    module = Port(lr=0.5)
-    assert module.hparams == {"lr": 0.5, "extra": 2} and module.hparams.lr == 0.5
-    with pytest.raises(AttributeError, match=r"hparams has no 'width', and has \['lr', 'extra'\]"):
-        _ = module.hparams.width
-    assert Linear(3).hparams.features == 3
-
-    class Ignores(Linear):
-        def __init__(self, lr: float = 0.1, width: int = 3) -> None:
-            super().__init__()
-            self.save_hyperparameters(ignore="width")
-
-    assert Ignores().hparams == {"lr": 0.1}
-
-    class Wrong(Linear):
-        def __init__(self, **given: Any) -> None:
-            super().__init__()
-            self.save_hyperparameters(*given["args"])
-
-    refuses(ArgumentError, lambda: Wrong(args=["width"]), r"Wrong\.save_hyperparameters names 'width', which is no arg")
-    refuses(ArgumentTypeError, lambda: Wrong(args=[3]), "takes names of the constructor's arguments, and dicts, got 3")
 
 
 class Based(jl.TrainModule):
@@ -277,11 +211,6 @@ def test_hyperparameters_of_a_base_class_are_kept(
     assert more == added
 
 
-def test_hyperparameters_are_what_a_dict_says() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"Linear\.hparams takes a dict, got 3"):
-        Linear().hparams = cast(Any, 3)
-
-
 def test_a_module_with_forward_is_called_and_trains() -> None:
     module, x = Port(), jnp.ones((2, 3))
     assert jnp.array_equal(module(x), 2 * Linear()(x))
@@ -320,8 +249,3 @@ def test_an_argument_may_be_said_as_in_lightning(argument: str, given: Any, take
 )
 def test_a_callback_or_strategy_shows_its_constructor_call(made: Any, shown: str) -> None:
     assert repr(made) == shown
-
-
-def test_the_signatures_that_help_shows_have_real_arguments_only() -> None:
-    for thing in (jl.Trainer, jl.Trainer.fit, jl.TrainModule.log, jl.TrainModule.save_hyperparameters, jl.ArrayLoader):
-        assert "unknown" not in str(inspect.signature(thing))

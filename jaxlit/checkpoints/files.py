@@ -216,14 +216,9 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
         checkpoint, skipped = newest(folder_of(where))
     if checkpoint is not None:
         return best_of(checkpoint) if which == "best" else checkpoint, skipped
-    if which == str(path):
-        raise CheckpointError(f'{argument}: {which!r} names no folder: pass "<run\'s folder>/{which}".')
-    near, missing, hint = where, "", ""
+    near, hint = where, ""
     while not near.is_dir():
-        missing, near = near.name, near.parent
-    if near != where:
-        place = f" in {near}" if near != Path() else ""
-        hint = f" There is no folder {missing!r}{place}.{did_you_mean(missing, [p.name for p in near.iterdir()])}"
+        near, hint = near.parent, did_you_mean(near.name, [p.name for p in near.parent.glob("*")])
     if names := ", ".join(p.name for p in candidates(folder_of(near))[:5]):
         hint += f" In {near} there are: {names}."
     raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{hint}")

@@ -36,12 +36,8 @@ class FolderLock:
         self._file: TextIO | None = None
         # Before the file is opened: closing it again would let go of the lock.
         if self._name in _held:
-            who, remedy = "Two ModelCheckpoints", "Give one of them another dirpath"
-            if of_run:
-                who, remedy = (
-                    "Two fits",
-                    "Wait for the one that continues, or pass another Trainer(default_root_dir=...)",
-                )
+            who = "Two fits" if of_run else "Two ModelCheckpoints"
+            remedy = "Wait for the one that continues, or pass another folder"
             raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
         try:
             os.makedirs(os.path.dirname(self._name), exist_ok=True)

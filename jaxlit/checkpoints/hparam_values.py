@@ -81,10 +81,10 @@ def decode(x: Any, cls: type) -> Any:
     """
     if isinstance(x, list):
         return [decode(value, cls) for value in x]
-    if x == "<redacted>":  # a secret, as older checkpoints write it
-        raise NotKeptError(x)
-    if not isinstance(x, dict) or _KIND not in x:
-        return {key: decode(value, cls) for key, value in x.items()} if isinstance(x, dict) else x
+    if not isinstance(x, dict):
+        return x
+    if _KIND not in x:
+        return {key: decode(value, cls) for key, value in x.items()}
     kind: Any = x[_KIND]
     value: Any = x.get(_VALUE)
     try:
@@ -169,7 +169,6 @@ def _named(path: str, cls: type) -> Any:
     module, _, name = path.partition(":")
     # The program that loads what a script has trained may import the script, and has another `__main__`.
     module = "__main__" if module == _script() else module.removeprefix("__main__/")
-    module = cls.__module__ if path.startswith("__main__:") else module  # as older checkpoints write it
     x = _look_up(module, name)
     # By the name of the value itself: a module may import functions of any other.
     known = None if x is None else _name_of(x)
@@ -191,10 +190,11 @@ def _may_be_named(module: str, cls: type) -> bool:
 
 def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
     """Return whether a dataclass's constructor makes the same of its fields, those that are not compared too."""
+    names = {field.name for field in dataclasses.fields(x)}
+    if type(x).__dataclass_fields__.keys() - names:  # the constructor takes more than the fields
+        return False
     try:
         made = type(x)(**fields)
-        names = {*getattr(x, "__dict__", {}), *(field.name for field in dataclasses.fields(x))}
-        given_only = type(x).__dataclass_fields__.keys() - {field.name for field in dataclasses.fields(x)}
-        return not given_only and all(getattr(made, name) == getattr(x, name) for name in names)
+        return all(getattr(made, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
     except Exception:  # of the user's code
         return False

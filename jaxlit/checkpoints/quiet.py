@@ -34,12 +34,12 @@ def begin() -> None:
 
 def end(*, failed: bool) -> None:
     """Take back a `begin`; a little later if the save failed, as its other writers have yet to end."""
-    if not failed:
+    if failed:
+        late = threading.Timer(_LATE_S, _count, [-1])
+        late.daemon = True
+        late.start()
+    else:
         _count(-1)
-        return
-    late = threading.Timer(_LATE_S, _count, [-1])
-    late.daemon = True
-    late.start()
 
 
 def _count(change: int) -> None:

@@ -68,10 +68,9 @@ def report(
     optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
     hint = "Build the model and the optimizer as they were. "
     hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
-    hint += "To continue with this one, p" if resumes else "P"
-    hint += "ass reset_optimizer=True to begin with a new optimizer, or " if optimizer else "ass "
+    hint += "Pass reset_optimizer=True to begin with a new optimizer. " * optimizer
     raise CheckpointError(
-        f"{checkpoint.path} does not fit {owner}:\n{_lines(rows)}\n{hint}strict=False to take what fits."
+        f"{checkpoint.path} does not fit {owner}:\n{_lines(rows)}\n{hint}Pass strict=False to take what fits."
     )
 
 

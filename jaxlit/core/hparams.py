@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, encode, not_kept, readable
-from jaxlit.core.side_table import SideTable
+from jaxlit.core.side_tables import SideTable
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.porting import takes_only_its_arguments
 from jaxlit.reporting.secrets import PLACEHOLDER, hide, tell
@@ -137,8 +137,7 @@ def hparams_of(owner: Any) -> Hparams:
 
 def share_hparams(copy: Any, module: Any) -> None:
     """Give a copy the module's hyperparameters."""
-    if (hparams := _hparams.get(module)) is not None:
-        _hparams[copy] = hparams
+    _hparams.share(copy, module)
 
 
 def _not_kept(value: Any) -> str | None:

@@ -92,8 +92,9 @@ def metric_of(where: str, name: Any, **how: Any) -> Metric:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    given = {key: value if key == "reduce_fx" else bool(value) for key, value in how.items() if value is not None}
-    metric = Metric(name, **{"on_step": bool(by_step), "on_epoch": by_epoch} | given)
+    given: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    given |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
+    metric = Metric(name, **given)
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric
@@ -174,8 +175,8 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
     if not _is_number(value):
         raise LogError(
             f"self.log({name!r}, value) in {where} takes a real scalar number, got {shown(value)}. Log value.mean() or "
-            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: on_train_batch_end and "
-            "its like get it as outputs, and trainer.logger.log_table and log_image take more than a number."
+            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: the hook at the end of "
+            "the batch gets it as `outputs`, and trainer.logger.log_table and log_image take more than a number."
         )
     if batch_size is None:
         return

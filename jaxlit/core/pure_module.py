@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.device_sums import Table
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.leaves import Leaf, leaves_of
 from jaxlit.core.log import Collector, Metric, collecting
 from jaxlit.core.module import TrainModule, call_step
@@ -18,7 +19,7 @@ from jaxlit.core.precision import Precision, cast
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.reduction import Reduction
 from jaxlit.core.replica import Replica, is_row, num_rows
-from jaxlit.core.side_tables import share_side_tables
+from jaxlit.core.side_tables import trainers
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
 from jaxlit.core.step_notes import note_step_error
@@ -125,7 +126,8 @@ class PureModule:
         # The order matters: what the strategy prepares is no side effect of the step, and random keys are put back
         # before the state is split off.
         module: Any = nnx.merge(self.graphdef, *given, copy=True)
-        share_side_tables(module, self.origin)
+        share_hparams(module, self.origin)
+        trainers.share(module, self.origin)
         set_modes(module, training)
         replica.prepare(module)
         if replica.splits and replica.sync_batchnorm:
@@ -134,7 +136,10 @@ class PureModule:
         attributes, rows = AttributesOfStep(module), num_rows(batch)
         optimizers = {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Optimizer)}
         steps = {path: x.step.get_value() for path, x in optimizers.items()}
-        collector = Collector(stage, rows, step, epoch, _held_metrics(module))
+        held_metrics = {
+            id(x): x.get_value() for _, x in nnx.iter_graph(module) if isinstance(x, nnx.metrics.MetricState)
+        }
+        collector = Collector(stage, rows, step, epoch, held_metrics)
         with collecting(collector), reading() as reads:
             try:
                 output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
@@ -232,10 +237,6 @@ def _written(given: Any, new: Any) -> dict[int, jax.Array]:
     after = dict(named_leaves(new))
     before = enumerate(named_leaves(given))
     return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
-
-
-def _held_metrics(module: nnx.Module) -> dict[int, jax.Array]:
-    return {id(x): x.get_value() for _, x in nnx.iter_graph(module) if isinstance(x, nnx.metrics.MetricState)}
 
 
 def _describe(tree: Any) -> dict[str, str]:

@@ -1,45 +1,46 @@
-"""What belongs to a module but not to its graph."""
+"""What belongs to a module but not to its graph: an attribute would change the graphdef, and every compiled step."""
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.side_table import SideTable
-
-
-class Watcher(Protocol):
-    """What is called when a module is touched while a run has its arrays."""
-
-    def touch(self) -> None:
-        """Bring the module's arrays up to date."""
-
-    def refuse_attribute(self, name: str) -> None:
-        """Refuse to set an attribute where the compiled steps could not follow."""
+_T = TypeVar("_T")
 
 
-# What belongs to a module but not to its graph: an attribute would change the graphdef, and with it
-# every compiled step.
-_trainers: SideTable[weakref.ref[Any]] = SideTable()
+class SideTable(Generic[_T]):
+    """Values by object, forgotten with it; by identity, as a dataclass module has no hash."""
 
-# By id of the module; empty outside a run, so that touching a module then costs nothing.
-watchers: dict[int, Watcher] = {}
+    def __init__(self) -> None:
+        self._values: dict[int, _T] = {}
+
+    def __setitem__(self, owner: Any, value: _T) -> None:
+        if id(owner) not in self._values:
+            weakref.finalize(owner, self._values.pop, id(owner), None)
+        self._values[id(owner)] = value
+
+    def get(self, owner: Any) -> _T | None:
+        """Return the object's value, None without one."""
+        return self._values.get(id(owner))
+
+    def share(self, copy: Any, owner: Any) -> None:
+        """Give a copy the object's value, if it has one."""
+        if (value := self.get(owner)) is not None:
+            self[copy] = value
+
+
+trainers: SideTable[weakref.ref[Any]] = SideTable()
+# The `ModuleSync` of a module by its id, called when the module is touched while a run has its arrays. Empty outside
+# of a run, so that touching a module then costs nothing.
+watchers: dict[int, Any] = {}
 
 
 def attach(module: Any, trainer: Any) -> Any:
     """Make `module.trainer` the trainer, and return the one that it was."""
-    outer = _trainers.get(module)
-    _trainers[module] = weakref.ref(trainer)
-    return outer() if outer else None
+    outer = trainer_of(module)
+    trainers[module] = weakref.ref(trainer)
+    return outer
 
 
 def trainer_of(module: Any) -> Any:
     """Return the Trainer that runs, or ran, the module; None without one."""
-    reference = _trainers.get(module)
+    reference = trainers.get(module)
     return reference() if reference else None
-
-
-def share_side_tables(copy: Any, module: Any) -> None:
-    """Give the copy that a step sees the module's hyperparameters and Trainer."""
-    share_hparams(copy, module)
-    if (trainer := _trainers.get(module)) is not None:
-        _trainers[copy] = trainer

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxlit.core.hparams import KeepsHparams
-from jaxlit.porting import NotOnTheClass, no_such_name
+from jaxlit.porting import no_such_name
 
 
 class DataModule(KeepsHparams):
@@ -21,9 +21,6 @@ class DataModule(KeepsHparams):
         ...         return jl.ArrayLoader(self.rows, 4, shuffle=True)
         >>> data = Squares()
     """
-
-    # Class methods of Lightning's, which `__getattr__` never sees.
-    load_from_checkpoint, from_datasets = NotOnTheClass("DataModule"), NotOnTheClass("DataModule")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

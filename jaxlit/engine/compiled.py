@@ -1,6 +1,7 @@
 """A training step for a user's own loop: a strategy without a Trainer."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class StepState:
     """The state of a `compile_step`, a pytree of arrays; `params`, `opt_state` and the like are those of `TrainState`.
 
@@ -39,8 +41,8 @@ class StepState:
         engine: The engine whose state it is.
     """
 
-    def __init__(self, leaves: list[jax.Array], engine: Engine) -> None:
-        self.leaves, self._engine = leaves, engine
+    leaves: list[jax.Array]
+    engine: Engine = field(metadata={"static": True})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -49,16 +51,7 @@ class StepState:
 
     def unflatten(self) -> TrainState:
         """Return the state as a `TrainState`."""
-        return self._engine.state.layout.unflatten(self.leaves)
-
-    def tree_flatten(self) -> tuple[list[jax.Array], Engine]:
-        """Return the leaves and what they belong to."""
-        return self.leaves, self._engine
-
-    @classmethod
-    def tree_unflatten(cls, engine: Engine, leaves: Any) -> "StepState":
-        """Return the state of these leaves."""
-        return cls(list(leaves), engine)
+        return self.engine.state.layout.unflatten(self.leaves)
 
 
 class StepLogs(Mapping[str, jax.Array]):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.module import TrainModule
@@ -60,7 +59,8 @@ class EvalCache:
         def serves(engine: Engine | None) -> bool:
             if engine is None or engine.module is not module or engine.debug != debug:
                 return False
-            return same_key(engine.key, key) and _fits(module, engine)
+            # A checkpoint that could not be restored leaves no arrays.
+            return engine.state.stored() is not None and same_key(engine.key, key)
 
         if not serves(self._engine):
             self.forget()  # first, so that its arrays are not held as well as the new ones
@@ -90,25 +90,6 @@ class EvalCache:
                 # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.
                 engine.state.put(i, data.astype(stored.dtype))
                 self._copied_from[i] = array
-
-
-def _fits(module: TrainModule, engine: Engine) -> bool:
-    """Return whether the module's arrays have the shapes and dtypes of the engine's."""
-    state, held = engine.state, engine.pure.precision.held
-    parameters = set(jax.tree.leaves((state.index.params, state.index.frozen)))  # only these are held in another dtype
-    for _, leaf, i in state.module_leaves(module):
-        array, stored = _array(leaf), state.leaves[i]
-        # A checkpoint that could not be restored leaves nothing there.
-        if stored is None or not hasattr(array, "dtype"):
-            return False
-        impl = jax.random.key_impl(array) if is_key(array) else None
-        data = array if impl is None else jax.random.key_data(array)
-        dtype = jax.dtypes.canonicalize_dtype(data.dtype)
-        if held is not None and i in parameters and jnp.issubdtype(dtype, jnp.floating):
-            dtype = jnp.dtype(held)
-        if (impl, data.shape, dtype) != (state.layout.key_impls.get(i), stored.shape, stored.dtype):
-            return False
-    return True
 
 
 def _array(leaf: Any) -> Any:

@@ -15,7 +15,6 @@ from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import TrainState
 from jaxlit.engine.creation import init_state
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.shown import shown
@@ -92,18 +91,11 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
             "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "
             "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
         ) from error
-    blank, pure = _abstract_state(params, rest), PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
-    shardings = strategy.state_sharding(
-        blank, pure, None
-    )  # known before an array is: none is ever unsharded on a device
+    pure = PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
+    # Of a state without optimizer, known before an array exists: none is ever unsharded on a device.
+    blank = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, nnx.State({}), rest)
+    shardings = strategy.state_sharding(replace(blank, opt_state=()), pure, None)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
     built = nnx.merge(graphs[0], *arrays)
     share_hparams(built, traced[0])
     return built
-
-
-def _abstract_state(params: Any, model_state: Any) -> TrainState:
-    """Return the abstract state of a model with no optimizer, to ask a strategy for its shardings."""
-    empty = nnx.State({})
-    state = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, empty, model_state)
-    return replace(state, opt_state=())

@@ -3,11 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import copied, each_attribute, same
 from jaxlit.core.precision import Precision
+from jaxlit.leaf_names import is_key
 from jaxlit.strategies.base import Strategy
 
 _LIBRARIES = ("builtins", "flax", "jax", "jaxlit")
@@ -26,7 +28,7 @@ def program_key(module: TrainModule, strategy: Strategy, precision: Precision) -
     attributes = {path: at[name] for path, at, name in each_attribute(module)}  # the graph does not compare lists
     # A strategy may be set up for other devices meanwhile.
     compared = [strategy, dict(vars(strategy)), attributes, _methods(module)]
-    return (precision, eager, nnx.graphdef(module)), copied(compared)
+    return (precision, eager, _kinds(module, precision.held), nnx.graphdef(module)), copied(compared)
 
 
 def same_key(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
@@ -35,6 +37,18 @@ def same_key(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
         return a[0] == b[0] and same(a[1], b[1])
     except Exception:  # an attribute's own comparison, for example of arrays
         return False
+
+
+def _kinds(module: TrainModule, held: Any) -> list[Any]:
+    """Return the shape and dtype of each array of a module; floating ones are held in one dtype under bf16-true."""
+
+    def kind(x: Any) -> tuple[Any, ...]:
+        if is_key(x) or not hasattr(x, "dtype"):
+            return getattr(x, "shape", None), str(getattr(x, "dtype", type(x)))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return x.shape, str(held if held is not None and jnp.issubdtype(dtype, jnp.floating) else dtype)
+
+    return [kind(x) for x in jax.tree.leaves(nnx.as_pure(nnx.state(module)))]
 
 
 def _methods(module: TrainModule) -> list[Any]:

@@ -1,6 +1,6 @@
 """The loops of validation, test and prediction."""
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +22,8 @@ def sanity_check(run: Run) -> None:
     if not run.val or steps == 0:
         return
     # Batches that are drawn from an iterator now would be missing in the first validation.
-    most = math.inf if steps < 0 else steps
-    limits = [(source, min(math.inf if limit is None else limit, most)) for source, limit in run.val]
-    loaders = [(x, None if limit == math.inf else int(limit)) for x, limit in limits if not x.is_iterator]
+    most = sys.maxsize if steps < 0 else steps
+    loaders = [(x, min(sys.maxsize if limit is None else limit, most)) for x, limit in run.val if not x.is_iterator]
     run.control.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
@@ -54,11 +53,12 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
         run_loader(run, stage, idx, source, limit, keep=False)
         if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
             return []
-        end_loader(run, now, stage, f"/dataloader_idx_{idx}" if several else "")
+        end_loader(run, now, f"/dataloader_idx_{idx}" if several else "")
     log.loader = None  # the hooks below log for all loaders
     if now.reaches(Validating.EPOCH_END):
         hooks(f"on_{stage}_epoch_end")
-    take_logged(run, now, stage)
+    for total in log.take_evaluation(None):  # of hooks outside of the loaders: in the metrics of each
+        _put(now, total.metric, total.metric.epoch_name, float(total), now.found)
     if now.reaches(Validating.ROW) and not run.control.sanity_checking:
         log_row(run, now.row, max(run.position.global_step - 1, 0))
     # Before the hook: a checkpoint that it takes continues after the validation.
@@ -67,55 +67,40 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
     return now.found
 
 
-def end_loader(run: Run, now: Evaluation, stage: str, suffix: str) -> None:
+def end_loader(run: Run, now: Evaluation, suffix: str) -> None:
     """Show a loader's metrics, of its steps and of its batch hooks, and move to the next loader.
 
     Args:
         run: The run.
         now: The evaluation.
-        stage: "validation" or "test".
         suffix: What is appended to the name of a metric if there are several loaders.
 
     Raises:
         LogError: A name has two values.
     """
-    now.found.append({})  # before the loop, which looks for a name in the metrics of all loaders, with this one
+    now.found.append({})
     values: list[tuple[Metric, Any]] = []
     if now.sums is not None:  # an empty loader has no metrics
         values += zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True)
     values += [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(now.loader)]
     for metric, value in values:
-        if not metric.on_epoch:
-            continue
-        end = suffix if metric.add_dataloader_idx else ""
-        name = metric.epoch_name + end
-        if any(name in other for other in now.found):
-            raise LogError(
-                f"self.log({metric.name!r}, ...) in {stage} gives {name!r} to two values, of two loaders or of a step "
-                "and a hook. Rename one of them, or leave add_dataloader_idx=False out."
-            )
-        now.found[-1][name] = value
-        run.results.put_epoch(metric, value, end)
-        now.row |= {name: value} if metric.logger else {}
+        if metric.on_epoch:
+            end = suffix if metric.add_dataloader_idx else ""
+            _put(now, metric, metric.epoch_name + end, value, now.found[-1:])
+            run.results.put_epoch(metric, value, end)
     now.advance_loader()
 
 
-def take_logged(run: Run, now: Evaluation, stage: str) -> None:
-    """Add the values that hooks outside the loaders have logged to the metrics of each loader.
-
-    Raises:
-        LogError: A step or a batch hook logs the same name.
-    """
-    for total in run.hooks.log.take_evaluation(None):
-        name = total.metric.epoch_name
-        for metrics in now.found:
-            if name in metrics:
-                raise LogError(
-                    f"self.log({total.metric.name!r}, ...) in {total.hook}: a {stage} step or batch hook logs this "
-                    "name. Use another."
-                )
-            metrics[name] = float(total)
-        now.row |= {name: float(total)} if total.metric.logger else {}
+def _put(now: Evaluation, metric: Metric, name: str, value: float, loaders: list[dict[str, float]]) -> None:
+    """Add a value to the metrics of some loaders and to the row."""
+    if any(name in metrics for metrics in now.found):  # of all loaders
+        raise LogError(
+            f"self.log({metric.name!r}, ...) gives {name!r} to two values, of two loaders or of a step and a hook. "
+            "Rename one of them, or leave add_dataloader_idx=False out."
+        )
+    for metrics in loaders:
+        metrics[name] = value
+    now.row |= {name: value} if metric.logger else {}
 
 
 def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], keep: bool) -> list[list[Any]]:

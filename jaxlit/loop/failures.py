@@ -46,7 +46,9 @@ class Failures:
         position, name = self._position, f"{type(owner).__name__}.{hook}"
         batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
         at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
-        if not (isinstance(owner, Callback) and isinstance(error, Exception) and _forgives(owner, hook, error)):
+        # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.
+        ends = isinstance(error, NonFiniteError) or (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
+        if ends or not (isinstance(owner, Callback) and owner.may_fail and isinstance(error, Exception)):
             if note:
                 note_place(error, f"{name} {at}")
             return False
@@ -77,11 +79,3 @@ class Failures:
             if not self.tolerates(error, owner, hook):
                 raise
             return otherwise
-
-
-def _forgives(logger: Callback, hook: str, error: Exception) -> bool:
-    if not logger.may_fail or isinstance(
-        error, NonFiniteError
-    ):  # it may have saved a checkpoint, which checks the steps
-        return False
-    return not (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)

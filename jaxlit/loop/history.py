@@ -1,7 +1,7 @@
 """What was logged, kept to be looked at."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def __init__(self) -> None:
         self._curves: dict[str, _Curve] = {}
-        self.title: Callable[[], str] = str  # what is written above a picture
 
     def __getitem__(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         if name not in self._curves:
@@ -109,7 +108,6 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
         columns = min(len(pictures), 3)
         rows = -(-len(pictures) // columns)
         figure = matplotlib.Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
-        figure.suptitle(self.title())
         for k, group in enumerate(pictures.values()):
             axes = figure.add_subplot(rows, columns, k + 1)
             for name, color in colors(group).items():

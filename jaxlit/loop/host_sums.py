@@ -122,12 +122,11 @@ class HostLog:
             if any(metric.names & other.metric.names for other in totals.values() if other.metric.name != metric.name):
                 raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: another metric shows under this name.")
             total = totals[key] = Total(metric, self.hook)
-        if total.metric != metric:
+        if (total.metric, total.hook) != (metric, self.hook):
             raise LogError(
-                f"self.log({metric.name!r}, ...) in {self.hook} has other arguments than before. Log a name in one way."
+                f"self.log({metric.name!r}, ...) in {self.hook}: it was logged with other arguments, or in "
+                f"{total.hook}. Log a name in one way."
             )
-        if total.hook != self.hook:
-            raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: {total.hook} logs this name. Use another.")
         return total
 
     def add_traced(self, values: Mapping[str, Any]) -> None:

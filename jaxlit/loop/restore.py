@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import Phase
-from jaxlit.checkpoints.weights import Spec, match, report
+from jaxlit.checkpoints.weights import match, report
 from jaxlit.core.device_sums import table_of
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError
@@ -46,10 +46,11 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
         return _is_bookkeeping(name) and (name not in same or fresh)
 
-    gone, added = _other_callbacks(saved, wanted)
+    then, now = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
 
     def skip(name: str) -> bool:
-        return host(name) or _is_skipped(name, evaluates, reset_optimizer) or _callback(name) in {*gone, *added}
+        needless = not name.startswith("module.") if evaluates else reset_optimizer and name.startswith("opt_state")
+        return needless or host(name) or _callback(name) in then ^ now
 
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
@@ -59,7 +60,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
-    again = {*added, *(key for name, _, _ in rows if (key := _callback(name)))}
+    again = {*(now - then), *(key for name, _, _ in rows if (key := _callback(name)))}
     pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
     # The engine's arrays are freed first: both states together may not fit into the devices' memory.
@@ -73,17 +74,21 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
         for keys, text in (
-            (gone, "keeps the arrays of %s, which is not among the callbacks now."),
-            (added, "has no arrays of %s: they start again, from the restored parameters."),
+            (then - now, "keeps the arrays of %s, which is not among the callbacks now."),
+            (now - then, "has no arrays of %s: they start again, from the restored parameters."),
         ):
             if keys:
-                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(keys))
+                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
+        _check_counters(engine, checkpoint)
+
+
+def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     position = checkpoint.state["position"]
     # Between epochs the arrays still count in the one before.
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
     stated = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
     counted = tuple(engine.state.counters()[:count])
-    if not evaluates and stated != counted:
+    if stated != counted:
         raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {stated}, and its arrays of {counted}.")
 
 
@@ -93,29 +98,20 @@ def _callback(name: str) -> str | None:
     return match[1] if match else None
 
 
-def _other_callbacks(saved: list[Spec], wanted: list[Spec]) -> tuple[list[str], list[str]]:
-    """Return the keys of callbacks with arrays in the checkpoint only, and of those with arrays in the engine only."""
-    then, now = ([key for name, _, _ in specs if (key := _callback(name))] for specs in (saved, wanted))
-    return sorted({*then} - {*now}), sorted({*now} - {*then})
-
-
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
     saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.replica.stack_size
     table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
     conversions: dict[int, Any] = {}
+    filled, was = checkpoint.state["position"]["filled"], checkpoint.state["window_replicas"]
     for i, (name, _, _) in enumerate(saved):
-        if not _is_bookkeeping(name) or name in same:
+        of_window = name.startswith("window")
+        if not _is_bookkeeping(name) or name in same or (of_window and not filled):  # an empty one stays as it is
             continue
-        if name.startswith("window") and not checkpoint.state["position"]["filled"]:
-            continue  # an empty one is that of a fresh engine
         if name in _METRICS:
-            count = None if name == "sums" else replicas
-            conversions[i] = places[name], partial(table.refit, replicas=count)
-        elif name in places:
-            # A sum over rows: the first replica gets the sum of all.
-            was = checkpoint.state["window_replicas"] if name.startswith("window") else replicas
-            conversions[i] = places[name], partial(_refit, was=was, replicas=replicas)
+            conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
+        elif name in places:  # a sum over rows: the first replica gets the sum of all
+            conversions[i] = places[name], partial(_refit, was=was if of_window else replicas, replicas=replicas)
     return conversions
 
 
@@ -128,12 +124,6 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
 
 def _is_bookkeeping(name: str) -> bool:
     return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))
-
-
-def _is_skipped(name: str, evaluates: bool, reset_optimizer: bool) -> bool:
-    if evaluates:
-        return not name.startswith("module.")
-    return reset_optimizer and name.startswith("opt_state")
 
 
 @dataclass(frozen=True)

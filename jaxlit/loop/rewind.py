@@ -183,24 +183,22 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         results = diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])
     except Exception as error:
         return f"\n{which} could not be run again: {error!r:.300}", diagnose.took(None)
-    bad = [i for i, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
-    if not bad:
-        losses = ", ".join(f"{loss:.4g}" for loss, _ in results)
+    is_bad = [not (np.isfinite(loss) and not names) for loss, names in results]
+    if not any(is_bad):
         window = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
-            f"\n{which}, run again on these parameters, gave finite numbers (loss {losses}): {window}the loader gave "
-            "other data, the step draws other numbers each time, or gradients overflow when they are added up.",
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): {window}the "
+            "loader gave other data, the step draws other numbers each time, or gradients overflow when added up.",
             diagnose.took(None),
         )
-    (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])
-    took = (
-        [] if any(not np.isfinite(x) for x, _ in results) else diagnose.took({x for _, names in results for x in names})
-    )
+    first_bad = is_bad.index(True)
+    (loss, names), rows = results[first_bad], _not_finite(pairs[first_bad][0])
+    lost = any(not np.isfinite(x) for x, _ in results)
     gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (
-        f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that are "
-        f"not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}.",
-        took,
+        f"\nBatch {first + first_bad}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that "
+        f"are not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}.",
+        [] if lost else diagnose.took({name for _, names in results for name in names}),
     )
 
 

@@ -98,6 +98,12 @@ class Setup:
         hook, position = self.hooks.log.hook, self.position
         return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
+    def open_train(self) -> Loader:
+        """Open the training loader, and return it with its limit."""
+        ((source, limit),) = self.loaders.open("training", required=True)
+        self.train, self.val_every = (source, limit), validation_interval(self.settings, source, limit)
+        return self.train
+
     def close(self) -> None:
         """Close the loaders."""
         self.accumulate_left = self.settings.accumulate_grad_batches
@@ -125,12 +131,6 @@ class Setup:
         """The optimizer steps between rows, 0 for none."""
         every = self.settings.log_every_n_steps
         return self.control.log_every if isinstance(every, str) else every
-
-    @property
-    def trains(self) -> bool:
-        """Whether `limit_train_batches` leaves anything to train on."""
-        # A loader that is empty itself is an error, not a limit.
-        return self.train is not None and (self.train[1] != 0 or self.train[0].length == 0)
 
 
 @dataclass(kw_only=True)
@@ -208,17 +208,13 @@ class Run(Setup):
         """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
         if not self.control.should_stop:
             return False
-        min_epochs, min_steps = self.settings.min_epochs, self.settings.min_steps
-        if self.position.epoch >= min_epochs and self.position.global_step >= min_steps:
+        epochs, steps = self.settings.min_epochs, self.settings.min_steps
+        if self.position.epoch >= epochs and self.position.global_step >= steps:
             return True
         if not self._stop_logged:
-            self._stop_logged = True
-            _logger.info(
-                "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues.",
-                self.control.stop_reason,
-                min_epochs,
-                min_steps,
-            )
+            self._stop_logged, reason = True, self.control.stop_reason
+            text = "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues."
+            _logger.info(text, reason, epochs, steps)
         return False
 
     def check_notice(self) -> None:
@@ -230,9 +226,9 @@ class Run(Setup):
         """Print once that a signal ends training here, if one does."""
         if (number := self.control.signal) is not None and not self._signal_printed:
             self._signal_printed = True
-            name, again = ("Ctrl-C", " again") if number == signal.SIGINT else (signal.Signals(number).name, "")
-            place = f"{name}: stopping after step {self.position.global_step}."
-            say(f"{place} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            done = f"{name}: stopping after step {self.position.global_step}."
+            say(f"{done} Press Ctrl-C again to stop now (no checkpoint).", aside=True)
 
     def found_finite(self, step: int) -> None:
         """Forget the starts of the optimizer steps before `step`: they were finite."""

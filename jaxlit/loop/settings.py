@@ -130,16 +130,11 @@ class Settings(Arguments):
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     """Return the values that are checked one by one."""
-    devices, precision, windows = given["devices"], given["precision"], given["accumulate_grad_batches"]
+    devices, precision = given["devices"], given["precision"]
     if isinstance(devices, (list, tuple)):
         raise ArgumentTypeError(
             f"Trainer(devices={devices}) takes an int, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
             f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(devices)},), ('data',), devices=[...]))."
-        )
-    if isinstance(windows, dict):
-        raise ArgumentTypeError(
-            f"Trainer(accumulate_grad_batches=...) takes an int of at least 1, got {shown(windows)}. Pass "
-            f"callbacks=jl.callbacks.GradientAccumulationScheduler({shown(windows)}) for numbers that change by epoch."
         )
     if isinstance(devices, str) and devices.lstrip("-").isdecimal():  # as a shell gives it
         devices = int(devices)
@@ -149,12 +144,6 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     rule = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
     check.require(given["precision"] in PRECISIONS, "precision", given["precision"], rule, owner="Trainer")
     checked = {name: check_value(name, given[name]) for name, check_value in _CHECKS.items()}
-    for name, others, rule in (
-        ("default_root_dir", (type(None),), "takes a path"),
-        ("compile_cache", (bool,), "takes True, False or a path"),
-    ):
-        if not isinstance(folder := given[name], (str, Path, *others)):
-            raise ArgumentTypeError(f"Trainer({name}=...) {rule}, got {shown(folder)}.")
     checked["min_steps"] = checked["min_steps"] or 0
     if checked["min_epochs"] is None:  # as in Lightning a least number of steps alone keeps the first epoch going
         checked["min_epochs"] = int(checked["min_steps"] > 0)
@@ -196,6 +185,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "hang_timeout": _or_none(check.seconds),
     "max_in_flight": _int(1, "auto"),
     "debug": check.boolean,
+    "enable_checkpointing": check.boolean,
+    "enable_progress_bar": check.boolean,
+    "enable_model_summary": check.boolean,
 }
 
 
@@ -221,12 +213,6 @@ def _check_combinations(s: Settings) -> None:
             f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
             "Pass it, or leave both out."
         )
-    for stage in ("training", "validation") if s.overfit_batches else ():
-        name = STAGES[stage].limit
-        if (limit := getattr(s, name)) != 1.0 or not isinstance(limit, float):
-            raise ArgumentError(
-                f"Trainer(overfit_batches={s.overfit_batches}, {name}={limit}) names two limits. Leave {name} out."
-            )
     if s.resume is None:
         return
     if not isinstance(s.resume, (str, Path)) or not str(s.resume):

@@ -18,7 +18,7 @@ from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
-from jaxlit.loop.run import Run, validation_interval
+from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
 
@@ -30,7 +30,10 @@ def fit(run: Run) -> None:
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
-    if run.done or not run.trains:  # as in Lightning no train hook is called then
+    assert run.train is not None
+    source, limit = run.train
+    # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
+    if run.done or (limit == 0 and source.length != 0):
         run.print_signal()
         return
     note_monitor(run)
@@ -190,13 +193,8 @@ def end_batches(run: Run) -> None:
         # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
         position.end_batches(position.data)
     if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
-        _logger.warning(
-            "%s gave %d batches where %s %d. The last one ended the epoch.",
-            source.argument,
-            position.batch_idx,
-            "limit_train_batches asks for" if source.length is None else "its length promises",
-            limit,
-        )
+        text = "%s gave %d batches where its length or limit_train_batches promises %d: the last one ended the epoch."
+        _logger.warning(text, source.argument, position.batch_idx, limit)
 
 
 def end_epoch(run: Run) -> None:
@@ -232,8 +230,7 @@ def reload(run: Run) -> None:
         return
     if run.train is not None and run.loaders.from_hook("training"):
         run.train[0].close()
-        ((source, limit),) = run.loaders.open("training", required=True)
-        run.train, run.val_every = (source, limit), validation_interval(run.settings, source, limit)
+        run.open_train()
     if run.val and run.loaders.from_hook("validation"):
         for source, _ in run.val:
             source.close()

@@ -1,6 +1,7 @@
 """A run of Weights & Biases that cannot stop training, or keep it waiting."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,10 @@ if TYPE_CHECKING:
 STEP = "trainer/global_step"
 
 _MAX_WAITING = 10_000  # rows that a run may lag behind
-_MAX_COPIES = 3  # of checkpoints on the disk, while no upload arrives
-_LAST = 2.0  # seconds until the outcome of the last upload is known, once the run is finished
 
 
 class WandbRun:
-    """A run that is open. One thread gives rows to the SDK in order; another waits for uploads, which may take long.
+    """A run that is open. A thread gives everything to the SDK, in order.
 
     After a row that fails nothing more is sent: one line says so, and training continues.
 
@@ -36,10 +35,11 @@ class WandbRun:
         self.run: Any = run
         self._finish_timeout, self._raises, self._finishes = finish_timeout, raises, finishes
         self._error: Exception | None = None
-        self._failed = False
+        self._failed = self._skipped = False
         self._reasons: set[str] = set()  # of failures that were printed
-        self._copies, self._arrived_at = 0, 0.0  # checkpoints on their way, and when the newest of them arrived
-        self._rows, self._uploads = BackgroundQueue("wandb", self._fail), BackgroundQueue("wandb-upload", self._fail)
+        self._deadline = math.inf  # jobs that begin after it are left out
+        self._uploads: dict[str, Any] = {}  # artifacts by what they are of; the SDK sends them meanwhile
+        self._queue = BackgroundQueue("wandb", self._fail)
 
     def define_metric(self, name: str, **options: Any) -> None:
         """Define the axis of a metric, or what its summary is."""
@@ -84,29 +84,16 @@ class WandbRun:
         def send() -> None:
             import wandb
 
-            waited = time.monotonic() - self._arrived_at
-            if self._copies >= _MAX_COPIES and waited > self._finish_timeout:
-                raise TimeoutError(f"none before it has arrived for {waited:.0f} s")
             state = json.loads((path / "state.json").read_text())
             known = {"step": state["global_step"], "epoch": state["epoch"], **metadata}
             artifact = wandb.Artifact(name, type="model", metadata=known)
             # Offline the SDK must keep a copy until it is synced.
             artifact.add_dir(str(path), policy="immutable" if lasts and not self.run.offline else "mutable")
-            logged = self.run.log_artifact(artifact, aliases=list(aliases))
-            if self.run.offline:
-                return
-            self._arrived_at = self._arrived_at if self._copies else time.monotonic()
-            self._copies += 1
+            upload = self.run.log_artifact(artifact, aliases=list(aliases))
+            if not self.run.offline:
+                self._uploads[path.name] = upload
 
-            def wait() -> None:
-                try:
-                    logged.wait()  # only this raises if the server refuses one
-                finally:
-                    self._copies, self._arrived_at = self._copies - 1, time.monotonic()
-
-            self._do(wait, path.name)
-
-        self._do(send, path.name, self._rows)
+        self._do(send, path.name)
 
     def finish(self, *, failed: bool) -> None:
         """Wait until everything is sent, in bounded time, and close the run.
@@ -118,27 +105,28 @@ class WandbRun:
         later = f"; later: wandb sync {short_path(Path(self.run.dir).parent)}"
 
         def close() -> None:
+            for name, upload in self._uploads.items():
+                if time.monotonic() < self._deadline:
+                    self._work(lambda upload=upload: self._wait_for(upload), name)
             try:
                 if self._finishes:
                     self.run.finish(exit_code=int(failed))
             except Exception as error:
                 errors.append(error)
 
+        # Jobs have half of the time, then the SDK has its own limit.
+        self._deadline = start + self._finish_timeout / 2
+        self._queue.submit(close)
+        self._queue.stop()
         try:
-            # Jobs have half of the time, then the SDK has its own limit.
-            self._rows.wait_idle(self._finish_timeout / 2)
-            self._uploads.wait_idle(start + self._finish_timeout / 2 - time.monotonic())
-            self._rows.submit(close)
-            self._rows.stop()
-            self._uploads.stop()
-            if not self._rows.wait_idle(self._finish_timeout + MARGIN):
-                errors.append(TimeoutError(f"no end after {time.monotonic() - start:.0f} s"))
-            if not self._uploads.wait_idle(_LAST):
-                errors.append(TimeoutError("there was no time left"))
+            in_time = self._queue.wait_idle(1.5 * self._finish_timeout + MARGIN)
         except BaseException:  # a second Ctrl-C
             self._end(failed=True)
             say(f"W&B: the upload was interrupted{later}")
             raise
+        if not in_time or self._skipped:
+            why = "there was no time left" if in_time else f"no end after {time.monotonic() - start:.0f} s"
+            errors.append(TimeoutError(why))
         self._failed |= bool(errors)  # jobs that hang may continue later, and then print nothing
         self._end(failed=bool(errors))
         if self._raises and (error := next(iter(errors), self._error)) is not None:
@@ -146,42 +134,43 @@ class WandbRun:
         if errors:
             say(f"W&B: the upload did not finish ({first_line(errors[0])}){later}")
 
+    def _wait_for(self, upload: Any) -> None:
+        """Raise if the server has refused an upload, which nothing else reports."""
+        try:
+            upload.wait(math.ceil(self._deadline - time.monotonic()))
+        except Exception as error:
+            if not isinstance(error.__cause__, TimeoutError):  # the SDK's own limit is the one that counts
+                raise
+
     def _end(self, *, failed: bool) -> None:
         if self._finishes:
             end_run(self.run, failed=failed)
 
-    def _do(self, job: Callable[[], Any], what: str | None = None, jobs: BackgroundQueue | None = None) -> None:
-        """Hand a job to its thread.
-
-        Args:
-            job: The job.
-            what: What it sends, if a failure concerns that alone; None for rows, without which there is no run.
-            jobs: The thread; None for that of uploads if `what` is given.
+    def _do(self, job: Callable[[], Any], what: str | None = None) -> None:
+        """Hand a job to the thread; `what` is what it sends, if a failure concerns that alone.
 
         Raises:
             WandbError: Something has failed, and `raises` is set.
         """
         if self._raises and (error := self._error) is not None:
             raise WandbError(f"W&B failed: {first_line(error)}.") from error
-        if jobs is None:
-            jobs = self._rows if what is None else self._uploads
-        if len(jobs) > _MAX_WAITING:
+        if len(self._queue) > _MAX_WAITING:
             self._fail(TimeoutError(f"it is {_MAX_WAITING:,} rows behind"))
-
-        def work() -> None:
-            if self._failed:
-                return
-            try:
-                job()
-            except Exception as error:
-                if what is None or self._raises:
-                    raise
-                if (why := first_line(error)) not in self._reasons and not self._failed:
-                    self._reasons.add(why)
-                    say(f"W&B: {what} was not sent ({why})")
-
         if not self._failed:
-            jobs.submit(work)
+            self._queue.submit(lambda: self._work(job, what))
+
+    def _work(self, job: Callable[[], Any], what: str | None) -> None:
+        self._skipped |= time.monotonic() > self._deadline
+        if self._failed or self._skipped:
+            return
+        try:
+            job()
+        except Exception as error:
+            if what is None or self._raises:
+                raise
+            if (why := first_line(error)) not in self._reasons and not self._failed:
+                self._reasons.add(why)
+                say(f"W&B: {what} was not sent ({why})")
 
     def _fail(self, error: Exception) -> None:
         first, self._failed, self._error = not self._failed, True, self._error or error

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
-from jaxlit.core.step_notes import LINEN_AS_NNX
 from jaxlit.data.loaders import Loaders
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
@@ -56,9 +55,7 @@ def check_model(model: Any, stage: Stage) -> None:
     if not isinstance(model, (TrainModule, lazy)):
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
-        if isinstance(model, linen.Module):
-            hint = f" It is a linen module, which a TrainModule can hold: {LINEN_AS_NNX}."
-        elif isinstance(model, nnx.Module):
+        if isinstance(model, nnx.Module):
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
     cls = model.cls if isinstance(model, lazy) else type(model)

@@ -1,22 +1,24 @@
 """The callbacks that a Trainer adds, and how those of a run go together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.jsonl_logger import JSONLLogger
+from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
-from jaxlit.callbacks.model_summary import ModelSummary
+from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
 from jaxlit.core.hparams import hparams_of
+from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting, overrides
+from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting
 from jaxlit.loop.settings import Settings
 from jaxlit.notes import noting_place
+from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
 
@@ -62,7 +64,7 @@ def all_callbacks(settings: Settings) -> Given:
         (ModelCheckpoint, "enable_checkpointing"),
     ):
         present = next((c for c in callbacks if c.role == kind.role), None)
-        enabled = check.boolean(argument, getattr(settings, argument))
+        enabled = getattr(settings, argument)
         if present and not enabled:
             raise ArgumentError(
                 f"Trainer({argument}=False) with a {type(present).__name__} among the callbacks. Leave one of them out."
@@ -72,14 +74,22 @@ def all_callbacks(settings: Settings) -> Given:
     callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
-    saves = any(c.role == "checkpoint" or overrides(c, "on_safe_point") for c in callbacks)
-    if settings.nan_policy == "rollback" and not saves and not settings.fast_dev_run:
-        raise ArgumentError(
-            "Trainer(nan_policy='rollback', enable_checkpointing=False) has nothing to go back to. Leave "
-            "enable_checkpointing out."
-        )
     added = without(callbacks, [*given, *loggers])
     return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
+
+
+def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:
+    """Return the rows of the model's summary, as deep as that of the callbacks; none if it shows none."""
+    summary: Any = next((c for c in callbacks if c.role == "model_summary"), None)
+    depth = -1 if summary is None else summary.max_depth
+    return summarize(state, module, max_depth=depth, notes=notes) if depth else []
+
+
+def no_logger(media: MediaFolder) -> NoLogger:
+    """Return `trainer.logger` of a Trainer without loggers."""
+    logger = NoLogger()
+    logger._media = media
+    return logger
 
 
 def callbacks_of_module(module: Any) -> list[Callback]:

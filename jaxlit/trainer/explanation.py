@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jaxlit.callbacks.model_summary import summarize
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hooks
@@ -17,6 +16,7 @@ from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
 from jaxlit.table import count, duration, size, table
+from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,8 @@ class Explanation:
         if self.compile_seconds:
             each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
             lines.append(f"Compiling: {each}.")
-        blocks = [[*lines, *_hooks(self.hooks)]]
-        if self.shardings:
-            blocks.append(_shardings(self.shardings))
-        if self.programs:
-            blocks += [_programs(self.programs), _collectives(self.programs)]
+        tables = [_shardings(self.shardings), _programs(self.programs), _collectives(self.programs)]
+        blocks = [[*lines, *_hooks(self.hooks)], *(block for block in tables if len(block) > 1)]
         return "\n\n".join("\n".join(block) for block in blocks)
 
     __repr__ = __str__
@@ -127,9 +124,7 @@ def _numbered(keys: Sequence[tuple[str, ...]]) -> list[str]:
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.stored()) is None:
         return ()
-    summary: Any = next((c for c in run.hooks.callbacks if c.role == "model_summary"), None)
-    depth = -1 if summary is None else summary.max_depth
-    rows = summarize(state, run.module, max_depth=depth, notes=engine.strategy.notes) if depth else []
+    rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     of_module = (state.params, state.frozen)
     other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
@@ -161,11 +156,10 @@ def _shardings(parts: Sequence[StatePart]) -> list[str]:
 
 
 def _programs(programs: Sequence[ProgramCost]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("program", "FLOP", "arguments", "outputs", "temporaries", "aliased")]
+    columns = ("arguments", "outputs", "temporaries", "aliased")
+    rows: list[tuple[str, ...]] = [("program", "FLOP", *columns)]
     for x in programs:
-        memory = ("-",) * 4
-        if (m := x.memory) is not None:
-            memory = tuple(map(size, (m.arguments, m.outputs, m.temporaries, m.aliased)))
+        memory = ["-" if x.memory is None else size(getattr(x.memory, column)) for column in columns]
         rows.append((x.name, "-" if x.flops is None else _least(x.flops, count(x.flops.count)), *memory))
     return table(rows)
 
@@ -173,12 +167,9 @@ def _programs(programs: Sequence[ProgramCost]) -> list[str]:
 def _collectives(programs: Sequence[ProgramCost]) -> list[str]:
     rows: list[tuple[str, ...]] = [("program", "collective", "calls", "result bytes")]
     for program in programs:
-        if program.collectives is None:
-            rows.append((program.name, "-", "-", "-"))
-        elif not program.collectives:
-            rows.append((program.name, "none", "0", "0 B"))
-        for x in program.collectives or ():
-            rows.append((program.name, x.kind, _least(x, f"{x.calls:,}"), _least(x, size(x.bytes))))
+        sent = [(x.kind, _least(x, f"{x.calls:,}"), _least(x, size(x.bytes))) for x in program.collectives or ()]
+        none = ("-",) * 3 if program.collectives is None else ("none", "0", "0 B")
+        rows += [(program.name, *cells) for cells in sent or [none]]
     return table(rows, texts=2)
 
 

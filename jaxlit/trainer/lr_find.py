@@ -11,12 +11,11 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
-from jaxlit.core.side_tables import share_hparams
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
-from jaxlit.shown import shown
+from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
 
@@ -79,8 +78,8 @@ class LRFinder:
         clear = {k: fall for k, fall in falls.items() if fall is not None}
         if not clear:
             why = "the loss falls clearly at none of them" if falls else "there are too few finite losses to compare"
-            what = "a wider range of rates, more steps or larger batches" if falls else "more steps"
-            _logger.warning("lr_find suggests no rate of %d: %s. Try %s.", len(self.results["lr"]), why, what)
+            text = "lr_find suggests no rate of %d: %s. Try more steps, a wider range of rates or larger batches."
+            _logger.warning(text, len(self.results["lr"]), why)
             return None
         return self.results["lr"][max(clear, key=lambda k: clear[k])]
 
@@ -161,44 +160,46 @@ def lr_find(
         ArgumentError: An argument is out of its set, the loader can be read once only, the optimizer has no such
             hyperparameter, or the module no such attribute.
     """
-    owner, rule = "jl.lr_find", "takes a number above 0"
-    for value, kind, what in (
-        (trainer, Trainer, "a jl.Trainer first"),
-        (model, (TrainModule, lazy), "a module second"),
-    ):
-        if not isinstance(value, kind):
-            raise ArgumentTypeError(f"jl.lr_find(trainer, model, ...) takes {what}, got {shown(value)}.")
-    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
-    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
-    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
-    check.integer("num_training_steps", num_training_steps, low=2, owner=owner)
-    check.one_of("mode", mode, ("exponential", "linear"), owner=owner)
     if early_stop_threshold is not None:
-        check.positive("early_stop_threshold", early_stop_threshold, owner=owner)
+        check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
     if isinstance(train_dataloaders, Iterator):
         raise ArgumentError(
-            "jl.lr_find(train_dataloaders=...) got an iterator, whose batches the training would miss. Pass a loader "
-            "that starts again."
+            "jl.lr_find(train_dataloaders=...) takes a loader that starts again, got an iterator. Pass a list of it."
         )
     holder, name = _attribute(model, attr_name) if update_attr else (None, "")
-    rates = (np.geomspace if mode == "exponential" else np.linspace)(low, high, num_training_steps).tolist()
+    rates = _rates(min_lr, max_lr, num_training_steps, mode)
     test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
-    mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
-    trial = Trainer(
-        **{key: getattr(trainer.settings, key) for key in _SAME},
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        max_steps=num_training_steps,
-        callbacks=[*mine, test],
-        nan_policy="ignore",  # the largest rates may give no finite loss
-        limit_val_batches=0,
-        log_every_n_steps=0,
-    )
+    trial = _trial(trainer, test)
     trial.fit(_copied(model), train_dataloaders, datamodule=datamodule)
     if trial.interrupted:
         raise KeyboardInterrupt
     if holder is not None and (rate := test.finder.suggestion()) is not None:
         setattr(holder, name, rate)
     return test.finder
+
+
+def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
+    owner, rule = "jl.lr_find", "takes a number above 0"
+    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
+    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
+    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
+    check.integer("num_training_steps", steps, low=2, owner=owner)
+    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
+    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
+
+
+def _trial(trainer: Trainer, test: "_RangeTest") -> Trainer:
+    """Return a Trainer whose steps compute what those of another one will."""
+    mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
+    return Trainer(
+        **{key: getattr(trainer.settings, key) for key in _SAME},
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        max_steps=len(test.rates),
+        callbacks=[*mine, test],
+        nan_policy="ignore",  # the largest rates may give no finite loss
+        limit_val_batches=0,
+        log_every_n_steps=0,
+    )
 
 
 class _RangeTest(Callback):
@@ -247,17 +248,12 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
     """Return the object whose attribute is the rate, and the attribute's name.
 
     Raises:
-        ArgumentError: There is none, or the module is still to be built.
+        ArgumentError: There is none, as with a module that is still to be built.
     """
-    if isinstance(model, lazy):
-        raise ArgumentError(
-            "jl.lr_find(update_attr=True) sets an attribute of a module, and a lazy one is not built yet. Pass the "
-            "suggestion to jl.lazy(...)."
-        )
     for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
         if name in vars(model):
             return model, name
-        if name in model.hparams:
+        if name in getattr(model, "hparams", ()):  # a lazy module has none yet
             return model.hparams, name
     wanted = repr(attr_name) if attr_name else "'lr' or 'learning_rate'"
     raise ArgumentError(

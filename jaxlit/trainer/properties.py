@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.traits import steps_of
 from jaxlit.control import Control
 from jaxlit.core.log import active_collector
@@ -26,9 +25,9 @@ from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
-from jaxlit.reporting.terminal import short_path
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.defaults import no_logger
 from jaxlit.trainer.explanation import step_flops
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
@@ -93,19 +92,7 @@ class TrainerProperties(Arguments):
     log_dir: Path
 
     def __repr__(self) -> str:
-        try:
-            session = vars(self)["_session"]
-            settings, mesh, folder = session.settings, session.strategy.mesh, session.folder.known
-            parts = [
-                session.strategy.describe().split("\n")[0],
-                f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-                f"{session.epoch}{'' if settings.max_epochs is None else f' of {settings.max_epochs}'} epochs",
-                f"{session.position.global_step}{f' of {settings.max_steps}' if settings.max_steps >= 0 else ''} steps",
-                f"run {short_path(folder)}" if folder is not None else "",
-            ]
-            return f"<{type(self).__name__}: {', '.join(filter(None, parts))}>"
-        except Exception:  # a debugger shows a Trainer that is not complete yet, and a user's strategy may raise
-            return object.__repr__(self)
+        return f"{type(self).__name__}(epoch={self.current_epoch}, global_step={self.global_step})"
 
     @property
     def log_every_n_steps(self) -> int:
@@ -191,11 +178,7 @@ class TrainerProperties(Arguments):
     @property
     def logger(self) -> Any:
         """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which keeps pictures and the like only."""
-        for logger in self.loggers:
-            return logger
-        no_logger = NoLogger()
-        no_logger._media = self._session.media
-        return no_logger
+        return next(iter(self.loggers), None) or no_logger(self._session.media)
 
     # Any stands for None: a program knows whether it has one, and a check for None is allowed but not asked for.
     @property

@@ -95,9 +95,6 @@ class Session:
             step=lambda: max(self.position.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
-        self.results.history.title = lambda: (
-            type(self.module).__name__ + (f" · {self.folder.known.name}" if self.folder.known else "")
-        )
 
     @property
     def engine(self) -> Engine | None:
@@ -325,7 +322,7 @@ class Session:
         hooks, fitting = setup.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            open_fit(setup, self.strategy, resume)
+            open_fit(setup, resume)
         else:
             setup.val = setup.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.

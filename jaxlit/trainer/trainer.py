@@ -54,7 +54,7 @@ class Trainer(TrainerProperties):
         limit_test_batches: The same for `test`.
         limit_predict_batches: The same for `predict`.
         overfit_batches: Train on these few batches in every epoch, unshuffled, and validate on as many: a count, or a
-            fraction as a float; 0.0 is off.
+            fraction as a float, over the limits above; 0.0 is off.
         fast_dev_run: Run this many batches (True: one) of everything once, without loggers and early stopping.
         num_sanity_val_steps: Validation batches of each loader before training, -1 for all.
         val_check_interval: Training batches between validations, a fraction of an epoch, or a time like `max_time`.
@@ -331,7 +331,7 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.save(path)
+        self.saver.begin(path).wait()
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.

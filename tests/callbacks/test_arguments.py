@@ -35,9 +35,7 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "min_delta": ((-0.1, "0", INF), "at least 0"),
         "patience": ((-1, 1.5, True), "int of at least 0"),
         "mode": (("auto",), "'min', 'max'"),
-        **dict.fromkeys(("check_finite", "strict", "verbose"), (NOT_BOOL, "True or False")),
         "check_on_train_epoch_end": ((1,), "True or False"),
-        **dict.fromkeys(("stopping_threshold", "divergence_threshold"), (("low",), "number")),
     },
     "GradientAccumulationScheduler": {
         "scheduling": ((4, [(0, 4)], {0: 1.5}, {"0": 2}, {0: True}, {}, {-1: 2}, {0: 0}), "takes a dict"),
@@ -81,7 +79,6 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "Timer": {
         "duration": (("1:00", 5), "DD:HH:MM:SS"),
         "interval": (("steps",), "'step', 'epoch'"),
-        "verbose": (NOT_BOOL, "True or False"),
     },
     "WandbLogger": {
         "tags": (("one",), "list of strings"),

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.inside import stop_clocks
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
 from jaxlit import DataModule
-from jaxlit.callbacks import CSVLogger, Logger, NoLogger
+from jaxlit.callbacks import CSVLogger, Logger
 from jaxlit.errors import LoggerError, ModuleError, StateError
 
 
@@ -68,18 +67,6 @@ def test_hyperparameters_of_the_datamodule_come_first():
     assert {"size": 8, **TOLD} in logger.seen
 
 
-def test_its_time_is_told_with_that_of_the_hooks(monkeypatch):
-    clock = stop_clocks(monkeypatch)
-
-    class Slow(Logger):
-        def log_hyperparams(self, params):
-            clock.now += 0.25
-
-    trainer = fit(Scaled(3), numbered(1), logger=Slow())
-    found = {(x.owner, x.hook): (x.calls, x.seconds) for x in trainer.explain().hooks}
-    assert found["Slow", "log_hyperparams"] == (1, 0.25)
-
-
 def test_what_it_does_wrong_is_told_by_its_name():
     class Empty(Logger):
         def log_hyperparams(self):
@@ -105,13 +92,6 @@ def test_what_it_does_to_a_row_stays_with_it():
     fit(Scaled(3), numbered(2), logger=[Empties(), CSVLogger()], default_root_dir="run", log_every_n_steps=1)
     lines = Path("run/metrics.csv").read_text().splitlines()
     assert len(lines) == 3 and lines[0].startswith("step,epoch,") and lines[1].startswith("0,0,")
-
-
-def test_a_logger_without_hyperparameters_says_who_takes_them():
-    refuses(
-        LoggerError, lambda: Logger().log_hyperparams({"rate": 0.1}), "Logger cannot store hyperparameters.*CSVLogger"
-    )
-    NoLogger().log_hyperparams({"rate": 0.1})
 
 
 class Lightnings(Logger):

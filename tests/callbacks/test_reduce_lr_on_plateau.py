@@ -8,12 +8,12 @@ import optax
 import pytest
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean, module
-from kit.refusals import fit_refuses, refuses
+from kit.modules import module
+from kit.refusals import fit_refuses
 from kit.trainers import THREE, fit, thinned
 
 from jaxlit.callbacks import ReduceLROnPlateau
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import ArgumentError
 
 # Worked out by hand for factor=0.5, patience=2, min_delta=0.5, cooldown=1 and min_lr=0.3: a value, the rate after it.
 SEQUENCE = (
@@ -137,10 +137,3 @@ def test_another_hyperparameter_can_be_lowered() -> None:
 def test_an_unknown_hyperparameter_is_refused(tx, name, known) -> None:
     words = rf"{name}'.*{known}.*inject_hyperparams"
     fit_refuses(ArgumentError, words, model=sloping(tx), callbacks=[ReduceLROnPlateau("val", hyperparam=name)])
-
-
-@pytest.mark.parametrize(("val", "logged"), [(numbered(1), "loss, val"), (None, "loss")])
-def test_a_metric_that_is_not_logged_is_refused(val, logged) -> None:
-    model = module(Mean.training_step, tx=sgd(learning_rate=1.0))
-    call = lambda: fit(model, numbered(1), val, ReduceLROnPlateau("val/loss"))  # noqa: E731
-    refuses(LoggerError, call, f"val/loss.*Logged: {logged}")

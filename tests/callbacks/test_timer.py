@@ -9,7 +9,7 @@ from kit.batches import Stream, numbered
 from kit.inside import Clock, stop_clocks
 from kit.journal import at_batch, hooks
 from kit.modules import Mean
-from kit.refusals import fit_refuses, refuses
+from kit.refusals import fit_refuses
 from kit.trainers import BARE, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -114,18 +114,3 @@ def test_it_tells_how_long_each_stage_took(clock: Clock) -> None:
     assert seen == [None] * 4 and timer.end_time("test") == timer.start_time("test") + 15  # type: ignore[operator]
     fresh = Timer()
     assert [fresh.time_elapsed(stage) for stage in names] == [0] * 4 and fresh.start_time() is None
-
-
-def test_verbose_says_that_it_stopped_the_training(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "jaxlit")
-    for verbose, said in ((True, ["Timer(duration=0:00:05) is over: training took 0:00:06."]), (False, [])):
-        caplog.clear()
-        fit(Mean(), numbered(4), None, Timer({"seconds": 5}, verbose=verbose), ticks(clock, 3), **BARE)
-        assert [
-            r.getMessage() for r in caplog.records if "Timer" in r.getMessage() and "took" in r.getMessage()
-        ] == said
-
-
-def test_an_unknown_stage_is_refused() -> None:
-    refuses(ArgumentError, lambda: Timer().time_elapsed("training"), "'train', 'validate', 'test', 'predict'")
-    refuses(ArgumentError, lambda: make_trainer().stop_after(1.0, "late"), "Call it in on_fit_start or later")

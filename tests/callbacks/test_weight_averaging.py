@@ -159,11 +159,9 @@ def test_a_choice_that_does_not_match_parameters_is_refused(case: str) -> None:
     )
 
 
-def test_two_that_choose_and_one_without_arrays_are_refused() -> None:
+def test_two_that_choose_are_refused() -> None:
     both = [EMA(0.9), WeightAveraging()]
     fit_refuses(ModuleError, "EMA and WeightAveraging both", model=Validated(), train=BATCHES, callbacks=both)
-    without = hooks(eval_params=lambda arrays: arrays)
-    fit_refuses(ModuleError, "neither init_arrays", model=Validated(), train=BATCHES, callbacks=[without])
 
 
 def test_an_epoch_of_a_loader_without_a_length_is_refused() -> None:

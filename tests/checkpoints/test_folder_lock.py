@@ -54,7 +54,7 @@ def test_a_folder_is_held_once_in_a_process_by_any_path():
     lock = FolderLock(Path("a/held"))
     Path("link").symlink_to(Path("a/held").absolute())
     for path in ("a/held", "a/../a/held", "link"):
-        words = r"Two ModelCheckpoints of this program would write to .*dirpath"
+        words = r"Two ModelCheckpoints of this program would write to .*another folder"
         refuses(CheckpointError, lambda path=path: FolderLock(Path(path)), words)
     FolderLock(Path("other")).close()
     lock.close()

@@ -30,7 +30,7 @@ def test_what_a_metric_may_be() -> None:
 Log = Callable[[Any, Any], Any]
 REFUSED: dict[str, tuple[Log, tuple[str, ...]]] = {
     "an array": (lambda m, x: m.log("a", x), (r"self\.log\('a'", r"float32\[8, 1\]", r"Log value\.mean\(\)")),
-    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\[3, 3\]", "{'loss': loss,", "on_train_batch_end")),
+    "a matrix": (lambda m, x: m.log("a", jnp.eye(3)), (r"\[3, 3\]", "{'loss': loss,", "gets it as `outputs`")),
     **{
         f"a value {value!r}": (lambda m, x, v=value: m.log("a", v), (r"self\.log\('a', value\) in training_step", word))
         for value, word in (("high", "high"), (None, "None"), ([1.0], r"\[1\.0\]"), (1j, "1j"))
@@ -145,8 +145,11 @@ def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
 TWICE: dict[str, tuple[dict[str, int], str]] = {
     "in one hook": ({"on_train_batch_end": 2}, "twice in one on_train_batch_end"),
     "in one hook of the epoch": ({"on_train_epoch_end": 2}, "twice in one on_train_epoch_end"),
-    "in two hooks": ({"on_train_batch_start": 1, "on_train_batch_end": 1}, "on_train_batch_start logs this name"),
-    "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "on_validation_start logs this"),
+    "in two hooks": (
+        {"on_train_batch_start": 1, "on_train_batch_end": 1},
+        "or in on_train_batch_start",
+    ),
+    "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "or in on_validation_start"),
 }
 
 
@@ -162,7 +165,7 @@ def test_a_name_logged_twice_in_hooks_is_refused(case: str) -> None:
 
 def test_a_name_of_a_step_is_refused_in_the_hooks_around_it() -> None:
     for hook, name, words in (
-        ("on_validation_epoch_end", "val", "a validation step or batch hook logs this name"),
+        ("on_validation_epoch_end", "val", "gives 'val' to two values"),
         ("on_validation_batch_end", "val", "to two values, of two loaders or of a step and a hook"),
         ("on_train_batch_end", "loss", "training_step logs this name"),
     ):
@@ -174,7 +177,7 @@ def test_a_name_of_a_step_is_refused_in_the_hooks_around_it() -> None:
 def test_a_name_is_logged_in_one_way_by_a_hook() -> None:
     ways = iter((False, True))
     logs = hooks(on_train_batch_end=lambda t, module, *_: module.log("x", 1.0, prog_bar=next(ways), on_epoch=True))
-    with pytest.raises(LogError, match="'x'.*other arguments than before"):
+    with pytest.raises(LogError, match="'x'.*other arguments, or in"):
         fit(Mean(), numbered(2), None, logs)
 
 

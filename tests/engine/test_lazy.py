@@ -114,18 +114,6 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
     assert concrete and not any(concrete)
 
 
-def test_a_lazy_module_is_built_twice() -> None:
-    built = []
-
-    class Counted(Net):
-        def __init__(self, *, rngs: nnx.Rngs) -> None:
-            super().__init__(rngs=rngs)
-            built.append(len(jax.tree.leaves(nnx.state(self))))
-
-    fit(jl.lazy(Counted), random(1), strategy="fsdp")
-    assert len(built) == 2 and built[0] > 4
-
-
 def held() -> int:
     """Return the bytes that the first device holds."""
     gc.collect()

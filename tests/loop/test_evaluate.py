@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kit.batches import numbered, sized
 from kit.by_hand import mean
-from kit.journal import Journal, Rows, hooks
+from kit.journal import Rows, hooks
 from kit.modules import Mean, logging, module
 from kit.refusals import refuses
 from kit.trainers import THREE, fit, make_trainer, thinned
@@ -69,24 +69,6 @@ def test_the_means_of_an_evaluation_weigh_batches_by_their_rows() -> None:
 # The sanity check ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("steps", "limit", "batches"),
-    [
-        (0, 1.0, []),
-        (2, 1.0, [11, 12, 21]),
-        (-1, 1.0, [11, 12, 13, 21]),
-        (-1, 2, [11, 12, 21]),
-        (5, 2, [11, 12, 21]),
-    ],
-)
-def test_the_sanity_check_respects_the_limit_of_each_loader(steps: int, limit: float, batches: list[int]) -> None:
-    journal = Journal()
-    arguments = {"num_sanity_val_steps": steps, "limit_val_batches": limit, "check_val_every_n_epoch": 5}
-    fit(Mean(), numbered(1), [numbered(3, 11), numbered(1, 21)], journal, **arguments)
-    assert journal.batches["sanity"] == batches and journal.batches["validation"] == []
-    assert ("on_sanity_check_start" in journal.names) == (steps != 0)
-
-
 def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
     seen: list[dict[str, float]] = []
     look = hooks(on_train_start=lambda trainer, module: seen.append(dict(trainer.callback_metrics)))
@@ -98,12 +80,6 @@ def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
 
 
 # What it leaves as it was ----------------------------------------------------------------------------------
-
-
-def test_validation_inside_a_window_does_not_change_it() -> None:
-    model = Mean()
-    fit(model, numbered(5), numbered(2), val_check_interval=1, accumulate_grad_batches=3)
-    assert float(model.w[...][0]) == pytest.approx(mean([[1, 2, 3], [4, 5]]), rel=1e-6)
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
@@ -122,27 +98,6 @@ def test_evaluation_uses_the_weights_before_and_after_fit(is_lazy: bool) -> None
             trainer.fit(model, numbered(3))
         assert (trainer.current_epoch, trainer.global_step) == (1, 3)
     assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
-
-
-@pytest.mark.parametrize(("strategy", "verb"), [("single", "validate"), ("ddp", "test"), ("pmap", "validate")])
-def test_an_evaluation_has_the_step_of_the_fit_before_it(strategy: str, verb: str) -> None:
-    counts = lambda m, batch, i: m.log_dict({"at": m.global_step + 0.0, "in": m.current_epoch + 0.0})  # noqa: E731
-    trainer, model = make_trainer(strategy=strategy, max_epochs=2), logging(validation=counts)
-    assert getattr(trainer, verb)(model, numbered(3)) == [{"at": 0.0, "in": 0.0}]
-    trainer.fit(model, numbered(3))
-    assert getattr(trainer, verb)(None, numbered(3)) == [{"at": 6.0, "in": 2.0}]
-
-
-def test_evaluation_between_two_fits_changes_neither() -> None:
-    models = [Mean(), Mean()]
-    trainer, plain = make_trainer(max_epochs=2), make_trainer(max_epochs=2)
-    for _ in range(2):
-        trainer.fit(models[0], numbered(3))
-        trainer.validate(models[0], numbered(2, 50))
-        trainer.predict(models[0], numbered(2, 50))
-        plain.fit(models[1], numbered(3))
-        assert trainer.global_step == 6
-    np.testing.assert_array_equal(models[0].w[...], models[1].w[...])
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])

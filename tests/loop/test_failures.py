@@ -8,7 +8,7 @@ import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import HOOKS, hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
 
@@ -61,26 +61,6 @@ def test_the_note_names_callback_hook_epoch_batch_and_step(hook: str, place: str
     assert note == f"It was raised by Made.{hook} {place}."
 
 
-def test_an_error_through_nested_hooks_names_the_inner_one() -> None:
-    def save(trainer: Any, *_: Any) -> None:
-        trainer.saver.announce(trainer.callbacks[0], Path("any"))
-
-    outer, inner = hooks("Outer", on_train_batch_end=save), hooks("Inner", on_checkpoint_saved=raising)
-    note = note_of(lambda: fit(Mean(), numbered(3), None, outer, inner))
-    assert note == "It was raised by Inner.on_checkpoint_saved in epoch 0, batch 1 (global_step 1)."
-
-
-def test_errors_of_loader_hooks_and_states_name_their_place() -> None:
-    for name in ("train_dataloader", "configure_optimizers", "configure_callbacks"):
-        made = module(**{name: raising})
-        data = None if name == "train_dataloader" else numbered(1)
-        assert note_of(lambda made=made, data=data: fit(made, data)) == f"It was raised by Made.{name} (global_step 0)."
-    note = note_of(lambda: fit(module(on_before_batch_transfer=raising), numbered(1)))
-    assert note == "It was raised by Made.on_before_batch_transfer in epoch 0, batch 0 (global_step 0)."
-    note = note_of(lambda: fit(Mean(), numbered(1), None, hooks(state_dict=raising)))
-    assert note == "It was raised by Made.state_dict in epoch 0, batch 0 (global_step 0)."
-
-
 def keeping(**functions: Any) -> dict[str, Any]:
     """Return the functions of a callback that keeps an array, and looks into each step."""
     arrays = {"init_arrays": lambda params: {"a": jnp.zeros(())}, "update_arrays": lambda a, params, *_: (a, params)}
@@ -94,18 +74,6 @@ TRACED = ["init_arrays", "update_arrays", "trace_step"]
 def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
     note = note_of(lambda: fit(Mean(), numbered(3), None, hooks(**keeping(**{hook: raising})), **BARE))
     assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
-
-
-def test_errors_of_loading_states_name_their_place() -> None:
-    fit(Mean(), numbered(4), None, hooks(state_dict=lambda: {"a": 1}), default_root_dir="run")
-    resumes: Any = {"default_root_dir": "run", "resume": "auto", "max_epochs": 2}
-    taking = {"state_dict": lambda: {"a": 1}, "load_state_dict": raising}
-    note = note_of(lambda: fit(Mean(), numbered(4), None, hooks(**taking), **resumes))
-    assert note == "It was raised by Made.load_state_dict in epoch 1, batch 0 (global_step 4)."
-    made = {"train_dataloader": lambda self: numbered(2), "state_dict": raising}
-    data = type("Data", (jl.DataModule,), made)()
-    note = note_of(lambda: fit(Mean(), None, None, jl.callbacks.ModelCheckpoint(), datamodule=data))
-    assert note == "It was raised by Data.state_dict in epoch 0, batch 0 (global_step 0)."
 
 
 # Loggers that raise
@@ -175,39 +143,6 @@ class Seen(jl.Callback):
 
     def teardown(self, *_: Any) -> None:
         assert self.steps == 4
-
-
-def test_a_disabled_logger_is_called_again_in_the_next_run(caplog: Any) -> None:
-    calls: list[str] = []
-
-    def row(*_: Any) -> None:
-        calls.append("on_log")
-        raising()
-
-    other = {"on_train_batch_end": "batch", "on_train_end": "end", "teardown": "teardown"}
-    bad = logger_with(on_log=row, **{k: lambda *_, v=v: calls.append(v) for k, v in other.items()})
-    trainer = fit(Mean(), numbered(4), logger=bad, log_every_n_steps=2)
-    # The row of the second step is logged after the third.
-    assert calls == ["batch", "batch", "batch", "on_log", "teardown"]
-    assert len(warnings_of(caplog)) == 1
-    trainer.fit(Mean(), numbered(1))
-    assert calls[5:] == ["batch", "end", "teardown"]
-    trainer.validate(Mean(), numbered(1))
-    assert calls[8:] == ["on_log", "teardown"]
-    assert sum("is disabled" in text for text in warnings_of(caplog)) == 2
-
-
-def test_a_disabled_logger_gets_no_traced_values(caplog: Any) -> None:
-    calls: list[int] = []
-    functions = {"trace_step": lambda *_: {"seen": jnp.ones(2)}, "on_trace": lambda *_: calls.append(1)}
-    bad = logger_with(on_train_start=raising, **functions)
-    bad.trace_every_n_steps = 1
-    fit(Mean(), numbered(3), logger=bad)
-    assert calls == [] and len(warnings_of(caplog)) == 1
-    bad = logger_with(**functions)
-    bad.trace_every_n_steps = 1
-    fit(Mean(), numbered(3), logger=bad)
-    assert calls == [1, 1, 1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from kit.batches import Stream, numbered
+from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Mean
@@ -96,21 +96,6 @@ def test_a_stage_has_its_color_whatever_is_logged_first(names):
     assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
 
 
-@pytest.mark.parametrize(("values", "scale"), [([4.0, 0.1], "log"), ([4.0, 0.2], "linear"), ([0.0], "linear")])
-def test_the_axis_suits_the_values(values, scale):
-    history = History()
-    for step, value in enumerate(values):
-        history.add({"x": value}, 7 + step)
-    (axes,) = history.plot().axes
-    assert axes.get_yscale() == scale
-
-
-def test_the_title_names_the_module_and_the_run():
-    trainer = fit(Mean(), numbered(2))
-    assert trainer.history.plot().get_suptitle() == f"Mean · {trainer.run_dir.name}"
-    assert fit(Mean(), numbered(2), **BARE).history.plot().get_suptitle() == "Mean"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -144,8 +129,3 @@ def test_an_interval_above_an_epoch_or_training_is_told_before(arguments, words,
 def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
     trainer = fit(Mean(), numbered(batches), **BARE, **arguments)
     assert trainer.history["loss"][0].tolist() == steps
-
-
-def test_rows_of_a_loader_without_a_length_are_ten_steps_apart():
-    trainer = fit(Mean(), Stream(numbered(17)), **BARE, max_epochs=2)
-    assert trainer.history["loss"][0].tolist() == [9, 19, 29]

@@ -15,7 +15,7 @@ from kit.by_hand import mean
 from kit.journal import HOOKS, Journal, hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import fit, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError
@@ -234,19 +234,6 @@ def test_where_there_is_nothing_to_train_no_train_hook_comes(limit: dict[str, An
 
 # Owners ----------------------------------------------------------------------------------------------------
 
-OF_A_FIT = [name for name in HOOKS if not re.search("exception|on_log|on_trace|test|predict|checkpoint", name)]
-
-
-def test_a_callbacks_hook_comes_just_before_the_modules() -> None:
-    called: list[tuple[str, str]] = []
-    note = lambda who, name: lambda *args: called.append((who, name))  # noqa: E731
-    early = hooks(**{name: note("callback", name) for name in OF_A_FIT})
-    model = module(**{name: note("module", name) for name in OF_A_FIT})
-    fit(model, numbered(2), numbered(1), early, max_epochs=2)
-    assert {name for _, name in called} == set(OF_A_FIT)
-    assert [who for who, _ in called] == ["callback", "module"] * (len(called) // 2)
-    assert [name for who, name in called if who == "callback"] == [name for who, name in called if who == "module"]
-
 
 def test_hooks_get_the_host_batch_and_modules_no_trainer() -> None:
     got: list[Any] = []
@@ -286,20 +273,6 @@ def test_runs_last_holds_for_epoch_ends_and_safe_points() -> None:
         assert called[hook] == ["first 1", "first 2", "module", "last 1", "last 2"], hook
     for hook in early:
         assert called[hook] == ["last 1", "first 1", "last 2", "first 2", "module"], hook
-
-
-@pytest.mark.parametrize("owner", ["callback", "module"])
-def test_a_batch_hook_may_leave_out_dataloader_idx(owner: str) -> None:
-    called: list[int] = []
-    if owner == "callback":
-        callback = hooks(
-            on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: called.append(batch_idx)
-        )
-        make_trainer(callback).validate(Mean(), numbered(2))
-    else:
-        hook = lambda self, outputs, batch, batch_idx: called.append(batch_idx)  # noqa: E731
-        make_trainer().validate(module(on_validation_batch_end=hook), numbered(2))
-    assert called == [0, 1]
 
 
 def test_a_hook_with_a_wrong_signature_is_refused_at_once() -> None:
@@ -365,20 +338,6 @@ def test_a_hook_that_nothing_calls_is_refused_on_any_owner(name: str, word: str)
 
 
 # What an error leaves of the other hooks is in tests/trainer/test_endings.py.
-
-
-def test_a_hook_continues_after_an_error_that_it_catches() -> None:
-    def survive(trainer: jl.Trainer, module: Any) -> None:
-        with pytest.raises(RuntimeError, match="inside"):
-            trainer.save_checkpoint("kept")
-        module.log("after", 1.0)  # as on_train_epoch_end may, and on_save_checkpoint may not
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("inside")
-
-    inner = hooks(on_save_checkpoint=fail)
-    trainer = fit(Mean(), numbered(1), None, hooks(on_train_epoch_end=survive), inner, enable_checkpointing=False)
-    assert trainer.callback_metrics["after"] == 1.0
 
 
 def test_only_minus_one_of_any_integer_type_skips() -> None:

@@ -2,20 +2,18 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from kit import journal as kit_journal
-from kit.batches import Stream, numbered
-from kit.checkpoints import state_of
+from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.resume_model import (
     BATCH_SIZE,
-    Journal,
     RaisesAt,
     SavesAt,
     Stopped,
@@ -25,11 +23,9 @@ from kit.resume_model import (
     journal,
     loaders,
     make_trainer,
-    rows,
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
-from kit.trainers import make_trainer as kit_trainer
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -55,38 +51,6 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
 class SkipsTheRest(jl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 17 else None  # in the middle of a window
-
-
-class Plain(jl.DataModule):
-    """Its hooks make another loader in each epoch, from a count that only its state keeps."""
-
-    def __init__(self) -> None:
-        self.opened = 0
-
-    def train_dataloader(self) -> Any:
-        return jl.ArrayLoader(rows(101, self.opened % 2), BATCH_SIZE, shuffle=True, seed=7)
-
-    def val_dataloader(self) -> Any:
-        return loaders()[1]
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {name: x * np.float32(1 + self.opened) for name, x in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"opened": self.opened}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.opened = state_dict["opened"]
-
-
-class CountsInData(jl.Callback):
-    """Changes the DataModule at the end of each epoch."""
-
-    def __init__(self, data: Plain) -> None:
-        self.data = data
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.data.opened += 1
 
 
 # Each of what may be told, two at a time.
@@ -122,31 +86,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", thinned(OPTIONS, full=[*OPTIONS][2:4]))
 def test_training_goes_on_exactly_with(option: str, tmp_path: Path) -> None:
     assert cut_and_resume(tmp_path, **OPTIONS[option]) == {"lost": 0}
-
-
-@pytest.mark.full
-def test_a_datamodule_resumes_its_state_and_loaders(tmp_path: Path) -> None:
-    def run(name: str, seed: int, stop: Sequence[jl.Callback], **arguments: Any) -> jl.Trainer:
-        data = Plain()
-        trainer = make_trainer(
-            "single",
-            tmp_path / name,
-            [CountsInData(data), *stop],
-            f"journal{seed}",
-            reload_dataloaders_every_n_epochs=1,
-            val_check_interval=5,
-            max_epochs=3,
-            **arguments,
-        )
-        return fit(trainer, (data, None), seed=seed)
-
-    whole = run("whole", 0, [])
-    saves: dict[str, Any] = {"enable_checkpointing": True, "resume": "auto"}
-    with pytest.raises(Stopped):
-        run("cut", 0, [RaisesAt("on_safe_point", 19)], **saves)  # in the second epoch of 13 batches
-    last = run("cut", 1, [], **saves)
-    assert_is_the_end_of(journal(last), journal(whole), 20)
-    assert final(last) == final(whole)
 
 
 @pytest.mark.full
@@ -217,24 +156,6 @@ def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
-@pytest.mark.full
-def test_training_that_asked_to_stop_in_a_window_goes_on(tmp_path: Path) -> None:
-    def run(name: str, stop: Sequence[jl.Callback] = (), seed: int = 0, **arguments: Any) -> jl.Trainer:
-        # Without validation: a stop makes one more, which is in no training without it.
-        given = {"max_epochs": 2, "accumulate_grad_batches": 3, "log_every_n_steps": 1} | arguments
-        callbacks = [Journal(tmp_path / name / f"journal{seed}"), *stop]
-        trainer = kit_trainer(*callbacks, default_root_dir=tmp_path / name, **given)
-        return fit(trainer, (loaders()[0], None), seed=seed)
-
-    whole = run("whole")
-    cut = run("cut", [Does("on_train_batch_end", 24, lambda t: t.stop("enough"))], enable_checkpointing=True)
-    state = state_of(cut.checkpoint_callback.last_model_path)
-    assert state["position"]["filled"] == 25 - 23  # the window's last batch was
-    last = run("cut", seed=1, resume="auto")
-    assert_is_the_end_of(journal(last), journal(whole), 25)
-    assert final(last) == final(whole) and csv(last) == csv(whole)
-
-
 # What is over ----------------------------------------------------------------------------------------
 
 
@@ -294,13 +215,6 @@ def test_an_epoch_beyond_the_new_limit_ends_after_a_resume() -> None:
     mean_fit(numbered(8), SAVE)
     trainer, batches = mean_fit(numbered(8), limit_train_batches=3, ckpt_path="at")
     assert batches == [1, 2, 3] and (trainer.global_step, trainer.current_epoch) == (5 + 3, 2)
-
-
-@pytest.mark.parametrize("count", [4, 5])  # less than what was seen, and just that
-def test_a_loader_that_is_shorter_now_ends_the_epoch(count: int) -> None:
-    mean_fit(Stream(numbered(8)), SAVE)
-    trainer, batches = mean_fit(Stream(numbered(count)), ckpt_path="at")
-    assert batches == [*range(1, count + 1)] and (trainer.global_step, trainer.current_epoch) == (5 + count, 2)
 
 
 def test_another_accumulation_is_refused_inside_a_window() -> None:

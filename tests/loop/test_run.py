@@ -1,7 +1,6 @@
 """Every argument that limits a loop, alone and together, against a model of the loop in plain Python."""
 
 import datetime
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from kit.batches import ROWS, Stream, numbered
+from kit.batches import ROWS, numbered
 from kit.by_hand import mean
 from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
@@ -63,13 +62,6 @@ def test_overfit_batches_repeats_the_same_batches(overfit: float, count: int) ->
     assert [batch["x"].tolist() for batch in loader] == before  # the caller's loader still shuffles
 
 
-def test_overfit_batches_pins_a_loader_that_shuffles() -> None:
-    journal, count = Journal(), itertools.count()
-    endless = Stream({"x": np.full((ROWS, 1), n, np.float32)} for n in count)  # type: ignore[arg-type]
-    fit(Mean(), endless, None, journal, overfit_batches=2, max_epochs=3)
-    assert journal.batches["train"] == [0, 1] * 3
-
-
 @pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])
 def test_fast_dev_run_takes_that_many_batches_of_everything_once(given: int, count: int) -> None:
     journal, model = Journal(), Mean()
@@ -104,35 +96,6 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
 
 
 # When validation comes -------------------------------------------------------------------------------------
-
-
-VALIDATED = [
-    (6, 1, {"val_check_interval": 0.5}, [3, 6]),
-    (6, 2, {"val_check_interval": 2}, [2, 4, 6, 8, 10, 12]),
-    (6, 2, {"val_check_interval": 4}, [4, 10]),
-    (6, 2, {"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12]),
-    (3, 3, {"val_check_interval": 5, "check_val_every_n_epoch": None}, [5]),
-    (3, 4, {"check_val_every_n_epoch": 2}, [6, 12]),
-    (4, 4, {"check_val_every_n_epoch": 2, "val_check_interval": 0.5}, [6, 8, 14, 16]),
-    (5, 1, {"val_check_interval": 0.3}, [1, 2, 3, 4, 5]),
-    (5, 1, {"val_check_interval": 0.7}, [3]),
-    (6, 1, {"val_check_interval": 0.5, "limit_train_batches": 4}, [2, 4]),
-    (3, 2, {"val_check_interval": 1.0}, [3, 6]),
-    (4, 1, {"val_check_interval": 1, "accumulate_grad_batches": 3}, [1, 2, 3, 4]),
-]
-
-
-@pytest.mark.parametrize(("batches", "epochs", "arguments", "after"), thinned(VALIDATED, *VALIDATED[::3]))
-def test_validation_follows_the_batches_of_the_interval(
-    batches: int, epochs: int, arguments: dict[str, Any], after: list[int]
-) -> None:
-    done, found = [], []
-    watch = hooks(
-        on_train_batch_end=lambda *args: done.append(args[-1]), on_validation_start=lambda *_: found.append(len(done))
-    )
-    arguments = {"max_epochs": epochs, "num_sanity_val_steps": 0} | arguments
-    fit(Mean(), numbered(batches), numbered(1), watch, **arguments)
-    assert found == after and len(done) == epochs * min(batches, arguments.get("limit_train_batches", batches))
 
 
 class Clock:
@@ -200,25 +163,6 @@ def test_max_time_ends_after_the_batch_and_a_validation(clock: Clock, max_time: 
     assert trainer.stop_reason.startswith("max_time")
 
 
-def test_max_time_counts_from_the_start_of_each_fit(clock: Clock) -> None:
-    tick = hooks(on_train_batch_end=clock.advance(1))
-    trainer = make_trainer(tick, max_epochs=None, max_time={"seconds": 2}, **BARE)
-    for _ in range(2):
-        trainer.fit(Mean(), numbered(5))
-        assert trainer.global_step == 2
-        clock.now += 100
-    assert fit(Mean(), numbered(5), max_epochs=None, max_time={"seconds": 0}, **BARE).global_step == 1
-
-
-def test_max_time_ends_a_training_whose_epochs_are_all_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = itertools.count()
-    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1)
-    trainer = make_trainer(skip, max_epochs=None, max_time=datetime.timedelta(seconds=5), **BARE)
-    monkeypatch.setattr(time, "monotonic", lambda: next(count))
-    trainer.fit(Mean(), numbered(3))
-    assert trainer.global_step == 0 and trainer.stop_reason.startswith("max_time")
-
-
 STOPPED = [
     ({}, 1, 2),
     ({"min_epochs": 1}, 1, 3),
@@ -239,29 +183,6 @@ def test_a_stop_waits_for_min_epochs_and_min_steps(arguments: dict[str, Any], ep
     asked = at_batch(1, lambda trainer, module: trainer.stop("early"))
     trainer = fit(Mean(), numbered(3), None, asked, **({"max_epochs": 9} | arguments))
     assert (trainer.current_epoch, trainer.global_step) == (epochs, steps)
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "max_steps", "batches", "windows"),
-    [
-        (1, 4, [1, 2, 3, 4], [[1], [2], [3], [4]]),
-        (1, 7, [1, 2, 3, 4, 5, 1, 2], [[1], [2], [3], [4], [5], [1], [2]]),
-        (3, 1, [1, 2, 3], [[1, 2, 3]]),
-        (3, 2, [1, 2, 3, 4, 5], [[1, 2, 3], [4, 5]]),
-        (3, 3, [1, 2, 3, 4, 5, 1, 2, 3], [[1, 2, 3], [4, 5], [1, 2, 3]]),
-        (9, 1, [1, 2, 3, 4, 5], [[1, 2, 3, 4, 5]]),
-    ],
-)
-def test_max_steps_counts_optimizer_steps_and_ends_at_once(
-    accumulate: int, max_steps: int, batches: list[int], windows: list[list[int]]
-) -> None:
-    journal, model = Journal(), Mean()
-    arguments = {"max_epochs": None, "max_steps": max_steps, "accumulate_grad_batches": accumulate}
-    trainer = fit(model, numbered(5), numbered(1), journal, num_sanity_val_steps=0, **arguments)
-    assert journal.batches["train"] == batches and trainer.global_step == int(trainer.state.step) == max_steps
-    assert weight(model) == pytest.approx(mean(windows), rel=1e-6)
-    assert len(validations(journal)) == len(batches) // 5  # only an epoch that ended is validated
-    assert len(journal.named("on_train_epoch_end")) == trainer.current_epoch == -(-len(batches) // 5)
 
 
 # Loaders that are made again -------------------------------------------------------------------------------
@@ -291,30 +212,7 @@ def test_loader_hooks_are_asked_again_every_n_epochs(every: int, at: list[int], 
     assert weight(model) == pytest.approx(mean([[1 + epoch] for epoch in loaded]), rel=1e-6)
 
 
-def test_a_reloaded_loader_may_have_another_length() -> None:
-    lengths: list[Any] = []
-    journal = Journal()
-    watch = hooks(on_train_epoch_start=lambda trainer, module: lengths.append(trainer.num_training_batches))
-    model = module(train_dataloader=lambda self: numbered(2 + 2 * self.trainer.current_epoch))
-    arguments = {"reload_dataloaders_every_n_epochs": 1, "val_check_interval": 0.5, "num_sanity_val_steps": 0}
-    fit(model, None, numbered(1), watch, journal, max_epochs=2, **arguments)
-    assert lengths == [2, 4]
-    assert validations(journal) == [1, 2, 4, 6]
-
-
 # Counts ----------------------------------------------------------------------------------------------------
-
-
-def test_batch_counts_are_known_before_the_first_hook() -> None:
-    seen: list[Any] = []
-    look = hooks(
-        on_fit_start=lambda trainer, module: seen.append((trainer.num_training_batches, trainer.num_val_batches))
-    )
-    trainer = make_trainer(look, limit_train_batches=0.5, limit_val_batches=2)
-    trainer.fit(Mean(), numbered(5), [numbered(3), numbered(1)])
-    trainer.fit(Mean(), numbered(4))
-    assert seen == [(2, [2, 1]), (2, [])]
-    assert (trainer.num_training_batches, trainer.num_val_batches) == (2, [])
 
 
 ESTIMATED = [

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from kit.compiles import compiles
 from kit.journal import hooks, without_rates
 from kit.modules import module
 from kit.refusals import fit_refuses
-from kit.trainers import FOUR, SEVERAL, thinned
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.errors import LogError, ModuleError
@@ -99,53 +98,6 @@ def test_it_fires_on_the_last_step_of_each_n_across_epochs(every: int, accumulat
     assert sees.rows() == {step: {"grad": known[step][0]} for step in expected}
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(4, [3, 7]), (0, []), (1, list(range(10)))])
-def test_none_is_the_interval_of_rows(interval: int, expected: list[int]) -> None:
-    sees = Sees(None)
-    fit(sees, log_every_n_steps=interval)
-    assert sees.steps("trace") == list(sees.rows()) == expected
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_skipped_rest_of_an_epoch_shifts_nothing(accumulate: int) -> None:
-    sees, skip = Sees(2), hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 3 else None)
-    trainer = fit([sees, skip], range(1, 6), max_epochs=3, accumulate_grad_batches=accumulate)
-    used = {1: [1, 2, 3] * 3, 2: [1.5] * 3}[accumulate]  # half a window is dropped
-    assert trainer.global_step == len(used)
-    steps = list(range(1, len(used), 2))
-    assert sees.traces() == [(s, *walk(used)[s]) for s in steps]
-    assert sees.rows() == {s: {"grad": walk(used)[s][0]} for s in steps}
-
-
-def test_callbacks_with_other_intervals_have_other_steps() -> None:
-    both = [Sees(2, scalar="a"), Sees(3, scalar="b")]
-    fit(both, range(1, 7), max_epochs=1)
-    assert [callback.steps("trace") for callback in both] == [[1, 3, 5], [2, 5]]
-    known = walk(range(1, 7))
-    names = {1: "a", 2: "b", 3: "a", 5: "ab"}
-    assert both[0].rows() == {s: dict.fromkeys(names[s], known[s][0]) for s in (1, 2, 3, 5)}
-
-
-def test_equal_callbacks_get_their_own_traced_values() -> None:
-    @dataclass
-    class Scaled(jl.Callback):
-        factor: float
-
-        def __post_init__(self) -> None:
-            told[id(self)] = []
-            self.trace_every_n_steps = 2
-
-        def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-            return {"array": grads["w"][...] * self.factor}
-
-        def on_trace(self, trainer: Any, values: dict[str, np.ndarray], step: int) -> None:
-            told[id(self)].append(step)
-
-    told: dict[int, list[int]] = {}
-    fit([Scaled(2.0), Scaled(2.0)], max_epochs=1)
-    assert list(told.values()) == [[1, 3], [1, 3]]
-
-
 # Where it arrives ------------------------------------------------------------------------------------
 
 
@@ -178,25 +130,6 @@ def test_only_traced_scalars_make_rows() -> None:
     assert trainer.callback_metrics["grad"] == pytest.approx(walk(range(1, 7))[5][0], abs=1e-4)
 
 
-def test_validation_comes_behind_what_its_step_showed() -> None:
-    sees = Sees(2)
-    trainer = fit(sees, [1, 2, 3, 4], val=numbered(1, 7), max_epochs=1, val_check_interval=2)
-    assert trainer.callback_metrics["val"] == 7
-    order = [(event[0], event[1], sorted(event[2])) for event in sees.told if event[0] == "log"]
-    assert order == [(kind, s, ["epoch", x]) for s in (1, 3) for kind, x in (("log", "grad"), ("log", "val"))]
-
-
-@pytest.mark.parametrize("strategy", thinned(SEVERAL, "fsdp", "pmap", full=FOUR[1:]))
-def test_it_fires_alike_under_every_strategy_also_on_a_tail(strategy: str) -> None:
-    sees, known = Sees(2), walk([1, 2, 3] * 2)
-    batches = [{"x": np.full((n, 1), x, np.float32)} for n, x in ((16, 1), (16, 2), (5, 3))]
-    step = lambda self, batch: (self.log("value", batch["x"].mean()), jnp.mean(self.error(batch) ** 2))[1]  # noqa: E731
-    trainers.fit(module(step), batches, None, sees, strategy=strategy, max_epochs=2, log_every_n_steps=3)
-    assert sees.traces() == [(s, *known[s]) for s in (1, 3, 5)]
-    grads = {s: {"grad": known[s][0]} for s in (1, 3, 5)}
-    assert sees.rows() == grads | {2: {"value": 3}, 5: grads[5] | {"value": 3}}
-
-
 # What is refused -------------------------------------------------------------------------------------
 
 
@@ -212,28 +145,11 @@ def fails(grads: Any) -> Any:
     raise RuntimeError("not today")
 
 
-NO_DICT = r"Shows\.trace_step must return a dict of names and arrays, got"
-INTERVAL = r"Shows\.trace_every_n_steps takes an int of at least 0, or None .*got"
 REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
-    **{
-        f"no dict {i}": (ModuleError, NO_DICT, lambda x=x: [shows(x)])
-        for i, x in enumerate((None, 1.0, lambda g: g, lambda g: g["w"][...], lambda g: [1.0]))
-    },
-    "a tree": (ModuleError, NO_DICT, lambda: [shows(lambda g: {"tree": {"inner": g["w"][...]}})]),
-    **{
-        f"every {x!r}": (ModuleError, INTERVAL, lambda x=x: [shows({}, x)]) for x in (-1, 2.0, True, "2", np.float32(2))
-    },
-    "a step's name": (
-        LogError,
-        "Sees.trace_step returns 'loss', which training_step",
-        lambda: [Sees(50, scalar="loss")],
-    ),
-    "another's name": (
-        LogError,
-        r"Shows\.trace_step returns 'grad', which Sees\.trace_step logs",
-        lambda: [Sees(50), shows({"grad": jnp.zeros(())}, 70)],
-    ),
-    "its own class's": (LogError, r"Sees\.trace_step returns 'grad', which Sees", lambda: [Sees(50), Sees(70)]),
+    "no dict": (ModuleError, r"Shows\.trace_step must return a dict of names and arrays, got", lambda: [shows(1.0)]),
+    "every": (ModuleError, r"Shows\.trace_every_n_steps takes an int of at least 0, .*got", lambda: [shows({}, -1)]),
+    "a step's name": (LogError, "'loss', which training_step", lambda: [Sees(50, scalar="loss")]),
+    "another's": (LogError, r"'grad', which Sees", lambda: [Sees(50), shows({"grad": jnp.zeros(())}, 70)]),
     "an error": (RuntimeError, "not today", lambda: [shows(fails)]),
 }
 
@@ -244,23 +160,6 @@ def test_what_cannot_be_shown_is_refused_before_the_first_step(case: str) -> Non
     with compiles() as found:
         fit_refuses(kind, words, callbacks=made())
     assert not any("train_step" in name for name in found)
-
-
-@pytest.mark.parametrize(
-    ("hook", "takes"),
-    [
-        ("trace_step", lambda grads, updates: {}),
-        ("trace_step", lambda grads, updates, params, opt_state, more: {}),
-        ("on_trace", lambda trainer, values: None),
-        ("on_trace", lambda trainer, module, values, step: None),
-    ],
-)
-def test_other_arguments_are_refused(hook: str, takes: Any) -> None:
-    callback = Sees(100)
-    setattr(callback, hook, takes)
-    names = {"trace_step": "grads, updates, params, opt_state", "on_trace": "trainer, values, step"}[hook]
-    words = rf"Sees\.{hook}\(.*is called with \({names}\)\. Give it these arguments\."
-    fit_refuses(ModuleError, words, callbacks=[callback])
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
@@ -318,20 +217,6 @@ def test_a_resume_from_any_hook_goes_on_exactly() -> None:
         both = told[: at[place]] + sees.told
         for kind in ("trace", "log"):
             assert of_kind(kind, both) == of_kind(kind, told), place
-
-
-@pytest.mark.parametrize("bad", [3, 4])  # a step that fires, and one that does not
-def test_a_bad_step_that_is_left_out_keeps_its_place(bad: int) -> None:
-    values = [math.nan if i == bad else i + 1.0 for i in range(8)]
-    sees = Sees(2)
-    trainer = fit(sees, values, max_epochs=1, nan_policy="skip", log_every_n_steps=1)
-    assert trainer.global_step == 8
-    assert sees.steps("trace") == [1, 3, 5, 7]
-    known = walk([v for v in values if v == v])
-    known.insert(bad, [math.nan, known[bad][1]])
-    found = np.array([event[1:] for event in sees.traces()])
-    np.testing.assert_array_equal(found, np.array(known)[1::2])
-    np.testing.assert_array_equal([sees.rows()[s]["grad"] for s in (1, 3, 5, 7)], found[:, 0])
 
 
 @pytest.mark.parametrize(("bad", "log_every"), thinned([(4, 0), (5, 1), (4, 2), (5, 2)], (5, 1), (4, 2)))

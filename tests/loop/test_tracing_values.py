@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from kit.batches import random, sized
 from kit.compiles import compiles
-from kit.inside import leaf_name, leaves_of, lowered
+from kit.inside import leaf_name, lowered
 from kit.modules import Linear
 from kit.trainers import THREE, fit, splitting, thinned
 
@@ -162,25 +162,6 @@ def test_a_mixed_precision_shows_gradients_without_their_scale(strategy: str, pr
     assert_seen(first[0], [first[1][0]], [0], 4 * float(jnp.finfo(low).eps))
 
 
-@pytest.mark.parametrize("policy", ["skip", "ignore"])
-def test_a_step_that_is_left_out_shows_zero_updates(policy: str) -> None:
-    looks, batches = Looks(1), random(4, rows=16)
-    batches[1]["x"][4, 0] = np.nan
-    train([looks], batches, nan_policy=policy)
-    bad, after = looks.seen[1], looks.seen[2]
-    assert np.isnan(bad["grads/kernel"]).any()
-    if policy == "ignore":
-        assert np.isnan(bad["updates/kernel"]).any() and np.isnan(after["params/kernel"]).any()
-        return
-    assert not bad["updates/kernel"].any() and not bad["updates/bias"].any()
-    # The others continue as if it had not been.
-    expected = by_hand([batches[0], *batches[2:]])
-    assert_seen({i: looks.seen[k] for i, k in enumerate((0, 2, 3))}, expected, [0, 1, 2])
-    for name, x in bad.items():
-        if name.startswith("opt_state/"):
-            np.testing.assert_array_equal(x, looks.seen[0][name])
-
-
 # Programs --------------------------------------------------------------------------------------------
 
 BATCH = random(1, rows=16)[0]
@@ -227,17 +208,3 @@ def test_steps_that_do_not_fire_run_the_plain_program(strategy: str) -> None:
     expected = lowered(plain, "train_step", BATCH).as_text()
     assert lowered(looking, "train_step", BATCH).as_text() == expected
     assert lowered(looking, "traced", BATCH).as_text() != expected
-
-
-@pytest.mark.parametrize("strategy", thinned((*THREE, "pmap"), "shard_map"))
-def test_a_traced_step_overwrites_the_old_state(strategy: str) -> None:
-    class Holds(Norm):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            self.held = list(leaves_of(trainer))
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            gone[batch_idx] = {x.is_deleted() for x in self.held if x.size > 8}
-
-    gone: dict[int, set[bool]] = {}
-    train([Holds(2)], random(4, rows=16), strategy)
-    assert gone == {i: {True} for i in range(4)}

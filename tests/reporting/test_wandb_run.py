@@ -15,6 +15,7 @@ from kit.refusals import refuses
 from kit.waiting import held, interrupts
 from kit.wandb_runs import STEP, FakeRun
 
+from jaxlit.background import BackgroundQueue
 from jaxlit.reporting import wandb_run
 from jaxlit.reporting.wandb_run import WandbError, WandbRun
 
@@ -65,7 +66,7 @@ def test_a_failure_is_printed_once_or_raised_if_asked(call, capsys):
     refuses(WandbError, lambda: send(FakeRun(**{call: fail}), raises=True), "the service is gone")
     run = WandbRun(FakeRun(log=fail), 30.0, raises=True)
     run.log({})
-    assert run._rows.wait_idle(30)
+    assert run._queue.wait_idle(30)
     refuses(WandbError, lambda: run.log({}), "the service is gone")  # at a later row already
     assert capsys.readouterr().out == ""
 
@@ -79,8 +80,21 @@ def test_a_call_that_hangs_is_left_and_prints_nothing_later(call, capsys):
         assert returned == []
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("W&B: the upload did not finish (no end after") and line.endswith(SYNC)
-    assert found._rows.wait_idle(30) and run.codes == [0]
+    assert found._queue.wait_idle(30) and run.codes == [0]
     assert len(run.rows) == (1 if call == "log" else 50) and capsys.readouterr().out == ""
+
+
+def test_rows_without_time_left_are_one_line(monkeypatch, capsys):
+    wait_idle = BackgroundQueue.wait_idle
+    with held() as release:
+        monkeypatch.setattr(wandb_run, "MARGIN", 30.0)
+        monkeypatch.setattr(
+            BackgroundQueue, "wait_idle", lambda self, timeout: release.set() or wait_idle(self, timeout)
+        )
+        run = FakeRun(log=lambda row: release.wait(30))
+        send(run, 50, 1e-6)
+    assert len(run.rows) <= 1 and run.codes == [0]
+    assert capsys.readouterr().out == f"W&B: the upload did not finish (there was no time left); {SYNC}\n"
 
 
 def test_a_run_that_lags_behind_too_far_is_given_up(monkeypatch, capsys):
@@ -108,7 +122,6 @@ def test_a_failure_of_media_is_printed_once_and_stops_no_rows(capsys):
         found.log({"note": "a text"}, what="note")
         found.log(full, what="image")
         found.log({STEP: step})
-    assert found._uploads.wait_idle(30)
     found.finish(failed=False)
     assert [row[STEP] for row in run.rows if STEP in row] == [0, 1, 2]
     assert len(run.rows) == 6 and next(paths) == 3  # each may succeed
@@ -143,51 +156,38 @@ def upload(run, step, *, lasts=False):
 
 
 def test_a_checkpoint_may_be_deleted_once_it_is_taken():
-    with held() as release:
-        run = FakeRun(arrives=lambda: release.wait(30))
-        found = WandbRun(run, 30.0, raises=False)
-        for step in (1, 2):
-            upload(found, step)
-        assert found._rows.wait_idle(30)  # the SDK has its copies
-        shutil.rmtree("checkpoints/step_00000001")
+    found = WandbRun(run := FakeRun(), 30.0, raises=False)
+    for step in (1, 2):
+        upload(found, step)
+    assert found._queue.wait_idle(30)  # the SDK has its copies
+    shutil.rmtree("checkpoints/step_00000001")
     upload(found, 3, lasts=True)
     found.finish(failed=False)
     assert run.sent == ["1", "2", "3"]
     assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step_00000002", "step_00000003"]
 
 
-def test_a_run_that_gets_nowhere_keeps_few_copies(capsys):
-    with held() as release:
-        run = FakeRun(arrives=lambda: release.wait(30))
-        found = WandbRun(run, -1.0, raises=False)
-        for step in range(6):
-            upload(found, step)
-        assert found._rows.wait_idle(30)
-        found._finish_timeout = 30.0
-    found.finish(failed=False)
-    assert run.sent == ["0", "1", "2"]
-    assert capsys.readouterr().out == "W&B: step_00000003 was not sent (none before it has arrived for 0 s)\n"
+def test_a_refused_upload_is_printed_or_raised_if_asked(capsys):
+    def refused(timeout):
+        raise ValueError("the server is full")
+
+    def late(timeout):
+        raise RuntimeError("not yet") from TimeoutError()
+
+    for arrives, line in ((refused, "W&B: step_00000004 was not sent (the server is full)\n"), (late, "")):
+        upload(run := WandbRun(FakeRun(arrives=arrives), 30.0, raises=False), 4)
+        run.finish(failed=False)
+        assert capsys.readouterr().out == line
+        shutil.rmtree("checkpoints")
+    upload(run := WandbRun(FakeRun(arrives=refused), 30.0, raises=True), 5)
+    refuses(WandbError, lambda: run.finish(failed=False), "the server is full")
 
 
-def test_an_upload_that_fails_is_printed_by_its_name(capsys):
-    run = FakeRun(arrives=fail)
-    found = WandbRun(run, 30.0, raises=False)
-    upload(found, 4)
-    found.finish(failed=False)
-    assert capsys.readouterr().out == "W&B: step_00000004 was not sent (the service is gone)\n"
-
-
-def test_an_upload_that_fails_is_raised_if_asked():
-    upload(found := WandbRun(FakeRun(arrives=fail), 30.0, raises=True), 5)
-    refuses(WandbError, lambda: found.finish(failed=False), "the service is gone")
-
-
-@pytest.mark.parametrize("lasts", [True, False])
-def test_a_checkpoint_that_cannot_be_read_is_printed_once(lasts, capsys):
+def test_a_checkpoint_that_cannot_be_read_is_printed_once(capsys):
     run = FakeRun()
     found = WandbRun(run, 30.0, raises=False)
     for _ in range(2):
-        found.log_checkpoint(Path("step_00000001"), name="model", aliases=["x"], metadata={}, lasts=lasts)
+        found.log_checkpoint(Path("step_00000001"), name="model", aliases=["x"], metadata={}, lasts=True)
     found.finish(failed=False)
     assert capsys.readouterr().out == "W&B: step_00000001 was not sent (No such file or directory)\n"
     assert run.sent == []

@@ -197,37 +197,27 @@ def test_a_server_out_of_reach_changes_no_number(unreachable):
     assert ended.said["same"]
     rows = lambda name: [x.rstrip(",") for x in (folder / name / "metrics.csv").read_text().splitlines()[1:]]  # noqa: E731
     assert rows("run")[:-1] == rows("plain")  # the last is the test's
+    assert ended.said["ended"], "a service that hangs keeps the process"
 
 
 @pytest.mark.full
-def test_the_run_on_disk_has_the_trainings_id_in_two_parts(unreachable):
+def test_a_run_on_disk_has_one_id_and_lines_to_send_it(unreachable):
     folder, ended = unreachable
-    name = ended.said["id"]
+    name, files = ended.said["id"], run_files(folder / "run")
     assert ended.said["runs"] == [[name, "", True]] * 2
-    assert [path.name for path in run_files(folder / "run")] == [f"run-{name}.wandb"] * 2
+    assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
     (state,) = folder.glob("run/checkpoints/step_*/state.json")
     assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
     assert summary(folder / "run")["config"]["api_key"] == "<redacted>"
-    files = [path for path in (folder / "run/wandb").rglob("*") if path.is_file()]
-    assert [path for path in files if b"planted" in path.read_bytes()] == []
-
-
-@pytest.mark.full
-def test_one_line_tells_how_each_part_is_sent_later(unreachable):
-    folder, ended = unreachable
+    written = [path for path in (folder / "run/wandb").rglob("*") if path.is_file()]
+    assert [path for path in written if b"planted" in path.read_bytes()] == []
     first, second, third, hung = lines_of_wandb(ended)
     assert first.startswith("W&B offline (")
     assert second.startswith("W&B offline \N{MIDDLE DOT} ")
     assert third.startswith("W&B offline")
     assert hung.startswith("W&B: the upload did not finish (no end after")
     folders = [(folder / "here" / line.partition("wandb sync ")[2]).resolve() for line in (first, second)]
-    assert folders == [path.parent.resolve() for path in run_files(folder / "run")]
-
-
-@pytest.mark.full
-def test_a_service_that_hangs_does_not_keep_the_process(unreachable):
-    assert unreachable[1].said["ended"]
-    assert unreachable[1].code == 0
+    assert folders == [path.parent.resolve() for path in files]
 
 
 @pytest.mark.full

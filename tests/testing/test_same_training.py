@@ -1,5 +1,7 @@
 """The proofs that users can run: what they compare, with whom, and what they say of a strategy that is wrong."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,15 +59,25 @@ class Named:
         return "wrong"
 
 
+@dataclass(frozen=True)
+class Scaling(Replica):
+    """Multiplies the gradients that it reduces."""
+
+    factor: int = 1
+
+    def reduce_grads(self, grads, how, shardings):
+        return jax.tree.map(lambda g: self.factor * g, super().reduce_grads(grads, how, shardings))
+
+
 class Doubled(Named, jl.strategies.DDP):
-    def reduce_grads(self, replica, grads, how, to):
-        return jax.tree.map(lambda g: 2 * g, super().reduce_grads(replica, grads, how, to))
+    factor = 2
+
+    @property
+    def replica(self):
+        return Scaling(**vars(super().replica), factor=self.factor)
 
 
 class Miscounting(Named, jl.strategies.DDP):
-    def canonical(self, state):
-        return state
-
     def create_state(self, init, shardings, *inputs, donate=False):
         leaves = super().create_state(init, shardings, *inputs, donate=donate)
         one_more = lambda x: x + (x.shape == (3,) and x.dtype == jnp.int32)  # noqa: E731
@@ -80,15 +92,12 @@ class Shifted(Named, jl.strategies.DDP):
         return jax.tree.map(lambda x: x + 1e-3 if x.shape == (12,) and x.dtype == jnp.float32 else x, leaves)
 
 
-class Accumulating(Named, jl.strategies.DDP):
+class Accumulating(Doubled):
     """Is wrong only where batches are accumulated."""
 
     def state_sharding(self, state, model, example):
         self.factor = 1 if state.window is None else 2
         return super().state_sharding(state, model, example)
-
-    def reduce_grads(self, replica, grads, how, to):
-        return jax.tree.map(lambda g: self.factor * g, super().reduce_grads(replica, grads, how, to))
 
 
 class Forgetful(Replica):

@@ -81,16 +81,6 @@ def test_wrong_and_unknown_attributes_are_refused_when_set(name, value, words) -
     assert trainer.callbacks == before
 
 
-def test_callbacks_can_be_replaced_between_runs() -> None:
-    ran: list[str] = []
-    trainer, tells = make_trainer(), hooks(on_fit_start=lambda *_: ran.append("told"))
-    for given, kept in ((tells, [tells]), ([tells], [tells]), (None, [])):
-        trainer.callbacks = given
-        assert trainer.callbacks == kept
-        trainer.fit(Mean(), numbered(1))
-    assert ran == ["told"] * 2
-
-
 def windows(*counts: int) -> jl.Callback:
     """Return a callback that sets the batches of a step at the start of each epoch."""
     return hooks(on_train_epoch_start=lambda t, m: setattr(t, "accumulate_grad_batches", counts[t.current_epoch]))
@@ -125,15 +115,6 @@ def test_a_resume_keeps_an_accumulation_set_by_a_hook(counts: Any, batch: int) -
     assert train("cut") == train("whole")
 
 
-def test_another_number_of_the_trainer_wins_over_a_hooks() -> None:
-    stop = at_batch(1, lambda t, m: t.stop("enough"))
-    first = fit(Mean(), numbered(6), None, windows(1), stop, accumulate_grad_batches=2, default_root_dir="run")
-    assert first.global_step == 2
-    model = Mean()
-    fit(model, numbered(6), accumulate_grad_batches=4, default_root_dir="run", resume="auto")
-    assert float(model.w[0]) == pytest.approx(mean([[1.0], [2.0], [3.0, 4.0, 5.0, 6.0]]), rel=1e-5)
-
-
 def test_a_name_of_ones_own_may_be_set() -> None:
     class Mine(jl.Trainer):
         def __init__(self) -> None:
@@ -145,18 +126,6 @@ def test_a_name_of_ones_own_may_be_set() -> None:
     assert trainer.scratch == 4
 
 
-def test_a_repr_shows_progress_and_never_fails() -> None:
-    seen: list[str] = []
-    trainer = make_trainer(
-        hooks(on_train_batch_end=lambda t, *_: seen.append(repr(t))), max_epochs=3, strategy="ddp", logger=False
-    )
-    assert repr(trainer) == "<Trainer: DDP on mesh data=8, 8 x cpu, 0 of 3 epochs, 0 steps>"
-    trainer.fit(Mean(), jl.ArrayLoader({"x": np.ones((16, 1), np.float32)}, 8))
-    done = f"<Trainer: DDP on mesh data=8, 8 x cpu, 3 of 3 epochs, 6 steps, run {trainer.run_dir}>"
-    assert repr(trainer) == done and seen[2] == done.replace("3 of 3 epochs, 6", "1 of 3 epochs, 3")
-    trainer.max_steps, trainer.max_epochs = 9, None
-    assert ", 3 epochs, 6 of 9 steps, run " in repr(trainer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(trainer.strategy), "describe", lambda self: 1 / 0)
-        assert repr(trainer).startswith("<jaxlit.trainer.trainer.Trainer object at 0x")
-    assert repr(jl.Trainer.__new__(jl.Trainer)).startswith("<jaxlit.trainer.trainer.Trainer object at 0x")
+def test_a_repr_shows_how_far_training_is() -> None:
+    trainer = fit(Mean(), numbered(3), max_epochs=2)
+    assert repr(trainer) == "Trainer(epoch=2, global_step=6)"

@@ -84,13 +84,6 @@ def test_a_checkpoint_or_a_run_can_be_named_by_its_path(argument, run) -> None:
         begins("c", **{argument: "run/checkpoints/step_2"})
 
 
-def test_another_folder_leaves_the_resumed_run_unchanged(run) -> None:
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert begins("other", 5, resume="run") == 3
-    assert at(5, "other").exists()
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
 def test_a_fit_without_a_folder_continues_in_the_resumed_run(run) -> None:
     trainer = train(None, 4, resume="run")
     assert trainer.run_dir.resolve() == run.resolve() and at(4).exists() and not Path("runs").exists()
@@ -257,23 +250,6 @@ def test_what_a_new_training_does_not_take_is_named(pretrained, caplog) -> None:
     assert row == ["module.head", "float32[1]", "float32[2]"]
 
 
-def test_a_checkpoint_of_which_nothing_fits_is_refused(pretrained) -> None:
-    words = r"Nothing in .* fits Line by name and shape:(?s:.*)module\.w +nothing +float32\[1\](?s:.*)nnx\.update"
-    with pytest.raises(CheckpointError, match=words):
-        train("new", init_from=pretrained)
-
-
-def test_a_job_that_starts_again_goes_on_from_its_own_checkpoint(run, capsys) -> None:
-    weights = []
-    look = hooks(on_fit_start=lambda t, m: weights.append((t.global_step, float(m.w[...][0]))))
-    for epochs in (1, 2):
-        train("new", epochs, look, init_from=at(2), resume="auto")
-    after = weight(3)
-    assert weights == [(0, weight(2)), (1, after)]
-    out = capsys.readouterr().out
-    assert out.count("init_from: run/checkpoints/step_00000002 (step 2, epoch 2)") == 1
-
-
 def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0][t.global_step - 1]))
     train("run", 3, scores, ModelCheckpoint(monitor="score"))
@@ -294,11 +270,3 @@ def begins_with(path: str) -> float:
     found: list[float] = []
     train("new", 1, hooks(on_fit_start=lambda t, m: found.append(float(m.w[...][0]))), init_from=path)
     return found[0]
-
-
-def test_a_misfitting_checkpoint_names_init_from(run) -> None:
-    wide = module(base=Line, name="Wide", init=lambda self: setattr(self, "w", nnx.Param(np.zeros(2))))
-    with pytest.raises(
-        CheckpointError, match=r"For a new training .* pass fit\(init_from=path\)\. To continue with this"
-    ):
-        fit(wide, numbered(1), None, default_root_dir="new", max_epochs=4, ckpt_path="run")

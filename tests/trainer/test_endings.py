@@ -6,7 +6,6 @@ Real signals in real processes are in test_signals.py.
 import csv
 import math
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
-from kit.by_hand import mean
 from kit.checkpoints import bytes_of, names
 from kit.journal import HOOKS, Rows, hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
-from jaxlit.testing import faults
 
 EPOCHS, SIZE = 2, 5
 X = random(1, rows=20)[0]["x"]
@@ -126,37 +123,6 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "left"),
-    [
-        # An untrained model is worth nothing; without `save_on_exception` only epochs' ends are there.
-        ([meddler("on_train_batch_start", 1, fail)], []),
-        ([meddler("on_train_batch_end", 7, fail), ModelCheckpoint(save_on_exception=False)], [3]),
-    ],
-    ids=["the first batch", "save_on_exception"],
-)
-def test_what_is_not_worth_a_checkpoint_writes_none(callbacks, left) -> None:
-    with pytest.raises(RuntimeError):
-        train("run", *callbacks)
-    assert names() == [f"step_{k:08d}" for k in left]
-
-
-def test_an_error_keeps_its_type_if_no_checkpoint_fits(caplog) -> None:
-    def lose(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 4:
-            trainer.checkpoint_callback.finish(trainer)  # that of the epoch before
-            fault.__enter__()
-            fail()
-
-    fault = faults("run/checkpoints", at=1, kind="full")
-    try:
-        with pytest.raises(RuntimeError, match="mine"):
-            train("run", hooks(on_train_batch_end=lose))
-    finally:
-        fault.__exit__(None, None, None)
-    assert "No checkpoint of the error's place was written" in caplog.text and names() == ["step_00000003"]
-
-
-@pytest.mark.parametrize(
     ("hook", "at", "number"),
     thinned(
         [
@@ -194,15 +160,6 @@ def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, si
         assert getattr(ended.value, "code", "mine") == ("mine" if number is None else 143)
     assert Path(callback.last_model_path, "MANIFEST.json").exists() == (hook != "on_train_start")
     assert_goes_on(whole)
-
-
-def test_an_early_end_saves_what_is_not_among_the_best(signals) -> None:
-    """`save_last=False` is about checkpoints along the way; the place of an error or a Ctrl-C is always kept."""
-    callback = ModelCheckpoint(monitor="val", mode="max", save_last=False)
-    with pytest.raises(RuntimeError, match="mine"):
-        train("parts", meddler("on_train_batch_end", 8, fail), callback)
-    assert callback.last_model_path.endswith("step_00000004")
-    assert Path(callback.last_model_path, "MANIFEST.json").exists()
 
 
 def test_a_second_signal_leaves_whole_checkpoints_only(signals, whole) -> None:
@@ -301,47 +258,3 @@ def test_later_errors_are_notes_on_the_first_in_order() -> None:
     assert [note.split(" ")[0] for note in later] == ["Made.on_exception"] * 2 + ["Made.teardown"] * 2
     for note, part in zip(later, ("KeyError('a')", "SystemExit(3)", "OSError('b')", "'c'"), strict=True):
         assert part in note
-
-
-@pytest.mark.parametrize("error", [SystemExit(5), ValueError("in one")])
-def test_an_error_in_one_teardown_does_not_stop_the_others(error) -> None:
-    called: list[str] = []
-    tears = module(teardown=lambda self, stage: called.append("module"))
-    later = hooks(teardown=lambda *_: called.append("later"))
-    trainer = make_trainer(hooks(teardown=raising(error)), later)
-    with pytest.raises(type(error)) as raised:
-        trainer.fit(tears, numbered(1))
-    assert raised.value is error and called == ["later", "module"] and trainer.global_step == 1
-
-
-def test_the_trainer_runs_again_after_any_error() -> None:
-    places = ["setup", "on_validation_start", "on_train_start", "teardown"]  # the second in the sanity check
-    due: list[str] = []
-
-    def fail_in(hook: str) -> Callable[..., None]:
-        return lambda *_: raising(RuntimeError(due.pop()))() if due == [hook] else None
-
-    listener = Listener()
-    trainer = make_trainer(hooks(**{hook: fail_in(hook) for hook in places}), listener)
-    with pytest.raises(RuntimeError, match="no callbacks"):
-        trainer.fit(module(configure_callbacks=raising(RuntimeError("no callbacks"))), numbered(1))
-    assert listener.finished == 0  # as setup never came
-    for hook in places:
-        due.append(hook)
-        with pytest.raises(RuntimeError, match=hook):
-            trainer.fit(Mean(), numbered(2), numbered(1))
-        assert trainer.sanity_checking is False
-    made = Mean()
-    trainer.fit(made, numbered(2), numbered(1))
-    assert (trainer.current_epoch, trainer.global_step) == (1, 2)
-    assert float(made.w[...][0]) == mean([[1.0], [2.0]])
-
-
-def test_a_fit_in_another_thread_has_no_handlers_and_trains(signals) -> None:
-    now, inside = lambda: [signal.getsignal(n) for n in (2, 15)], list[Any]()
-    before, look = now(), hooks(on_train_start=lambda *_: inside.append(now()))
-    trainer = make_trainer(look)
-    thread = threading.Thread(target=trainer.fit, args=(Mean(), numbered(2)))
-    thread.start()
-    thread.join(120)
-    assert inside == [before] and trainer.global_step == 2

@@ -14,7 +14,6 @@ from kit.refusals import refuses
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
 
 
 @pytest.fixture
@@ -125,20 +124,6 @@ def test_a_hook_inside_another_is_counted_once(clock, fails) -> None:
     assert found["Inside", "teardown"] == found["Inside:1", "teardown"] == (1, 7, 7)
     assert found.get(("Inside", "on_exception")) == ((1, 7, 7) if fails else None)
     assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
-
-
-def test_it_may_be_asked_while_the_run_goes_on_and_not_before(clock) -> None:
-    def ask(trainer: Any, *_: Any) -> None:
-        told.append((times(trainer).get(("Asks", "on_train_batch_end")), trainer.explain().seconds))
-        clock.now += 1
-
-    told: list[Any] = []
-    trainer = make_trainer(hooks("Asks", on_train_batch_end=ask), **BARE)
-    assert trainer.compile_seconds == {}
-    refuses(ArgumentError, trainer.explain, r"Trainer\.explain has nothing to show.*after fit")
-    trainer.fit(Mean(), numbered(4))
-    assert [calls or (0, 0, 0) for calls, _ in told] == [(0, 0, 0), *((n, n, 1) for n in (1, 2, 3))]
-    assert [seconds for _, seconds in told] == [0, 1, 2, 3]
 
 
 def test_compile_seconds_are_those_jax_reports_for_the_run() -> None:

@@ -12,8 +12,7 @@ from flax import nnx
 from kit import trainers
 from kit.compiles import compiles
 from kit.inside import leaves_of
-from kit.journal import hooks
-from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, make_trainer, splitting, thinned
+from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.programs.cost import ProgramCost
@@ -132,65 +131,6 @@ def test_shardings_list_parameters_and_the_fullest_device(strategy) -> None:
     alone = trainer.strategy.mesh.size == 1
     assert parts["kernel"].partition == {"fsdp": "P('data')"}.get(strategy, "on cpu:0" if alone else "replicated")
     assert parts["(all)"].partition == ("on cpu:0" if alone else "replicated" if strategy == "ddp" else "mixed")
-
-
-def test_the_state_is_grouped_as_the_model_summary_groups_it(capsys) -> None:
-    class Two(One):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nnx.List([nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(5))])
-
-    def names(depth: int) -> list[str]:
-        trainer = make_trainer(jl.callbacks.ModelSummary(max_depth=depth), **BARE | {"enable_model_summary": True})
-        trainer.fit(Two(), batches())
-        return [part.name for part in trainer.explain().shardings]
-
-    rest = ["(optimizer)", "(other)", "(all)"]
-    assert names(-1) == ["kernel", "parts[0]", "parts[1]", *rest]
-    assert names(1) == ["kernel", "parts", *rest]
-    assert names(0) == ["(parameters)", *rest]
-    capsys.readouterr()
-
-
-def test_each_run_numbers_the_programs_of_its_loaders() -> None:
-    trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), val=[batches(), batches(rows=8)])
-    programs = costs(trainer)
-    assert [*programs] == ["train_step", "train_step_traced", "eval_step", "eval_step:1"]
-    assert [x.flops.count for x in programs.values() if x.flops] == [2 * PRODUCT] * 2 + [PRODUCT, PRODUCT * 8 // ROWS]
-    trainer.predict(trainer.module, batches())
-    assert [*costs(trainer)] == ["predict_step"]
-    trainer.validate(One(), batches())
-    assert [*costs(trainer)] == ["eval_step"]
-    assert [part.name for part in trainer.explain().shardings] == ["kernel", "(other)", "(all)"]
-
-
-def test_explain_before_the_first_step_has_the_state_only() -> None:
-    told: list[Any] = []
-    tell = lambda trainer, *_: told.append(trainer.explain())  # noqa: E731
-    trainer = fit(hooks("Tells", setup=tell, on_fit_start=tell, on_train_batch_end=tell), limit_val_batches=0)
-    setup, start, first, last = told
-    assert (setup.shardings, setup.programs, start.programs) == ((), (), ())
-    # The metrics have their columns once the step was traced.
-    assert start.shardings[:2] == last.shardings[:2]
-    assert [part.name for part in start.shardings] == ["kernel", "(optimizer)", "(other)", "(all)"]
-    assert last.shardings == trainer.explain().shardings
-    assert [x.name for x in first.programs] == ["train_step"] and first.programs == trainer.explain().programs
-
-
-def test_recompiling_for_explain_is_not_the_runs_time() -> None:
-    seconds: list[Any] = []
-
-    def ask(trainer: Any, *_: Any) -> None:
-        jax.clear_caches()
-        seconds.append(trainer.compile_seconds)
-        with compiles() as found:
-            assert [*costs(trainer)] == ["train_step"]
-        seconds.append(trainer.compile_seconds)
-        assert found == ["jit(train_step)"]
-
-    fit(hooks("Asks", on_train_epoch_end=ask), limit_val_batches=0)
-    before, after = seconds
-    assert before == after and before["train_step"] > 0
 
 
 def test_explanation_prints_aligned_tables() -> None:
