@@ -41,7 +41,7 @@ from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
-from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
 from jaxlit.trainer.opening import check_loaders, check_training, open_fit, restore_callbacks, warn_of_bad_step
@@ -179,17 +179,12 @@ class Session:
     # A run ------------------------------------------------------------------------------------------
 
     def set(self, name: str, value: Any) -> None:
-        """Set an argument, a field of the control, or the callbacks, from now on."""
-        if name == "callbacks":
-            self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-        elif name == "should_stop":
-            self.control.should_stop = value
-        else:
-            settings = self.settings.replace(name, value)
-            check_accumulation(self.active, settings)
-            self.settings = settings
-            if self.current is not None:
-                self.current.settings = settings
+        """Set an argument, from now on."""
+        settings = self.settings.replace(name, value)
+        check_accumulation(self.active, settings)
+        self.settings = settings
+        if self.current is not None:
+            self.current.settings = settings
 
     def run(
         self,
