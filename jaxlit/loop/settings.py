@@ -184,10 +184,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "data_timeout": _or_none(check.seconds),
     "hang_timeout": _or_none(check.seconds),
     "max_in_flight": _int(1, "auto"),
-    "debug": check.boolean,
-    "enable_checkpointing": check.boolean,
-    "enable_progress_bar": check.boolean,
-    "enable_model_summary": check.boolean,
+    **dict.fromkeys(
+        ("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean
+    ),
 }
 
 
@@ -202,12 +201,6 @@ def _check_combinations(s: Settings) -> None:
             f"Trainer(check_val_every_n_epoch=None, val_check_interval={s.val_check_interval}) counts across epochs, "
             "where a fraction has no meaning. Give val_check_interval as an int or a duration."
         )
-    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
-        low, high = getattr(s, least), getattr(s, most)
-        if high is not None and low > high >= 0:
-            raise ArgumentError(
-                f"Trainer({least}={low}, {most}={high}): the least is more than the most. Lower {least}."
-            )
     if s.gradient_clip_algorithm is not None and s.gradient_clip_val is None:
         raise ArgumentError(
             f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
@@ -215,12 +208,12 @@ def _check_combinations(s: Settings) -> None:
         )
     if s.resume is None:
         return
-    if not isinstance(s.resume, (str, Path)) or not str(s.resume):
+    if not isinstance(s.resume, (str, Path)):
         raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {shown(s.resume)}.")
-    if s.resume in ("last", "best"):
+    if s.resume in ("", "last", "best"):
         raise ArgumentError(
-            f"Trainer(resume={s.resume!r}): 'auto' continues from the newest checkpoint in default_root_dir. Pass it, "
-            f"a path, or fit(ckpt_path={s.resume!r})."
+            f"Trainer(resume={s.resume!r}) takes 'auto' for the newest checkpoint in default_root_dir, a path or None. "
+            f"Pass one of them, or fit(ckpt_path={s.resume!r})."
         )
     if s.resume == "auto" and s.default_root_dir is None:
         raise ArgumentError(
