@@ -134,9 +134,6 @@ class Hooks:
         self.bound: dict[str, Hook] = {}  # by name
         for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
-        for name in ("trace_step", "on_trace"):
-            if callable(getattr(type(module), name, None)):
-                raise ModuleError(f"{type(module).__name__}.{name} would never be called. Put it into a Callback.")
         for name in vars(Callback):
             if name.startswith("on_") or name in ("setup", "teardown"):
                 self._find(name)  # a wrong signature is refused now, not in the middle of training
@@ -216,8 +213,11 @@ def _nothing(*_: Any) -> None:
 
 def _refuse_gone(owner: Any) -> None:
     # If nothing called a hook of Lightning, the model would train without the hook's work, silently.
-    for name in filter(lambda name: callable(getattr(type(owner), name)), dir(type(owner))):
-        hint = f" {advice('hook')[name]}" if name in advice("hook") else ""
+    gone = dict(advice("hook"))
+    if not isinstance(owner, Callback):
+        gone |= dict.fromkeys(("trace_step", "on_trace"), "Put it into a Callback.")
+    for name in filter(lambda name: callable(getattr(type(owner), name, None)), dir(type(owner))):
+        hint = f" {gone[name]}" if name in gone else ""
         # A user's helper may begin with on_ as well: only a name that is nearly a hook is a misspelling.
         if not hint and name.startswith("on_") and name not in _HOOKS:
             hint = did_you_mean(name, _HOOKS, 0.9)
