@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxlit.checkpoints.files import Checkpoint, read
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.intake import named_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.loop.restore import load_engine
+from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run, Start
 from jaxlit.loop.snapshot import load_position
 
@@ -71,7 +72,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
     """
     engine, position = run.engine, run.position
     if isinstance(to, Checkpoint):
-        load_engine(engine, to)
+        load_engine(engine, Resume(to))
         was = load_position(to.state)
         _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
         same_epoch = position.go_back(was)
@@ -84,9 +85,8 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.results.history.clear(was.global_step)
     else:
         if to.filled and run.resume is not None:  # only the checkpoint has the gradients of that window
-            resume = run.resume
-            saved = read(resume.checkpoint.path)  # it may be deleted or damaged by now
-            load_engine(engine, saved, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+            saved = read(run.resume.checkpoint.path)  # it may be deleted or damaged by now
+            load_engine(engine, replace(run.resume, checkpoint=saved))
         else:
             engine.go_back(to.step, position.epoch, to.batch_idx)
         position.move_before(to.step, to.batch_idx, to.filled, to.data)

@@ -99,7 +99,7 @@ class Engines:
                 check_window(resume.checkpoint, run)
             else:
                 self._kept.forget_sources()
-            load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+            load_engine(engine, resume)
         if take_ownership and built is not None and (fitting or resume is None):
             self._built, built.seed = built, None if fitting else built.seed
         return engine
