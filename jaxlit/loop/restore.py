@@ -116,8 +116,9 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
         elif name in places:  # a sum over rows: the first replica gets the sum of all
-            conversions[i] = places[name], partial(
-                _refit, was=state["window_replicas"] if of_window else replicas, replicas=replicas
+            conversions[i] = (
+                places[name],
+                partial(_refit, was=state["window_replicas"] if of_window else replicas, replicas=replicas),
             )
     return conversions
 

@@ -184,9 +184,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "data_timeout": _or_none(check.seconds),
     "hang_timeout": _or_none(check.seconds),
     "max_in_flight": _int(1, "auto"),
-    **dict.fromkeys(
-        ("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean
-    ),
+    **dict.fromkeys(("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean),
 }
 
 

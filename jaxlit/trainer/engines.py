@@ -21,7 +21,7 @@ from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ModuleError, did_you_mean
+from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.loop.failures import Failures
 from jaxlit.loop.hooks import fitting, overrides
 from jaxlit.loop.restore import Resume, load_engine
@@ -153,18 +153,16 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
         wrt: The filter of what is trained.
 
     Raises:
-        ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
+        ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
     """
     freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
     parts, known = list[Part](), frozenset(names_in(module, wrt, ...))
     for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
         names, whose = frozenset(callback.names(module, wrt)), f"{type(callback).__name__}.names(...)"
-        wrong = sorted(map(str, names - known))
-        if wrong or not names:
-            hint = did_you_mean(wrong[0], known) if wrong else ""
+        if not names or not names <= known:
             raise ArgumentError(
-                f"{whose} takes names of trained parameters of {type(module).__name__}, got {shown(wrong)}.{hint} "
-                f"It has: {shown(sorted(known))}."
+                f"{whose} takes names of trained parameters of {type(module).__name__}, got "
+                f"{shown(sorted(names - known))}. It has: {shown(sorted(known))}."
             )
         if both := sorted(name for part in parts for name in part.names & names):
             raise ArgumentError(f"{whose} has {both[0]}, which another one has as well. Give each other parameters.")
@@ -182,15 +180,12 @@ def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, 
     """
     methods, keepers = ("init_arrays", "update_arrays"), {}
     for key, callback in keyed(callbacks, failed).items():
-        defined = [name for name in methods if overrides(callback, name)]
+        defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
         if len(defined) == 1:
-            name, (missing,) = type(callback).__name__, {*methods} - {*defined}
             raise ModuleError(
-                f"{name} defines {defined[0]} and no {missing}: a callback's arrays are made by one and changed by the "
-                f"other. Define {missing} too."
+                f"{type(callback).__name__} defines one of init_arrays and update_arrays: a callback's arrays are made "
+                "by the first and changed by the second. Define both."
             )
-        for name in defined:
-            fitting(callback, name)  # refused now: inside the traced step the error would be jax's
         if defined:
             keepers[key] = callback
     return keepers
