@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, read
+from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.intake import named_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run, Start
-from jaxlit.loop.snapshot import load_position
 
 _logger = logging.getLogger("jaxlit")
 
@@ -73,7 +73,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
     engine, position = run.engine, run.position
     if isinstance(to, Checkpoint):
         load_engine(engine, Resume(to))
-        was = load_position(to.state)
+        was = Position(**to.state["position"])
         _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
         same_epoch = position.go_back(was)
         # The arrays count as their checkpoint does, but the batches since then stay used.

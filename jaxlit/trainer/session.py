@@ -259,7 +259,7 @@ class Session:
             self.control.should_stop, self.control.stop_reason = False, None
         if resume is None:
             return self.position
-        position = snapshot.load_position(resume.checkpoint.state)
+        position = Position(**resume.checkpoint.state["position"])
         if fitting:  # an evaluation of a checkpoint leaves the training where it is
             self.position = position
         return position
