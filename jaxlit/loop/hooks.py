@@ -216,7 +216,7 @@ def _refuse_gone(owner: Any) -> None:
     gone = dict(advice("hook"))
     if not isinstance(owner, Callback):
         gone |= dict.fromkeys(("trace_step", "on_trace"), "Put it into a Callback.")
-    for name in filter(lambda name: callable(getattr(type(owner), name, None)), dir(type(owner))):
+    for name in (x for x in dir(type(owner)) if callable(getattr(type(owner), x, None))):
         hint = f" {gone[name]}" if name in gone else ""
         # A user's helper may begin with on_ as well: only a name that is nearly a hook is a misspelling.
         if not hint and name.startswith("on_") and name not in _HOOKS:

@@ -12,7 +12,6 @@ from jaxlit import checks as check
 from jaxlit.core.precision import PRECISIONS
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.shown import shown
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
 # What a trial of a few batches does once, whatever the other arguments say.
@@ -204,21 +203,12 @@ def _check_combinations(s: Settings) -> None:
             f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
             "Pass it, or leave both out."
         )
-    if s.resume is None:
-        return
-    if not isinstance(s.resume, (str, Path)):
-        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {shown(s.resume)}.")
-    if s.resume in ("", "last", "best"):
-        raise ArgumentError(
-            f"Trainer(resume={s.resume!r}) takes 'auto' for the newest checkpoint in default_root_dir, a path or None. "
-            f"Pass one of them, or fit(ckpt_path={s.resume!r})."
-        )
     if s.resume == "auto" and s.default_root_dir is None:
         raise ArgumentError(
             "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
             "Trainer(default_root_dir=...)."
         )
-    if s.fast_dev_run:
+    if s.resume is not None and s.fast_dev_run:
         raise ArgumentError(
             f"Trainer(resume={str(s.resume)!r}, fast_dev_run={s.fast_dev_run}): a trial of a few batches starts again. "
             "Leave one of them out."

@@ -24,7 +24,7 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.loop.failures import Failures
 from jaxlit.loop.hooks import fitting, overrides
-from jaxlit.loop.restore import Resume, load_engine
+from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Setup
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.snapshot import keyed
@@ -75,33 +75,28 @@ class Engines:
             self._built = _Built(model, loaders.module, settings.seed)
         return loaders.module, isinstance(model, lazy)
 
-    def make(
-        self, run: Setup, fitted: Engine | None, *, fitting: bool, take_ownership: bool, resume: Resume | None
-    ) -> Engine:
+    def make(self, run: Setup, fitted: Engine | None) -> Engine:
         """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
 
         Args:
             run: The run.
             fitted: The engine of the last fit.
-            fitting: Whether the run is one.
-            take_ownership: Whether the engine may overwrite the module's arrays.
-            resume: The checkpoint.
         """
-        built, settings = self._built, run.settings
-        if take_ownership:  # the engine gets its arrays, and may lose or overwrite them
+        built, resume = self._built, run.resume
+        if run.take_ownership:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
-        if fitting:
-            engine = self._of_fit(run, take_ownership)
+        if run.is_fit:
+            engine = self._of_fit(run)
         else:
-            engine = self.evaluator(run.module, settings, fitted, take_ownership=take_ownership)
+            engine = self.evaluator(run.module, run.settings, fitted, take_ownership=run.take_ownership)
         if resume is not None:
-            if fitting:
+            if run.is_fit:
                 check_window(resume.checkpoint, run)
             else:
                 self._kept.forget_sources()
             load_engine(engine, resume)
-        if take_ownership and built is not None and (fitting or resume is None):
-            self._built, built.seed = built, None if fitting else built.seed
+        if run.take_ownership and built is not None and (run.is_fit or resume is None):
+            self._built, built.seed = built, None if run.is_fit else built.seed
         return engine
 
     def evaluator(
@@ -116,7 +111,7 @@ class Engines:
         given = module, self._strategy, Precision(settings.precision)
         return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
-    def _of_fit(self, run: Setup, take_ownership: bool) -> Engine:
+    def _of_fit(self, run: Setup) -> Engine:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
@@ -140,7 +135,12 @@ class Engines:
         )
         precision = Precision(settings.precision)
         return Engine(
-            run.module, self._strategy, plan, precision=precision, debug=settings.debug, take_ownership=take_ownership
+            run.module,
+            self._strategy,
+            plan,
+            precision=precision,
+            debug=settings.debug,
+            take_ownership=run.take_ownership,
         )
 
 

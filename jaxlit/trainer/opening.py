@@ -10,14 +10,13 @@ from jaxlit.core.step_module import is_in_eval_mode
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.restore import Resume
 from jaxlit.loop.run import Setup
 from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
 
-def open_fit(run: Setup, resume: Resume | None) -> None:
+def open_fit(run: Setup) -> None:
     """Open the loaders of a fit.
 
     Raises:
@@ -45,10 +44,10 @@ def open_fit(run: Setup, resume: Resume | None) -> None:
             "Pass a datamodule, or define train_dataloader in the module."
         )
     run.count_batches()
-    if resume is not None:
+    if run.resume is not None:
         for stage, pairs in (("training", [train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
-                snapshot.load_loader(source, resume.checkpoint.state, stage, idx)
+                snapshot.load_loader(source, run.resume.checkpoint.state, stage, idx)
         run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
