@@ -1,7 +1,6 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ from jaxlit.trainer.building import build, check_model
 from jaxlit.trainer.opening import check_window
 
 
-@dataclass
-class _Built:
-    """The newest module that was built of a `lazy` one."""
-
-    model: lazy
-    module: TrainModule
-    seed: int | None  # that of its weights; None once a fit has trained them
-
-
 class Engines:
     """Makes the engine of each run; what an evaluation needs is kept for the next one.
 
@@ -54,7 +44,8 @@ class Engines:
     def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
         use_compile_cache(compile_cache)
         self._strategy, self._kept = strategy, EvalCache()
-        self._built: _Built | None = None
+        # The newest module that was built of a lazy one, and the seed of its weights, None once a fit has trained them.
+        self._built: tuple[lazy, TrainModule, int | None] | None = None
 
     def module_of(
         self, model: TrainModule | lazy, stage: Stage, loaders: Loaders, settings: Settings
@@ -65,14 +56,13 @@ class Engines:
         """
         check_model(model, stage)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
-        last = self._built
-        known = last is not None and last.model is model and last.seed in (None, settings.seed)
-        if last is not None and known and stage.verb != "fit":
-            loaders.module = last.module
-            return last.module, False
+        if stage.verb != "fit" and self._built is not None:
+            known, loaders.module, seed = self._built
+            if known is model and seed in (None, settings.seed):
+                return loaders.module, False
         loaders.module = build(model, stage, loaders, self._strategy, settings)
         if isinstance(model, lazy):
-            self._built = _Built(model, loaders.module, settings.seed)
+            self._built = model, loaders.module, settings.seed
         return loaders.module, isinstance(model, lazy)
 
     def make(self, run: Setup, fitted: Engine | None) -> Engine:
@@ -96,7 +86,7 @@ class Engines:
                 self._kept.forget_sources()
             load_engine(engine, resume)
         if run.take_ownership and built is not None and (run.is_fit or resume is None):
-            self._built, built.seed = built, None if run.is_fit else built.seed
+            self._built = (*built[:2], None) if run.is_fit else built
         return engine
 
     def evaluator(

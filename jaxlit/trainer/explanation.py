@@ -1,7 +1,7 @@
 """Where the time of a run went, how its state is sharded, and what its programs cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
@@ -21,7 +21,7 @@ from jaxlit.trainer.defaults import state_rows
 class HookTime:
     """How long one owner's hook kept the loop waiting, without hooks that ran inside it."""
 
-    owner: str  # the callback's class, the module's or the DataModule's; "Class:1" for the second of a class
+    owner: str  # the callback's class, the module's or the DataModule's
     hook: str
     calls: int
     seconds: float  # of all calls
@@ -80,22 +80,13 @@ def explain(run: Setup | None) -> Explanation:
     """
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from a hook.")
-    functions = run.hooks.functions()
-    owners = _numbered([(f.owner, hook) for hook, f in functions])
-    spent = [
-        HookTime(owner, hook, f.calls, f.seconds, f.longest)
-        for owner, (hook, f) in zip(owners, functions, strict=True)
-        if f.calls
-    ]
-    hooks, seconds = sorted(spent, key=lambda hook: -hook.seconds), run.seconds
+    spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
+    hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
     if not isinstance(run, Run):  # its loops have not begun
-        return Explanation(hooks, seconds, dict(run.compiles.seconds))
-    # What jax has forgotten meanwhile is compiled again, which is not the run's.
-    with run.compiles.paused():
-        costs = [program.cost for program in run.engine.programs]
-    names = _numbered([(cost.name,) for cost in costs])  # those of several loaders have one name
-    programs = tuple(replace(cost, name=name) for name, cost in zip(names, costs, strict=True))
-    return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
+        return Explanation(hooks, run.seconds, dict(run.compiles.seconds))
+    with run.compiles.paused():  # what jax has forgotten meanwhile is compiled again, which is not the run's
+        programs = tuple(program.cost for program in run.engine.programs)
+    return Explanation(hooks, run.seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
 
 
 @out_of_meshes
@@ -106,12 +97,6 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
     with run.compiles.paused():
         counted = [(program.name, program.flops) for program in reversed(run.engine.programs)]
     return {name: flops for name, flops in counted if flops is not None}
-
-
-def _numbered(keys: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the name that each key begins with; of several equal keys as "name", "name:1" and so on."""
-    counts = [keys[:i].count(key) for i, key in enumerate(keys)]
-    return [f"{key[0]}:{count}" if count else key[0] for key, count in zip(keys, counts, strict=True)]
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:

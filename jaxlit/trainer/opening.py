@@ -96,14 +96,12 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     """Print that a checkpoint was written before a step that was not finite, and what happens now."""
     if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
         return
-    then = (
-        "nan_policy='ignore' trains on it now" if nan_policy == "ignore" else f"nan_policy={nan_policy!r} holds again"
+    first, end = bad["batches"]
+    took = f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
+    say(
+        f"resume: step {bad['step']} (epoch {bad['epoch']}, batches {first} to {end - 1}) was not finite: now it runs "
+        f"under nan_policy={nan_policy!r}.{took * bool(bad['optimizer'])}"
     )
-    took = (
-        bad["optimizer"] and f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
-    )
-    batches = "batches {} to {}".format(bad["batches"][0], bad["batches"][1] - 1)
-    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then}.{took or ''}")
 
 
 def check_window(checkpoint: Checkpoint, run: Setup) -> None:
