@@ -55,7 +55,7 @@ class Tracing:
             owner = f"{type(callback).__name__}.{TRACED}"
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
-            shapes = self._hooks.failed.ask(callback, TRACED, trace, _DISABLED)
+            shapes = self._hooks.ask(callback, TRACED, trace, _DISABLED)
             if shapes is _DISABLED:
                 self._every.remove((callback, every))
                 self.seek(self.next)

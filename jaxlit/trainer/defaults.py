@@ -145,7 +145,7 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
 def log_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
-    loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]
+    loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.may_run(c, name)]
     takes = [c for c in loggers if c.hyperparams_of_module and c.takes_hyperparams]
     functions = [TimedFunction(c, partial(_log_hyperparams, fitting(c, name, ["params"]))) for c in takes]
     hooks.bound[name] = Hook(hooks, name, functions)
