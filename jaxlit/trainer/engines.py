@@ -103,8 +103,7 @@ class Engines:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
-        assert run.train is not None
-        example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
+        example = run.loaders.intake_of(run.training[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := jax.process_count()) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)

@@ -83,10 +83,10 @@ def explain(run: Setup | None) -> Explanation:
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
     if not isinstance(run, Run):  # its loops have not begun
-        return Explanation(hooks, run.seconds, dict(run.compiles.seconds))
+        return Explanation(hooks, run.seconds, dict(run.compiles))
     with run.compiles.paused():  # what jax has forgotten meanwhile is compiled again, which is not the run's
         programs = tuple(program.cost for program in run.engine.programs)
-    return Explanation(hooks, run.seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
+    return Explanation(hooks, run.seconds, dict(run.compiles), _parts(run, run.engine), programs)
 
 
 @out_of_meshes

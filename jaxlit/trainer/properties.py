@@ -237,7 +237,7 @@ class TrainerProperties(Arguments):
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
-        return {} if self._session.current is None else dict(self._session.current.compiles.seconds)
+        return {} if self._session.current is None else dict(self._session.current.compiles)
 
     @property
     def step_flops(self) -> dict[str, Flops]:

@@ -209,7 +209,7 @@ class Session:
         self.running, self.current, self.module = True, None, module
         try:
             self.current = run = self._set_up(module, stage, loaders, take_ownership, resume)
-            with run.compiles, self._watchdog() as watchdog:
+            with run.compiles.listening(), self._watchdog() as watchdog:
                 results, error = None, None
                 try:
                     if run.hooks.bind("prepare_data"):
