@@ -85,28 +85,28 @@ class Hook:
             log.named = set()
         begun = start = perf_counter()
         # Timed without a context manager or a helper: this runs for every hook of every step.
-        with collecting(log):
-            for function in self.functions:
-                try:
-                    result = function.function(hooks.trainer, hooks.module, *args)
-                except BaseException as error:
-                    if not hooks.tolerates(error, function.source, self.name, args):
+        try:
+            with collecting(log):
+                for function in self.functions:
+                    try:
+                        try:
+                            result = function.function(hooks.trainer, hooks.module, *args)
+                        except BaseException as error:
+                            if not hooks.tolerates(error, function.source, self.name, args):
+                                raise
+                            result = None
+                        if result is not None and isinstance(result, (int, np.integer)) and result == -1:
+                            skip = True
+                        # After each owner, so that an error names the one that wrote.
+                        if live is not None and live.touched:
+                            hooks.take_writes(function.owner)
+                    finally:
                         now = perf_counter()
                         function.add(now - start - hooks.inside)
-                        hooks.inside = outer[2] + now - begun
-                        log.hook, log.named = outer[:2]  # the hook that called this one may continue
-                        raise
-                    result = None
-                if result is not None and isinstance(result, (int, np.integer)) and result == -1:
-                    skip = True
-                # After each owner, so that an error names the one that wrote.
-                if live is not None and live.touched:
-                    hooks.take_writes(function.owner)
-                now = perf_counter()
-                function.add(now - start - hooks.inside)
-                start, hooks.inside = now, 0.0
-        log.hook, log.named = outer[:2]
-        hooks.inside = outer[2] + start - begun
+                        start, hooks.inside = now, 0.0
+        finally:
+            log.hook, log.named = outer[:2]  # the hook that called this one may continue
+            hooks.inside = outer[2] + start - begun
         return skip
 
 
@@ -242,16 +242,12 @@ class Hooks:
             first: An error that came before.
         """
         for function in self.bind(name).functions:
-            self.log.hook, self.inside, start = name, 0.0, perf_counter()
             try:
-                with collecting(self.log):
-                    function.function(self.trainer, self.module, argument)
+                Hook(self, name, [function])(argument)
             except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-                if not self.tolerates(error, function.source, name, (argument,)):
-                    if first is not None:
-                        add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
-                    first = first or error
-            function.add(perf_counter() - start - self.inside)
+                if first is not None:
+                    add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
+                first = first or error
         return first
 
     def take_writes(self, owner: str) -> None:
