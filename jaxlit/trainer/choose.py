@@ -85,16 +85,16 @@ def resolve_checkpoint(
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    checkpoints, skipped, errors = [], [], []
+    checkpoints, skipped, problem = list[Checkpoint](), list[str](), None
     for folder in folders:
         try:
             checkpoint, reasons = newest(folder)
+            skipped += reasons
+            checkpoints += [checkpoint] if checkpoint else []
         except CheckpointError as error:
-            errors.append(error)
-            continue
-        skipped += reasons
-        checkpoints += [] if checkpoint is None else [checkpoint]
-    if errors and not checkpoints:
-        raise errors[-1]
+            problem = error
+            skipped.append(str(error))
+    if problem is not None and not checkpoints:
+        raise problem
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
-    return max(checkpoints, key=place, default=None), [*skipped, *map(str, errors)]
+    return max(checkpoints, key=place, default=None), skipped
