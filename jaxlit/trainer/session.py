@@ -166,10 +166,19 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
             )
-        where = stage.verb, self.callbacks, self.folder
-        checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
+        verb, resume, places = stage.verb, self.settings.resume, (self.callbacks, self.folder)
+        wanted, argument = ckpt_path, f"Trainer.{verb}(ckpt_path=...)"
+        if verb == "fit" and resume is not None:
+            if ckpt_path is not None:
+                raise ArgumentError(
+                    f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
+                    "Leave one out."
+                )
+            wanted, argument = resume, "Trainer(resume=...)"
+        checkpoint = resolve_checkpoint(wanted, argument, "resume" if verb == "fit" else verb, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
-        weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
+        given = init_from if checkpoint is None else None
+        weights = resolve_checkpoint(given, "Trainer.fit(init_from=...)", "init_from", *places)
         files = [name for c in self.callbacks for name in c.row_files]
         self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.verb == "fit")
         return checkpoint, weights
