@@ -215,6 +215,13 @@ def test_the_state_of_another_loader_is_refused():
     refuses(DataError, lambda: source_of(batches()[:4], "loader").load_state_dict(state), "5.*4")
 
 
+def test_kept_batches_continue_after_the_last_used_one():
+    make = lambda: source_of(arrays(), "loader", keep=3)  # noqa: E731
+    expected, (_, state), fresh = take(make(), 0)[0], take(make(), 0, 1), make()
+    fresh.load_state_dict(state)
+    assert [take(fresh, epoch)[0] for epoch in (0, 1)] == [expected[1:], expected]
+
+
 def test_shares_of_a_dataset_that_two_processes_saved_continue_in_one():
     rows = grain.MapDataset.source(records())
     states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]
