@@ -397,7 +397,7 @@ SCALARS |= {"bool": lambda v: np.bool_(v % 2), "0-d array": lambda v: np.array(v
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
-def test_scalars_of_a_batch_apply_to_every_row(strategy):
+def test_scalars_of_a_batch_apply_to_every_row(strategy, caplog):
     sizes = (8, 8, 3, 8, 3)  # a size that divides, and one that does not
     batches = [
         {
@@ -419,3 +419,4 @@ def test_scalars_of_a_batch_apply_to_every_row(strategy):
     assert_followed(made, expected)
     np.testing.assert_allclose(trainer.callback_metrics["mean"], np.concatenate(expected).mean(), rtol=1e-6)
     assert [p["y"].tolist() for p in trainer.predict(made, batches)] == [e.tolist() for e in expected]
+    assert "is cast to" not in caplog.text
