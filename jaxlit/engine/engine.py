@@ -49,16 +49,18 @@ _FLOAT32 = Precision()
 _Key = tuple[str, int | None]  # a stage, and the loader for a step that asks for it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EvalProgram:
     """A stage's step, compiled for batches like the first one that it was given.
 
     Args:
         pure: The module taken apart, with what the traces of this program have noted.
+        like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
         program: The compiled step.
     """
 
     pure: PureModule
+    like: Any
     program: CompiledProgram
 
 
@@ -114,9 +116,8 @@ class Engine:
         self.state.eval_index = self.state.evaluated(eval_index(self.extras, self.state.index, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
-        # All that are kept, also by the structure, shapes and dtypes of their first batch: for another one the step may
-        # log other things. And those of this run.
-        self._kept_evaluations: dict[Any, deque[_EvalProgram]] = {}
+        # All that are kept, the one that was used last at the end; and those of this run.
+        self._kept_evaluations: dict[_Key, deque[_EvalProgram]] = {}
         self._evaluations: dict[_Key, _EvalProgram] = {}
         self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
@@ -296,11 +297,15 @@ class Engine:
         key = (stage, loader)
         if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        leaves, treedef = jax.tree.flatten(abstract_batch(batch))
-        kept = self._kept_evaluations.setdefault((key, treedef, *leaves), deque(maxlen=8))
-        program = next((x for x in kept if self._holds(key, x)), None)
+        like = jax.tree.flatten(abstract_batch(batch))
+        # Bounded over all kinds of batches: calls with ever new sizes must not fill the memory with programs.
+        kept = self._kept_evaluations.setdefault(key, deque(maxlen=8))
+        program = next((x for x in kept if x.like == like and self._holds(key, x)), None)
         if program is None:
-            kept.append(program := self._build_eval(stage, batch, loader))
+            program = self._build_eval(stage, batch, loader, like)
+        else:
+            kept.remove(program)
+        kept.append(program)
         self._evaluations[key] = program
 
     @staticmethod
@@ -308,7 +313,7 @@ class Engine:
         """Return whether the step would read of the Trainer what it has read while it was traced."""
         return program.pure.trace_of(*key).reads.hold()
 
-    def _build_eval(self, stage: str, batch: Any, loader: int | None) -> _EvalProgram:
+    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, state = self.pure.untraced(), self.state
 
@@ -325,7 +330,7 @@ class Engine:
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
-        return _EvalProgram(pure, self._compile(program))
+        return _EvalProgram(pure, like, self._compile(program))
 
     def takes_loader(self, stage: str) -> bool:
         """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""
