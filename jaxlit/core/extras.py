@@ -87,15 +87,8 @@ def _init(keeper: Any, params: Any) -> Any:
 def _check_update(keeper: Any, arrays: Any, params: Any) -> None:
     where = f"{type(keeper).__name__}.update_arrays"
     made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise ModuleError(
-            f"{where} must return a tuple of two, (arrays, params), got {type(made).__name__}. Return the parameters "
-            "as they came if it does not change them."
-        )
-    old, new = (
-        [f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves({"arrays": some, "params": others})]
-        for some, others in ((arrays, params), made)
-    )
+    given, made = ({"arrays": some, "params": others} for some, others in ((arrays, params), made))
+    old, new = ([f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)] for tree in (given, made))
     if old != new:
         changed = next(text for text in [*old, *new] if text not in old or text not in new)
         raise ModuleError(

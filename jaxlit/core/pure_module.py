@@ -159,10 +159,7 @@ class PureModule:
             new = _written(given, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, list(collector.metrics.values()), traced)
-        loss, values, weights = (
-            loss.astype(jnp.float32),
-            *(list(x.values()) for x in (collector.values, collector.weights)),
-        )
+        loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
@@ -247,10 +244,8 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
     where = f"{name}.{STAGES[stage].step}"
     loss, outputs = jnp.zeros(()), output
     if stage == "training":
-        if isinstance(output, dict) and "loss" not in output:
-            raise ModuleError(f"{where} returned a dict without 'loss', with {sorted(output)}. Add the loss to it.")
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
-        loss = outputs.pop("loss")
+        loss = outputs.pop("loss", output)
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{where} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "

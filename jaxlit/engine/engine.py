@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxlit import sharding
 from jaxlit.core.device_sums import Table
-from jaxlit.core.eval_step import EvalStep
+from jaxlit.core.eval_step import eval_step
 from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
@@ -319,13 +319,12 @@ class Engine:
 
         inspect = partial(inspect_evaluation, pure, stage, loader)
         trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)
-        step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
         sums = [ArraySpec(state.replica_sharding, per_replica=state.per_replica), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
-            fn=step.run,
+            fn=eval_step(pure, stage, loader, state.eval_layout, self._wrap),
             inputs=([state.array_specs[i] for i in state.eval_index], sums),
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's

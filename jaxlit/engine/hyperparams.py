@@ -4,11 +4,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from jaxlit.core.parts import PartStates
-from jaxlit.errors import ArgumentTypeError, did_you_mean
-from jaxlit.shown import shown
+from jaxlit.errors import did_you_mean
 
 if TYPE_CHECKING:
     from jaxlit.engine.flat_state import FlatState
@@ -31,8 +29,6 @@ class Hyperparams(MutableMapping[str, float]):
         return self._state.read(self._index(name))
 
     def __setitem__(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {shown(value)}.")
         self._state.set(self._index(name), float(value))
 
     def __delitem__(self, name: str) -> None:
