@@ -85,12 +85,6 @@ class PureModule:
         jax.eval_shape(rebuild, params, frozen, model_state)
         return leaves
 
-    @property
-    def rounded(self) -> tuple[Any, ...]:
-        """The two dtypes between which a step's parameters are cast; none if they stay as they are."""
-        compute = self.precision.compute
-        return () if compute is None else (jnp.dtype(jnp.float32), jnp.dtype(compute))
-
     def table(self, stage: str, loader: int | None = None) -> Table:
         """Return the metrics that a stage's step logs; it must have been traced."""
         return self.trace_of(stage, loader).table

@@ -22,7 +22,7 @@ from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
-from jaxlit.core.module import TrainModule, takes_loader
+from jaxlit.core.module import TrainModule
 from jaxlit.core.passes import Passes
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
@@ -146,13 +146,14 @@ class Engine:
             reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.grad_shardings),
             constrain_window=partial(sharding.constrain, shardings=None if state.per_replica else state.grad_shardings),
         )
-        table, written = self.pure.table("training"), self._written()
-        fits = self._restored is not None and self._restored.metrics == table.metrics
-        if self._restored is not None and not fits:
-            _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
-        # How many columns the metrics have is known only now, as the step was traced.
-        if not fits:
+        traced = self.pure.trace_of("training")
+        table, written = traced.table, tuple(itertools.compress(jax.tree.leaves(index.variables), traced.changed))
+        if self._restored is None or self._restored.metrics != table.metrics:
+            if self._restored is not None:
+                _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
+            # How many columns the metrics have is known only now, as the step was traced.
             state.put(index.sums, table.empty_sums())
+            self._empty_table(table)
         out = _outputs(self.pure, "training")
         loss = None if index.window is None else EACH
         # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
@@ -169,8 +170,6 @@ class Engine:
         )
         self._programs["train_step"] = self._compile(train)
         if index.window is not None:
-            if not fits:
-                state.put(index.window.metrics, state.stacked(table.empty()))
             passes = Passes(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
@@ -182,32 +181,24 @@ class Engine:
         self.diagnose = Diagnosis(train, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
-    def _written(self) -> tuple[int, ...]:
-        """Return the places in the state of what the user's training step writes."""
-        return tuple(
-            itertools.compress(jax.tree.leaves(self.state.index.variables), self.pure.trace_of("training").changed)
-        )
+    def _train(self, program: CompiledProgram, batch: Any) -> list[Any]:
+        """Run a training program; return the table of metrics, the loss of a window's batch, and the outputs."""
+        self.state.leaves, *results = program.run(self.state.leaves, batch)
+        return results
 
-    def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
-        """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
-        self.state.leaves, logs, loss, outputs = program.run(self.state.leaves, batch)
-        return logs, loss, outputs
-
-    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
+    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> list[Any]:
         """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
             What `train_step` returns, and a tuple of the functions' results.
         """
-        state = self.state
         if traced not in self._programs:
             step, train = replace(self._step, traced=traced), self._train_program
             assert train.passes is not None
             parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
             train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
             self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
-        state.leaves, logs, loss, outputs, seen = self._programs[traced].run(state.leaves, batch)
-        return logs, loss, outputs, seen
+        return self._train(self._programs[traced], batch)
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
@@ -232,7 +223,7 @@ class Engine:
         if (window := state.index.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
-            state.put(window.metrics, state.stacked(self.training_table.empty()))
+        self._empty_table(self.training_table)
         if (start := state.index.window_start) is not None:
             state.put(start.batches, np.zeros((), np.int32))
 
@@ -260,9 +251,13 @@ class Engine:
         """Replace arrays of the state, given by index, and the training metrics that they were saved with, if any."""
         if table is not None:
             self._restored = table
-            if (window := self.state.index.window) is not None:
-                self.state.put(window.metrics, self.state.stacked(table.empty()))
+            self._empty_table(table)
         self.state.restore(arrays)
+
+    def _empty_table(self, table: Table) -> None:
+        """Give an accumulation window the metrics of no batch."""
+        if (window := self.state.index.window) is not None:
+            self.state.put(window.metrics, self.state.stacked(table.empty()))
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""
@@ -331,10 +326,6 @@ class Engine:
         )
         return _EvalProgram(pure, like, self._compile(program))
 
-    def takes_loader(self, stage: str) -> bool:
-        """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""
-        return takes_loader(self.module, stage)
-
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
         """Return what the trace of the stage's step has shown; it must have been prepared."""
         return self._evaluations[stage, loader].pure.trace_of(stage, loader)
@@ -371,8 +362,8 @@ class Engine:
     @property
     def programs(self) -> list[CompiledProgram]:
         """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
-        training = () if self.evaluates_only else self._programs.values()
-        return [x for x in (*training, *(x.program for x in self._evaluations.values())) if x.ran]
+        training = {} if self.evaluates_only else self._programs
+        return [x for x in (*training.values(), *(x.program for x in self._evaluations.values())) if x.ran]
 
     @property
     def failed(self) -> CompiledProgram | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxlit.core.parts import PartStates
 from jaxlit.errors import did_you_mean
@@ -26,22 +27,23 @@ class Hyperparams(MutableMapping[str, float]):
         return repr(dict(self))
 
     def __getitem__(self, name: str) -> float:
-        return self._state.read(self._index(name))
+        return float(np.asarray(self._state.leaves[self._index(name)]))
 
     def __setitem__(self, name: str, value: float) -> None:
-        self._state.set(self._index(name), float(value))
+        i = self._index(name)
+        self._state.put(i, np.asarray(float(value), self._state.leaves[i].dtype))
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A hyperparameter cannot be deleted. Set it.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state.hyperparams())
+        return iter(find_hyperparams(self._state.index.opt_state))
 
     def __len__(self) -> int:
-        return len(self._state.hyperparams())
+        return len(find_hyperparams(self._state.index.opt_state))
 
     def _index(self, name: str) -> int:
-        known = self._state.hyperparams()
+        known = find_hyperparams(self._state.index.opt_state)
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "
