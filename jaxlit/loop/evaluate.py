@@ -8,6 +8,7 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Validating
 from jaxlit.core.log import Metric
+from jaxlit.core.module import takes_loader
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.in_flight import Bound
@@ -126,7 +127,7 @@ def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None
     """
     engine, hooks, feeder = run.engine, run.hooks, run.feeder
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
-    loader = idx if engine.takes_loader(stage) else None
+    loader = idx if takes_loader(engine.module, stage) else None
     suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()
