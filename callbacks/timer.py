@@ -17,6 +17,23 @@ _logger = logging.getLogger("jaxlit")
 _STAGES = ("train", "validate", "test", "predict")
 
 
+def _begins(stage: str) -> Any:
+    def hook(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
+        """Begin to count."""
+        self._start[stage] = time.monotonic()
+        self._end.pop(stage, None)
+
+    return hook
+
+
+def _ends(stage: str) -> Any:
+    def hook(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
+        """Keep how long it took."""
+        self._end[stage] = time.monotonic()
+
+    return hook
+
+
 class Timer(Callback):
     """Stop training after a duration, over all the runs that it was resumed in, and measure stages.
 
@@ -52,7 +69,7 @@ class Timer(Callback):
         self.duration = None if duration is None else check.duration("duration", duration, owner="Timer")
         self.limits_time = self.duration is not None
         self.interval = check.one_of("interval", interval, ("step", "epoch"), owner="Timer")
-        self.verbose = verbose
+        self.verbose = check.boolean("verbose", verbose, owner="Timer")
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
         self._before = 0.0  # seconds of training that a checkpoint has seen
@@ -94,7 +111,7 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin to count."""
-        self._begin("train")
+        self._start["train"] = time.monotonic()
         if self.duration is not None:
             # The loop checks the clock, not a hook: several processes must stop at the same step.
             left = self.duration - self._before
@@ -102,27 +119,17 @@ class Timer(Callback):
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Keep how long it took."""
-        self._finish("train")
+        self._end["train"] = time.monotonic()
         if self.verbose and trainer.is_global_zero and trainer.stop_reason == self._reason:
             _logger.info("%s: training took %s.", self._reason, timedelta(seconds=round(self.time_elapsed())))
-
-    on_validation_start = lambda self, *_: self._begin("validate")  # noqa: E731
-    on_validation_end = lambda self, *_: self._finish("validate")  # noqa: E731
-    on_test_start = lambda self, *_: self._begin("test")  # noqa: E731
-    on_test_end = lambda self, *_: self._finish("test")  # noqa: E731
-    on_predict_start = lambda self, *_: self._begin("predict")  # noqa: E731
-    on_predict_end = lambda self, *_: self._finish("predict")  # noqa: E731
-
-    def _begin(self, stage: str) -> None:
-        self._start[stage] = time.monotonic()
-        self._end.pop(stage, None)
-
-    def _finish(self, stage: str) -> None:
-        self._end[stage] = time.monotonic()
 
     @property
     def _reason(self) -> str:
         return f"Timer(duration={timedelta(seconds=self.duration or 0)}) is over"
+
+    on_validation_start, on_validation_end = _begins("validate"), _ends("validate")
+    on_test_start, on_test_end = _begins("test"), _ends("test")
+    on_predict_start, on_predict_end = _begins("predict"), _ends("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seconds of training so far."""
