@@ -1,13 +1,8 @@
-"""The best value so far of the metric that is monitored, for people to read."""
+"""The best value so far of the metric that is monitored, and the checkpoints that are kept, for people to read."""
 
 import math
-from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from jaxlit.callbacks.wandb_config import monitored
-from jaxlit.checkpoints.files import step_of
-from jaxlit.reporting.epoch_line import number
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
@@ -17,41 +12,53 @@ class BestSoFar:
     """Follows the metric of the first ModelCheckpoint, EarlyStopping or the like that monitors one."""
 
     def __init__(self) -> None:
-        self._name, self._sign = "", 1  # "" if nothing is monitored
-        self._best, self._step = math.inf, 0  # times the sign; the optimizer steps until then, 0 if unknown
+        self._name, self._mode = "", "min"  # "" if nothing is monitored
+        self._best: tuple[float, int] | None = None  # the value, and the optimizer steps until then, 0 if unknown
 
     def recall(self, trainer: "Trainer") -> None:
         """Take the best value that a callback knows: of a resumed training, or of the middle of an epoch."""
-        self._name, mode = next(iter(monitored(trainer).items()), ("", "min"))
-        self._sign = 1 if mode == "min" else -1
+        self._name, self._mode = next(iter(monitored(trainer).items()), ("", "min"))
         for callback in (*trainer.checkpoint_callbacks, *trainer.callbacks):
             score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
-            if score is not None and math.isfinite(score) and getattr(callback, "monitor", None) == self._name:
-                self._take(score, step_of(Path(getattr(callback, "best_model_path", ""))) or 0)
+            if getattr(callback, "monitor", None) == self._name and score is not None and math.isfinite(score):
+                digits = Path(getattr(callback, "best_model_path", "")).name.removeprefix("step_").split("-")[0]
+                self._take(score, int(digits) if digits.isdigit() else 0)
                 return
 
-    def mark(self, trainer: "Trainer", shown: Collection[str]) -> str:
-        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored.
-
-        Args:
-            trainer: The Trainer.
-            shown: The metrics of the line; the mark names another one, with its value.
-        """
-        if not self._name:
-            return ""
+    def mark(self, trainer: "Trainer") -> str:
+        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored."""
         metrics = trainer.callback_metrics
-        is_best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
-        text = "* best" + ("" if self._name in shown else f" {self._name} {number(self._sign * self._best)}")
-        return text if is_best else " " * len(text)
+        best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
+        return f"{'* best' if best else '':6}" if self._name else ""
 
     def describe(self) -> str:
         """Return the best value in words; "" if there is none."""
-        if self._best == math.inf:
+        if self._best is None:
             return ""
-        return f"best {self._name} {self._sign * self._best:.4g}" + (f" at step {self._step}" if self._step else "")
+        value, step = self._best
+        return f"best {self._name} {value:.4g}" + (f" at step {step}" if step else "")
 
     def _take(self, value: float, step: int) -> bool:
-        is_better = self._sign * value < self._best  # False for NaN
-        if is_better:
-            self._best, self._step = self._sign * value, step
-        return is_better
+        sign = 1 if self._mode == "min" else -1
+        if math.isnan(value) or (self._best is not None and sign * value >= sign * self._best[0]):
+            return False
+        self._best = value, step
+        return True
+
+
+def monitored(trainer: "Trainer") -> dict[str, str]:
+    """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
+    callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
+    modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
+    return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
+
+
+def kept_checkpoints(trainer: "Trainer") -> list[tuple[Any, str, list[str]]]:
+    """Return the callback, the path and the marks "best" and "last" of each checkpoint that is kept."""
+    kept = []
+    for callback in trainer.checkpoint_callbacks:
+        marks = {"best": callback.best_model_path if callback.monitor is not None else ""}
+        marks["last"] = callback.last_model_path
+        for path in dict.fromkeys(filter(None, (marks["best"], *callback.best_k_models, marks["last"]))):
+            kept.append((callback, path, [mark for mark, at in marks.items() if at == path]))
+    return kept

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.profiler import Profiler
 from jaxlit.callbacks.run_report import RunReport
@@ -30,7 +31,8 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     elif trainer.interrupted:
         ended = f"interrupted in epoch {max(epoch, 1)}"
     lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
-    checkpoints, callbacks = _checkpoints(trainer), trainer.callbacks
+    callbacks, kept = trainer.callbacks, kept_checkpoints(trainer)
+    checkpoints = [f"{short_path(Path(path))} ({', '.join(marks)})" for _, path, marks in kept if marks]
     reports = [callback.location for callback in callbacks if isinstance(callback, RunReport)]
     reports += [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
     traces = [callback.location for callback in callbacks if isinstance(callback, Profiler)]
@@ -40,17 +42,6 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     if checkpoints:
         lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
     return "\n".join(lines)
-
-
-def _checkpoints(trainer: "Trainer") -> list[str]:
-    """Return the best and the last checkpoint of each ModelCheckpoint."""
-    marks: dict[str, list[str]] = {}
-    for callback in trainer.checkpoint_callbacks:
-        best = callback.best_model_path if callback.monitor is not None else ""
-        for path, mark in ((best, "best"), (callback.last_model_path, "last")):
-            if path and mark not in marks.setdefault(path, []):
-                marks[path].append(mark)
-    return [f"{short_path(Path(path))} ({', '.join(names)})" for path, names in marks.items()]
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:

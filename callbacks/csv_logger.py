@@ -32,10 +32,6 @@ class CSVLogger(FileLogger):
         super().__init__(filename, on_error=on_error)
         self._columns: list[str] = []
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many rows and which columns the file has, and the last row."""
-        return {**super().state_dict(), "columns": self._columns}
-
     def _open(self, path: Path) -> None:
         self._columns = ["step", "epoch"]
         super()._open(path)
@@ -68,9 +64,6 @@ class CSVLogger(FileLogger):
                 f"{','.join(self._columns)}. Pass another CSVLogger(filename=...), or move that file away."
             )
         return list(reader)
-
-    def _restore(self, kept: dict[str, Any]) -> None:
-        self._columns = [str(name) for name in kept.get("columns") or self._columns]
 
     def _head(self) -> str:
         return _line(self._columns)

@@ -189,7 +189,6 @@ class FileLogger(Logger, ABC):
                 rows = [*rows[: kept["rows"] - len(tail)], *tail]
             if kept is None or undone:  # only the step is known
                 rows = [row for row in rows if str(row.get("step", "")).isdigit() and int(row["step"]) < step]
-            self._restore(kept or {})
             self._rewrite(path, rows)
         except OSError as error:  # rows that come twice are worse than none: nothing has been trained yet
             raise LoggerError(
@@ -197,9 +196,6 @@ class FileLogger(Logger, ABC):
                 "disk, or pass Trainer(logger=False)."
             ) from error
         self.path, self._rows, self._tail = path, len(rows), tail if rows[len(rows) - len(tail) :] == tail else []
-
-    def _restore(self, kept: dict[str, Any]) -> None:
-        """Take what else a checkpoint contains of the file."""
 
     def _joined(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the rows at the end of the file that a new row replaces, if it joins one, and what replaces them."""

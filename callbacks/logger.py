@@ -246,16 +246,15 @@ class Logger(Callback):
         """
         self._take("log_image", key, images, caption=caption, step=step)
 
-    @_never_ends_training
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Log a matplotlib figure, as an image.
+        """Log a matplotlib figure by `log_image`.
 
         Args:
             key: Its name.
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._take("log_figure", key, figure, step=step)
+        self.log_image(key, figure, step=step)
 
     def _stores(self, method: str) -> bool:
         """Return whether this logger stores what a method of `_MEDIA` takes."""

@@ -18,7 +18,7 @@ from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError, did_you_mean
+from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -196,9 +196,9 @@ class ModelCheckpoint(Callback):
         fires = every is not None and step != self._step and step % every == 0
         due = training_over or fires
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
-            # Writing takes a tenth of the time at most; of several processes each has a clock of its own.
-            has_rested = self._saving is None and time.monotonic() >= self._rests_until
-            due = due or not self._relaxed or jax.process_count() > 1 or has_rested
+            # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
+            rested = self._saving is None and time.monotonic() >= self._rests_until
+            due = due or not self._relaxed or rested or jax.process_count() > 1
         if (due or time.monotonic() >= self._deadline) and trainer.saver.may_begin:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, forced=training_over)
@@ -210,11 +210,8 @@ class ModelCheckpoint(Callback):
         # All processes write a checkpoint together. The others may be elsewhere, except after an error that all of them
         # read from the device.
         meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
-        if not (self.save_on_exception and self._fitting and kept and meets):
-            return
-        if self._lock is None and trainer.is_global_zero:  # training has not begun
-            return
-        if not trainer.saver.has_trained:
+        begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
+        if not (self.save_on_exception and self._fitting and kept and meets and begun):
             return
         try:
             self._save(trainer, epoch_over=False, forced=True)
@@ -239,8 +236,7 @@ class ModelCheckpoint(Callback):
                 self._lock = None
 
     def _restart_clock(self) -> None:
-        if self.train_time_interval is not None:
-            self._deadline = time.monotonic() + self.train_time_interval
+        self._deadline = time.monotonic() + (self.train_time_interval or math.inf)
 
     # Which ------------------------------------------------------------------------------------------
 
@@ -255,14 +251,17 @@ class ModelCheckpoint(Callback):
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
-        self._before, path = self.state_dict(), str(self._path(trainer, epoch_over))
+        self._before = self.state_dict()
+        try:
+            path = str(self._path(trainer, epoch_over))
+        except OSError as error:
+            self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
+            return
+        self.best_k_models.pop(path, None)
         if is_best and score is not None:
-            self.best_k_models.pop(path, None)
             self.best_k_models[path] = score
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]
-        elif path in self.best_k_models:
-            del self.best_k_models[path]
         self.last_model_path, self._order = path, self._order + 1
         if trainer.nan_policy != "ignore" or trainer.saver.is_finite():
             self._newest_finite = path
@@ -343,7 +342,11 @@ class ModelCheckpoint(Callback):
         return value if math.isfinite(value) else None
 
     def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
-        name = disk.name_of(trainer.global_step, self._suffix(trainer, epoch_over))
+        suffix, metrics = "", trainer.callback_metrics
+        if self.filename:
+            counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
+            suffix = f"-{filled(self.filename, counts, lambda name: metrics.get(name, math.nan))}"
+        name = disk.name_of(trainer.global_step, suffix)
         path, version = self._folder / name, 0
         mine = {*self.best_k_models, self.last_model_path, self._newest_finite}
         # Those of an earlier fit are kept; those of a training that crashed are replaced.
@@ -351,23 +354,6 @@ class ModelCheckpoint(Callback):
             version += 1
             path = self._folder / f"{name}-v{version}"
         return path
-
-    def _suffix(self, trainer: "Trainer", epoch_over: bool) -> str:
-        """Return the filename with the values that it names."""
-        if not self.filename:
-            return ""
-        metrics = trainer.callback_metrics
-
-        def value(name: str) -> float:
-            if name not in metrics and epoch_over and (self._validated or not trainer.num_val_batches):
-                raise CheckpointError(
-                    f"ModelCheckpoint(filename={self.filename!r}) names {name!r}, which was not logged."
-                    f"{did_you_mean(name, metrics)}"
-                )
-            return metrics.get(name, math.nan)
-
-        counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
-        return f"-{filled(self.filename, counts, value)}"
 
     @property
     def state_key(self) -> str:

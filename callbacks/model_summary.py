@@ -107,7 +107,9 @@ def summarize(
         key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
     )
     paths = [keys for keys, *_ in parameters]
-    if (depth := max_depth) == "auto":  # the least depth with more than one row
+    if not isinstance(max_depth, str):
+        depth = max_depth
+    else:  # for many arrays the least depth with more than one row
         depth = -1 if len(paths) <= MOST_ROWS else next(d for d in count(1) if len({path[:d] for path in paths}) > 1)
     for keys, array, trained in parameters:
         groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))

@@ -94,7 +94,14 @@ class Rows:
     def __init__(self, folder: Path, format: str) -> None:
         folder.mkdir(parents=True)
         self._folder, self._files = folder, FORMATS[format](folder)
+        self.batches: list[Any] = []  # that `flush` writes in one piece
         self._index: dict[str, Any] = {"format": _FORMAT, "files": format, "tree": None, "leaves": {}}
+
+    def flush(self) -> None:
+        """Write the batches that wait."""
+        batches, self.batches = self.batches, []
+        if batches:
+            self.write(jax.tree.map(lambda *x: np.concatenate(x), *batches) if len(batches) > 1 else batches[0])
 
     def write(self, outputs: Any) -> None:
         """Append the predictions of a batch.
@@ -130,6 +137,7 @@ class Rows:
 
     def close(self) -> None:
         """Close the files, and write which leaves they hold."""
+        self.flush()
         self._files.close()
         (self._folder / _INDEX).write_text(json.dumps(self._index, indent=1))
 

@@ -61,7 +61,6 @@ class PredictionWriter(Callback):
         self._partial: Path | None = None  # the folder that is being written
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
-        self._batches: list[Any] = []  # of the newest loader, to be written in one piece
 
     @staticmethod
     def load(output_dir: str | Path) -> Any:
@@ -73,12 +72,9 @@ class PredictionWriter(Callback):
         Raises:
             ArgumentError: It contains no predictions.
         """
-        folder = Path(output_dir)
-        if holds_rows(folder):
-            return read_rows(folder)
-        if not (folders := _loaders(folder)):
+        if not (folders := _folders(folder := Path(output_dir))):
             raise ArgumentError(f"PredictionWriter.load({str(output_dir)!r}) finds no predictions there.")
-        return [read_rows(path) for path in folders]
+        return read_rows(folder) if folders == [folder] else [read_rows(path) for path in folders]
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
@@ -100,7 +96,7 @@ class PredictionWriter(Callback):
         if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
             return "and another one replace each other's files. Give each its own."
         try:
-            if folder.exists() and not (holds_rows(folder) or _loaders(folder)) and any(folder.iterdir()):
+            if folder.exists() and not _folders(folder) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
             self._partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
@@ -127,7 +123,6 @@ class PredictionWriter(Callback):
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write the rest, and give the folder its name."""
         self._take()
-        self._write_batches()
         if self._partial is None or not self._rows or trainer.interrupted:
             return
         num_loaders = len(trainer.num_predict_batches)
@@ -147,7 +142,6 @@ class PredictionWriter(Callback):
             shutil.rmtree(self._partial, ignore_errors=True)
         self._partial = self._waiting = None
         self._rows.clear()
-        self._batches.clear()
 
     def _take(self) -> None:
         """Bring the outputs that wait to the host, in all processes, and write them in the first."""
@@ -158,25 +152,21 @@ class PredictionWriter(Callback):
         if self._partial is None:
             return
         if loader not in self._rows:
-            self._write_batches()
-            self._rows_of(loader)
-        self._batches.append(arrays)
+            for rows in self._rows.values():
+                rows.flush()
+        (rows := self._rows_of(loader)).batches.append(arrays)
         if self.write_interval == "batch":
-            self._write_batches()
+            rows.flush()
 
     def _rows_of(self, loader: int) -> Rows:
         if loader not in self._rows and self._partial is not None:
             self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
         return self._rows[loader]
 
-    def _write_batches(self) -> None:
-        if self._batches:
-            batches, self._batches = self._batches, []
-            rows = jax.tree.map(lambda *x: np.concatenate(x), *batches) if len(batches) > 1 else batches[0]
-            self._rows[max(self._rows)].write(rows)
 
-
-def _loaders(folder: Path) -> list[Path]:
-    """Return the folders of several loaders' predictions, in the order of the loaders."""
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of predictions in a folder, itself or one for each loader in their order."""
+    if holds_rows(folder):
+        return [folder]
     folders = [path for path in folder.glob(f"{_LOADER}*") if holds_rows(path)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix(_LOADER)))

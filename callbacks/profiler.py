@@ -54,7 +54,6 @@ class Profiler(Callback):
         self._folder: Path | None = None  # of the trace that runs
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._step = -1  # the one that it marks
-        self._began_at, self._tried = 0, False
         self._wait: float = 0  # batches for which nothing can change; infinite after the window
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -65,7 +64,6 @@ class Profiler(Callback):
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin where the window does, also in the middle of it."""
-        self._began_at = trainer.global_step
         self._move(trainer)
 
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
@@ -88,12 +86,10 @@ class Profiler(Callback):
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """End the trace; warn if there was nothing to trace."""
-        if not self._tried:
-            _logger.warning(
-                "Profiler(start_step=%d, num_steps=%d) has traced nothing: training had the steps %d to %d.",
-                *(self.start_step, self.num_steps, self._began_at, trainer.global_step - 1),
-            )
         self._stop(trainer)
+        if self.location is None:
+            words = "Profiler(start_step=%d, num_steps=%d) has traced nothing: this training ended after step %d."
+            _logger.warning(words, self.start_step, self.num_steps, trainer.global_step - 1)
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """End the trace, which is written."""
@@ -113,7 +109,9 @@ class Profiler(Callback):
             self._stop(trainer)
         elif step < self.start_step:
             self._wait = self.start_step - step  # a step takes a batch or more
-        elif self._folder is not None or self._start(trainer):
+        else:
+            if self._folder is None:
+                self._start(trainer)
             self._mark(step)
 
     def _mark(self, step: int | None) -> None:
@@ -127,19 +125,12 @@ class Profiler(Callback):
             self._step, self._annotation = step, jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
 
-    def _start(self, trainer: "Trainer") -> bool:
+    def _start(self, trainer: "Trainer") -> None:
         folder = self.dirpath or absolute(trainer.run_dir) / "profile"
         folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
-        self._tried = True
         _wait_for_devices(trainer)  # earlier steps are not part of the window
-        try:
-            jax.profiler.start_trace(str(folder))
-        except Exception as error:  # another trace may be running
-            _logger.warning("Profiler cannot begin a trace: %s. Training continues without it.", error)
-            self._wait = math.inf
-            return False
-        self._folder = folder
-        return True
+        jax.profiler.start_trace(str(folder))
+        self._folder = folder  # only now: a trace that somebody else has begun is not ended
 
     def _stop(self, trainer: "Trainer") -> None:
         self._mark(None)

@@ -161,7 +161,7 @@ class ProgressBar(Callback):
         """Print the epoch's line."""
         self._shown, self._last = dict(trainer.progress_bar_metrics), time.monotonic()
         # Last in the line, so that they do not move the columns.
-        marks = [self._best.mark(trainer, self._shown), self._waiting(trainer)]
+        marks = [self._best.mark(trainer), self._waiting(trainer)]
         stale = set() if self._validated else self._from_validation  # values of an earlier epoch
         numbers = [*self._numbers(trainer, stale), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))

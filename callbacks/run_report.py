@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import config_of, monitored
+from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
 from jaxlit.reporting.terminal import absolute, clock, short_path
@@ -168,13 +169,10 @@ def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[htm
 
 def _checkpoints(trainer: "Trainer") -> list[list[html.Cell]]:
     rows = []
-    for callback in trainer.checkpoint_callbacks:
-        best = callback.best_model_path if callback.monitor is not None else ""
-        scores = callback.best_k_models
-        for path in dict.fromkeys(filter(None, (best, *scores, callback.last_model_path))):
-            marks = ", ".join(m for m, p in (("best", best), ("last", callback.last_model_path)) if p == path)
-            score = html.number(scores[path], f" {callback.monitor}") if scores.get(path) is not None else ("-", "n")
-            rows.append([(str(short_path(Path(path))), ""), (marks or "kept", ""), score])
+    for callback, path, marks in kept_checkpoints(trainer):
+        score = callback.best_k_models.get(path)
+        cell = ("-", "n") if score is None else html.number(score, f" {callback.monitor}")
+        rows.append([(str(short_path(Path(path))), ""), (", ".join(marks) or "kept", ""), cell])
     return rows
 
 

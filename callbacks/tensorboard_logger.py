@@ -1,6 +1,5 @@
 """Logged rows in TensorBoard."""
 
-import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -156,17 +155,10 @@ class TensorBoardLogger(Logger):
         if (writer := self._opened()) is None:
             return
         for i, (image, _) in enumerate(taken):
-            name, array = f"{key}/{i}" if len(taken) > 1 else key, _pixels(image)
-            writer.add_image(name, array, self._step_or_newest(step), dataformats="HWC"[: array.ndim])
+            name = f"{key}/{i}" if len(taken) > 1 else key
+            writer.add_image(name, image, self._step_or_newest(step), dataformats="HWC"[: image.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Write a matplotlib figure, as an image."""
-        from PIL import Image
-
-        figure.savefig(picture := io.BytesIO(), format="png")
-        self.log_image(key, Image.open(picture), step=step)
 
     # Helpers ----------------------------------------------------------------------------------------
 
@@ -184,15 +176,3 @@ class TensorBoardLogger(Logger):
             self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
             self._open, self._purge = True, None
         return self._writer
-
-
-def _pixels(image: Any) -> np.ndarray:
-    """Return an image as an array of uint8."""
-    if isinstance(image, np.ndarray):
-        return image
-    from PIL import Image
-
-    if isinstance(image, str):
-        with Image.open(image) as opened:
-            return np.asarray(opened.convert("RGBA"))
-    return np.asarray(image.convert("RGBA"))

@@ -66,13 +66,13 @@ class ThroughputMonitor(Measure):
     ) -> None:
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.window_size = check.integer("window_size", window_size, low=1, owner="ThroughputMonitor")
+        self.available_flops = available_flops
         if available_flops is not None:
             check.positive("available_flops", available_flops, owner="ThroughputMonitor")
-        self.available_flops = available_flops
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._batches = self._samples = self._lengths = 0
+        self._batches = self._samples = self._lengths = 0
         self._row = _Point(0, 0, 0, 0)  # at the newest step that has a row
         self._begin()
 
@@ -94,12 +94,14 @@ class ThroughputMonitor(Measure):
     ) -> None:
         """Count the batch."""
         if self._of_first is None:
-            self._take_first(batch)
-        fn = self.batch_size_fn
+            rows = num_rows(batch)
+            # By a key if there is one: this runs in every step, and walking a tree would cost calls.
+            items = batch.items() if type(batch) is dict else ()
+            self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)
+            self._of_first = rows if self.batch_size_fn is None else self.batch_size_fn(batch)
         self._batches += 1
-        # By a key if there is one: this runs in every step, and walking a tree would cost calls.
-        if fn is not None:
-            self._samples += fn(batch)
+        if self.batch_size_fn is not None:
+            self._samples += self.batch_size_fn(batch)
         else:
             self._samples += num_rows(batch) if self._key is None else len(batch[self._key])
         if self.length_fn is not None:
@@ -107,7 +109,7 @@ class ThroughputMonitor(Measure):
         if not self._points:  # the clock begins after a step, for which all was compiled
             _ = trainer.step_flops  # traces a step once more, which is no part of training
             self._compiled = trainer.compile_seconds
-            self._points.append(_of_all(self._now(trainer.global_step)._replace(seconds=self._clock()))[0])
+            self._points.append(_of_all(self._now(trainer.global_step))[0])
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock: the steps before it are done."""
@@ -124,8 +126,8 @@ class ThroughputMonitor(Measure):
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
         """Add the rates up to the row's step, which is done by now."""
         before, self._compiled = self._compiled, trainer.compile_seconds
-        points, here = self._points, self._row._replace(seconds=self._clock())
-        here, compiled = _of_all(here, before != self._compiled)
+        points, arrived = self._points, perf_counter() - self._validated
+        here, compiled = _of_all(self._row._replace(seconds=arrived), before != self._compiled)
         values = {"samples": here.samples} | ({"lengths": here.lengths} if self.length_fn else {})
         if compiled or (points and here.steps < points[-1].steps):  # a rollback has undone steps
             points.clear()
@@ -133,7 +135,7 @@ class ThroughputMonitor(Measure):
         while len(points) > 2 and here.batches - points[1].batches >= self.window_size:
             points.popleft()
         if here.batches > points[0].batches and here.seconds > points[0].seconds:
-            values |= self._rates(trainer, points[0], here)
+            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], here, strict=True))))
         row.put(self, {f"train/{name}": float(value) for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,26 +150,18 @@ class ThroughputMonitor(Measure):
 
     # Helpers ----------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
-        return perf_counter() - self._validated
-
     def _now(self, steps: int) -> _Point:
-        return _Point(steps, self._batches, self._samples, self._lengths)
+        return _Point(steps, self._batches, self._samples, self._lengths, perf_counter() - self._validated)
 
-    def _take_first(self, batch: Any) -> None:
-        rows = num_rows(batch)
-        items = batch.items() if type(batch) is dict else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-        self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)
-        self._of_first = rows if self.batch_size_fn is None else self.batch_size_fn(batch)
-
-    def _rates(self, trainer: "Trainer", since: _Point, here: _Point) -> dict[str, float]:
-        seconds, batches = here.seconds - since.seconds, here.batches - since.batches
-        samples, lengths = here.samples - since.samples, here.lengths - since.lengths
+    def _rates(self, trainer: "Trainer", passed: _Point) -> dict[str, float]:
+        steps, batches, samples, lengths, seconds = passed
         rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if self.length_fn is not None:
             rates["items_per_sec"] = lengths / seconds
-        if (flops := self._flops(trainer, here.steps - since.steps, batches)) is None:
+        step = trainer.step_flops.get("train_step") or trainer.step_flops.get("train_step_traced")
+        if step is None:
             return rates
+        flops = step * steps + trainer.step_flops.get("micro_step", step) * (batches - steps)
         # A batch of fewer rows takes its share of what the first one took.
         first = (self._of_first or 0) * jax.process_count()
         share = samples / (batches * first) if first else 1.0
@@ -175,13 +169,6 @@ class ThroughputMonitor(Measure):
         if (least := self._least_seconds(trainer, flops)) is not None:
             rates["mfu"] = least * share / seconds
         return rates
-
-    def _flops(self, trainer: "Trainer", steps: int, batches: int) -> Flops | None:
-        """Return the operations of so many optimizer steps and batches like the first one."""
-        known = trainer.step_flops
-        step = known.get("train_step") or known.get("train_step_traced")
-        micro = known.get("micro_step", step)
-        return None if step is None or micro is None else step * steps + micro * (batches - steps)
 
     def _least_seconds(self, trainer: "Trainer", flops: Flops) -> float | None:
         """Return how long operations take all devices at their peak, None if that is not known."""

@@ -38,10 +38,3 @@ def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any
     data = trainer.datamodule
     theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
     return redacted({**{f"jaxlit/{k}" if k in theirs else k: v for k, v in ours.items()}, **theirs})
-
-
-def monitored(trainer: "Trainer") -> dict[str, str]:
-    """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
-    callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
-    modes = {getattr(c, "monitor", None): getattr(c, "mode", None) for c in callbacks}
-    return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}

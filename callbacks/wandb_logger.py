@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,10 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.callbacks.best_so_far import monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.traits import Traits
-from jaxlit.callbacks.wandb_config import config_of, monitored
+from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
@@ -252,16 +252,6 @@ class WandbLogger(Logger):
         """
         taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
         self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
-
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Send a matplotlib figure.
-
-        Raises:
-            LoggerError: Pillow is not installed.
-        """
-        Image = check.import_package("PIL.Image", owner="WandbLogger.log_figure", install="pillow")
-        figure.savefig(picture := io.BytesIO(), format="png")  # now, as the user may draw on it later
-        self._log(key, lambda wandb: wandb.Image(Image.open(picture)), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""

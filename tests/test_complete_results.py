@@ -187,3 +187,14 @@ def test_keys_that_processes_agreed_on_are_deleted(monkeypatch: pytest.MonkeyPat
         return len(exchange._client().values)
 
     assert max(as_processes(monkeypatch, work, 3)) <= 3 * 3  # of the last topics only
+
+
+def test_each_epoch_begins_without_a_training_loss() -> None:
+    starts, ends = list[Any](), list[Any]()
+    watch = hooks(
+        on_train_epoch_start=lambda trainer, module: starts.append(trainer.loss),
+        on_train_epoch_end=lambda trainer, module: ends.append(trainer.loss),
+    )
+    fit(Linear(), BATCHES, None, watch, max_epochs=2, log_every_n_steps=1)
+    assert starts == [None, None]
+    assert all(np.isfinite(ends))

@@ -62,17 +62,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment that holds the wheel and borrows its dependencies."""
-    tmp = tmp_path_factory.mktemp("fresh")
-    venv.create(tmp / "venv", with_pip=False)
-    python = tmp / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp)
+def environment(folder: Path) -> Path:
+    """Return the Python of a fresh environment that borrows the dependencies of this one, and no jaxlit."""
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     # Folders named by a .pth file come last on the path and their own .pth files are not read, so an
-    # editable jaxlit among the dependencies stays unseen. Written now, or pip would see that one.
+    # editable jaxlit among the dependencies stays unseen.
     borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a fresh environment that holds the wheel."""
+    python = environment(tmp_path_factory.mktemp("fresh"))
+    zipfile.ZipFile(wheel).extractall(site_packages(python))
     return python
 
 
@@ -136,13 +141,8 @@ def test_a_checkout_without_links_installs_and_imports(kind: str, left: str, tmp
         if left == "a text file":
             link.write_text(f"../{name}")
     run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_{kind}('dist')", cwd=checkout)
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-    (built,) = (checkout / "dist").glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        archive.extractall(site_packages(python))
-    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    (built,), python = (checkout / "dist").glob("*.whl"), environment(tmp_path)
+    zipfile.ZipFile(built).extractall(site_packages(python))
     code = "import jaxlit as jl; print(jl.__file__, jl.strategies.FSDP.__name__, jl.callbacks.EMA.__name__, jl.Trainer)"
     file, *names = run(python, "-I", "-c", code, cwd=tmp_path).split(maxsplit=3)
     home = site_packages(python) if kind == "wheel" else checkout

@@ -100,10 +100,7 @@ class Table:
         """
         if (table.shape[0] if table.ndim == 3 else None) == replicas:
             return table
-        if table.ndim == 3:
-            joined = table.sum(0)
-            joined[0] = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), joined[0]))
-            table = joined
+        table = self._joined(table) if table.ndim == 3 else table
         if replicas is None:
             return table
         empty = self.empty() if len(table) == 2 else self.empty_sums()
@@ -119,8 +116,14 @@ class Table:
                 # Past an infinity or NaN there is nothing to put back.
                 lost = np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
                 table = table[:, :2] + lost
-            total = np.where(self._min, table[:, 0].min(0), np.where(self._max, table[:, 0].max(0), table[:, 0].sum(0)))
-            return [float(x) for x in np.where(self._mean, total / table[:, 1].sum(0), total)]
+            total, weight = self._joined(table)
+            return [float(x) for x in np.where(self._mean, total / weight, total)]
+
+    def _joined(self, tables: np.ndarray) -> np.ndarray:
+        """Return the table of all replicas, given one of each."""
+        table = tables.sum(0)
+        table[0] = np.where(self._min, tables[:, 0].min(0), np.where(self._max, tables[:, 0].max(0), table[0]))
+        return table
 
 
 def table_of(metrics: Any) -> Table:

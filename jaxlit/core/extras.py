@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +14,13 @@ from jaxlit.notes import note_place
 from jaxlit.shown import shown
 
 
-class ArrayKeeper(Protocol):
-    """A callback that keeps arrays, see `jaxlit.Callback`."""
-
-    def init_arrays(self, params: Any) -> Any:
-        """Return the arrays of step 0."""
-
-    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> tuple[Any, Any]:
-        """Return the arrays and the parameters after an optimizer step."""
-        ...
-
-    def eval_params(self, arrays: Any) -> Any:
-        """Return which arrays evaluations see in place of the parameters, None for these themselves."""
-
-
 def check_extras(
-    keepers: Mapping[str, ArrayKeeper], params: Any, tolerates: Callable[[Exception, ArrayKeeper, str], bool]
-) -> dict[str, ArrayKeeper]:
+    keepers: Mapping[str, Any], params: Any, tolerates: Callable[[Exception, Any, str], bool]
+) -> dict[str, Any]:
     """Refuse before anything is compiled what could not be kept in the state; return the callbacks that can be.
 
     Args:
-        keepers: The callbacks, by their keys.
+        keepers: The callbacks with `init_arrays`, `update_arrays` and `eval_params`, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
         tolerates: See `TrainingPlan`.
 
@@ -57,7 +43,7 @@ def check_extras(
     return kept
 
 
-def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Sequence[Any]) -> Any:
+def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[Any]) -> Any:
     """Return the index in the state of what evaluations see as each parameter, a pytree like the parameters.
 
     Args:
@@ -87,7 +73,7 @@ def eval_index(keepers: Mapping[str, ArrayKeeper], index: TrainState, leaves: Se
     return index.params
 
 
-def _init(keeper: ArrayKeeper, params: Any) -> Any:
+def _init(keeper: Any, params: Any) -> Any:
     made = keeper.init_arrays(params)
     # Here, where they are what the callback returned: traced, a Python number is an array too.
     others = [x for x in jax.tree.leaves(made) if not (hasattr(x, "shape") and hasattr(x, "dtype"))]
@@ -99,7 +85,7 @@ def _init(keeper: ArrayKeeper, params: Any) -> Any:
     return made
 
 
-def _check_update(keeper: ArrayKeeper, arrays: Any, params: Any) -> None:
+def _check_update(keeper: Any, arrays: Any, params: Any) -> None:
     where = f"{type(keeper).__name__}.update_arrays"
     made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
     if not (isinstance(made, tuple) and len(made) == 2):

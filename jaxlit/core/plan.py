@@ -6,7 +6,6 @@ from typing import Any
 
 import optax
 
-from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.parts import Part
 
@@ -30,9 +29,9 @@ class TrainingPlan:
     accumulate: int = 1
     nan_policy: str = "raise"
     clip: optax.GradientTransformation | None = None
-    extras: Mapping[str, ArrayKeeper] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
     parts: Sequence[Part] = ()
-    tolerates: Callable[[Exception, ArrayKeeper, str], bool] = lambda *_: False
+    tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
     example: Any = None
 
     @property

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend.core import Literal
 
@@ -95,7 +94,7 @@ def _read(
         with jax.disable_jit(False):
             program = _Program(optimizer.tx, params) if wanted else None
             factors = [program.factors(i) if program and name in wanted else [] for i, name in enumerate(names)]
-            keys = [program.key(x) if program and x else None for x in factors]
+            keys = [_key(x) for x in factors]
     except Exception:  # an update that fails is reported where the step is traced
         program, factors, keys = None, [], []
     if program is None:
@@ -140,9 +139,7 @@ class _Program:
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.given = closed.jaxpr.invars[-len(leaves) :]
-        self.part_of = dict(zip(self.given, [*parts_along(state), ""], strict=True))
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
-        self.made: dict[Any, Any] = {}
         # Whether a value depends on gradients or parameters.
         self.of_step = dict.fromkeys(closed.jaxpr.invars[: -len(leaves)], True)
         walk(self.jaxpr.eqns, self.of_step, lambda eqn, given: [any(given)] * len(eqn.outvars), self._is_of_step)
@@ -200,29 +197,6 @@ class _Program:
             x = eqn.invars[0]
         return x if getattr(x.aval, "shape", None) == () else None
 
-    def key(self, factors: Sequence[Any]) -> Any:
-        """Return how a rate is computed, equal for two rates that are always the same.
-
-        Counts of the state are one value, as each counts the steps, or those of its part; numbers that can be set are
-        several.
-        """
-        return tuple(self._made(x) for x in factors)
-
-    def _made(self, x: Any) -> Any:
-        """Return how a value is computed, as something to compare."""
-        if x is None:
-            return None
-        if isinstance(x, Literal) or x in self.consts:
-            return np.asarray(x.val if isinstance(x, Literal) else self.consts[x]).tobytes()
-        if x not in self.made:
-            if (eqn := self.made_by.get(x)) is None:
-                is_count = jnp.issubdtype(x.aval.dtype, jnp.integer)
-                self.made[x] = ("count", self.part_of[x]) if is_count else self.given.index(x)
-            else:
-                inputs = [self._made(y) for y in eqn.invars]
-                self.made[x] = hash((eqn.primitive.name, str(eqn.params), eqn.outvars.index(x), *inputs))
-        return self.made[x]
-
     def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array], list[jax.Array]]:
         """Return a function of (state, loss) to the values of rates, each given by its factors."""
         needed = dict.fromkeys(variables([x for factors in rates for x in factors if x is not None]))
@@ -234,6 +208,11 @@ class _Program:
             return [_number(-math.prod(xs, start=1.0)) for xs in factors]
 
         return compute
+
+
+def _key(factors: Sequence[Any]) -> Any:
+    """Return what two parameters of one rate have in common: the variables or equal numbers; None without a rate."""
+    return tuple(float(x.val) if isinstance(x, Literal) else x for x in factors) or None
 
 
 def _number(x: Any) -> jax.Array:

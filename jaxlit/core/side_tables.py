@@ -1,7 +1,7 @@
 """What belongs to a module but not to its graph: an attribute would change the graphdef, and every compiled step."""
 
 import weakref
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
 
@@ -27,19 +27,10 @@ class SideTable(Generic[_T]):
             self[copy] = value
 
 
-class Watcher(Protocol):
-    """What is called when a module is touched while a run has its arrays."""
-
-    def touch(self) -> None:
-        """Bring the module's arrays up to date."""
-
-    def refuse_attribute(self, name: str) -> None:
-        """Refuse to set an attribute where the compiled steps could not follow."""
-
-
 trainers: SideTable[weakref.ref[Any]] = SideTable()
-# By id of the module; empty outside a run, so that touching a module then costs nothing.
-watchers: dict[int, Watcher] = {}
+# The `ModuleSync` of a module by its id, called when the module is touched while a run has its arrays. Empty outside
+# of a run, so that touching a module then costs nothing.
+watchers: dict[int, Any] = {}
 
 
 def attach(module: Any, trainer: Any) -> Any:

@@ -92,12 +92,10 @@ def _layer_of(error: Exception) -> str | None:
     frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     # Not isinstance, which reads an attribute: the Trainer's module would fetch its newest arrays, in a trace.
     layers = [x for x in frames if issubclass(type(x), nnx.Module)]
-    owner, paths = "self", dict[int, tuple[Any, ...]]()
-    for layer in layers:
-        if id(layer) not in paths:
-            owner = f"{type(layer).__name__}(...)" if paths else "self"  # a copy, which a transform of nnx has made
-            paths = {id(node): path for path, node in nnx.iter_graph(layer)}
-    if not layers or not (path := paths[id(layers[-1])]):
+    if not layers:
         return None
     kind = type(layers[-1])
-    return f"{owner}.{leaf_name(path)} ({'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__})"
+    name = f"{'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__}"
+    # None of a copy that a transform of nnx has made.
+    path = next((path for path, node in nnx.iter_graph(layers[0]) if node is layers[-1]), None)
+    return None if path == () else name if path is None else f"self.{leaf_name(path)} ({name})"

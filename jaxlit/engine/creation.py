@@ -13,7 +13,6 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxlit.core.closures import check_closures
-from jaxlit.core.extras import ArrayKeeper
 from jaxlit.core.inspection import written_to
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import each_attribute
@@ -31,7 +30,7 @@ def init_state(
     window_replicas: int | None,
     precision: Precision,
     *variables: Any,
-    extras: Mapping[str, ArrayKeeper] = MappingProxyType({}),
+    extras: Mapping[str, Any] = MappingProxyType({}),
     undone: Sequence[str] = (),
 ) -> TrainState:
     """Build the state of step 0; metrics have no columns until the step was traced.

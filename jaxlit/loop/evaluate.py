@@ -1,6 +1,6 @@
 """The loops of validation, test and prediction."""
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +22,8 @@ def sanity_check(run: Run) -> None:
     if not run.val or steps == 0:
         return
     # Batches that are drawn from an iterator now would be missing in the first validation.
-    most = math.inf if steps < 0 else steps
-    limits = [(source, min(math.inf if limit is None else limit, most)) for source, limit in run.val]
-    loaders = [(x, None if limit == math.inf else int(limit)) for x, limit in limits if not x.is_iterator]
+    most = sys.maxsize if steps < 0 else steps
+    loaders = [(x, min(sys.maxsize if limit is None else limit, most)) for x, limit in run.val if not x.is_iterator]
     run.control.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")

@@ -132,9 +132,6 @@ class Hooks:
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
-        # Of callbacks that measure; None where there are none, so that a row costs no call for them.
-        self.begin_row: Hook | None = None
-        self.fill_row: Hook | None = None
         for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
             _refuse_gone(owner)
         for name in ("trace_step", "on_trace"):

@@ -24,7 +24,7 @@ def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
-        if (hook := run.hooks.begin_row) is not None:
+        if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
         return run.results.latest, window, step
     # Values of a trace_step have the interval of their callback: they get a row even if the step would have none.
@@ -52,7 +52,7 @@ def log_pending(run: Run) -> None:
     if run.rates_in == "step" or (run.rates_in is None and row):
         # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
         row = {**row, **run.results.rates(logs), **row}
-    if (hook := run.hooks.fill_row) is not None:  # the row's values have arrived, so its step is done
+    if (hook := run.hooks.bound.get("fill_row")) is not None:  # the row's values have arrived, so its step is done
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
@@ -68,7 +68,6 @@ def bind_measures(hooks: Hooks) -> None:
     owners: list[Any] = [c for c in hooks.callbacks if callable(getattr(type(c), "fill_row", None))]
     for name in ("begin_row", "fill_row") if owners else ():
         hooks.bound[name] = Hook(hooks, name, [TimedFunction(c, getattr(c, name)) for c in owners])
-        setattr(hooks, name, hooks.bound[name])
 
 
 def row_of_epoch(run: Run) -> dict[str, Any]:

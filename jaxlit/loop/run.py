@@ -98,6 +98,12 @@ class Setup:
         hook, position = self.hooks.log.hook, self.position
         return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
+    def open_train(self) -> Loader:
+        """Open the training loader, and return it with its limit."""
+        ((source, limit),) = self.loaders.open("training", required=True)
+        self.train, self.val_every = (source, limit), validation_interval(self.settings, source, limit)
+        return self.train
+
     def close(self) -> None:
         """Close the loaders."""
         self.accumulate_left = self.settings.accumulate_grad_batches

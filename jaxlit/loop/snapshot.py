@@ -107,15 +107,13 @@ def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     return [key for key, kept in saved.items() if kept and key not in known]
 
 
-def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes: int, index: int, idx: int) -> None:
+def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) -> None:
     """Make a loader continue where the checkpoint was taken.
 
     Args:
         source: The loader.
         state: The checkpoint's.
         stage: "training", or "validation" for the one of an evaluation that was cut.
-        processes: How many processes feed the steps now.
-        index: Which of them this is.
         idx: The loader's number in its stage.
 
     Raises:
@@ -124,11 +122,11 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, processes:
     saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
-    was = len(saved["states"])
+    theirs, processes = saved["states"], jax.process_count()
+    was = len(theirs)
     if was == processes:  # each process continues with its share
-        source.load_state_dict(saved["states"][index])
+        source.load_state_dict(theirs[jax.process_index()])
         return
-    theirs = saved["states"]
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
         raise DataError(
             f"{source.argument}: the checkpoint is from the middle of an epoch in {was} process{'es' * (was > 1)}, and "

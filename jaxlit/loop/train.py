@@ -18,7 +18,7 @@ from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
-from jaxlit.loop.run import Run, validation_interval
+from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
 
@@ -230,8 +230,7 @@ def reload(run: Run) -> None:
         return
     if run.train is not None and run.loaders.from_hook("training"):
         run.train[0].close()
-        ((source, limit),) = run.loaders.open("training", required=True)
-        run.train, run.val_every = (source, limit), validation_interval(run.settings, source, limit)
+        run.open_train()
     if run.val and run.loaders.from_hook("validation"):
         for source, _ in run.val:
             source.close()

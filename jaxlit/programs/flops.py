@@ -1,6 +1,7 @@
 """How many floating-point operations a traced program takes."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,9 +28,8 @@ class Flops:
     by_dtype: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __add__(self, other: "Flops") -> "Flops":
-        kinds = {**self.by_dtype, **other.by_dtype}
-        kinds = {kind: self.by_dtype.get(kind, 0) + other.by_dtype.get(kind, 0) for kind in kinds}
-        return Flops(self.count + other.count, self.exact and other.exact, kinds)
+        by_dtype = Counter(self.by_dtype) + Counter(other.by_dtype)
+        return Flops(self.count + other.count, self.exact and other.exact, by_dtype)
 
     def __mul__(self, times: int) -> "Flops":
         return Flops(self.count * times, self.exact, {kind: n * times for kind, n in self.by_dtype.items()})

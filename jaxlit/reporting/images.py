@@ -1,5 +1,6 @@
 """Images that a user logs, as Pillow takes them."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,25 @@ from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
 
 
-def as_image(where: str, x: Any) -> Any:
-    """Return an image as an array of uint8, or what is no array as it is; a copy, which the caller may keep.
+def as_image(where: str, x: Any) -> np.ndarray:
+    """Return an image as an array of uint8 of its own.
 
     Args:
         where: The call, for messages.
         x: (height, width) or (height, width, 1, 3 or 4) of uint8, bool, or floats from 0 to 1, others are clipped; a
-            Pillow image; or a path.
+            Pillow image; a matplotlib figure; or a path.
 
     Raises:
         ArgumentError: It is an array, and no image.
     """
     if not hasattr(x, "dtype"):
-        return x.copy() if hasattr(x, "copy") else str(x) if isinstance(x, Path) else x
+        from PIL import Image
+
+        if hasattr(x, "savefig"):
+            figure, x = x, io.BytesIO()
+            figure.savefig(x, format="png")
+        picture = Image.open(x) if isinstance(x, (str, Path, io.BytesIO)) else x
+        return np.array(picture if picture.mode in ("L", "RGB", "RGBA") else picture.convert("RGBA"))
     array = np.asarray(x)
     channels = array.shape[-1] if array.ndim == 3 else 1
     # bfloat16 is of kind V.
@@ -37,7 +44,7 @@ def as_image(where: str, x: Any) -> Any:
     return (array[..., 0] if array.ndim == 3 and channels == 1 else array).copy()
 
 
-def as_images(where: str, images: Any, caption: Sequence[str] | None = None) -> list[tuple[Any, str | None]]:
+def as_images(where: str, images: Any, caption: Sequence[str] | None = None) -> list[tuple[np.ndarray, str | None]]:
     """Return an image or a list of them as `as_image` returns each, with their captions.
 
     Raises:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxlit.reporting.histogram import count
 from jaxlit.reporting.images import as_images
 from jaxlit.reporting.terminal import say, short_path
@@ -93,13 +91,13 @@ class MediaFolder:
     ) -> None:
         """Write each image to a .png file, and its caption to a .txt file."""
         for image, text in as_images(f"log_image({key!r}, ...)", images, caption):
-            files = [_image_file(image)]
+            from PIL import Image
+
+            Image.fromarray(image).save(content := io.BytesIO(), format="png")
+            files = [(".png", content.getvalue())]
             self._keep(key, files if text is None else [*files, (".txt", text.encode())], step)
 
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
-        """Write a matplotlib figure to a .png file."""
-        figure.savefig(picture := io.BytesIO(), format="png")
-        self._keep(key, [(".png", picture.getvalue())], step)
+    log_figure = log_image
 
     def _keep(self, key: str, files: Sequence[_File], step: int | None) -> None:
         """Write files of one name, and print once where."""
@@ -117,13 +115,3 @@ class MediaFolder:
         if self._announces and media != self._announced:
             self._announced = media
             say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them)")
-
-
-def _image_file(image: Any) -> _File:
-    if isinstance(image, str):
-        return Path(image).suffix, Path(image).read_bytes()
-    from PIL import Image
-
-    picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-    picture.save(content := io.BytesIO(), format="png")
-    return ".png", content.getvalue()

@@ -60,23 +60,24 @@ def resolve_checkpoint(
         return None
     if not isinstance(wanted, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {shown(wanted)}.")
-    if wanted in ("auto", "last", "best"):
+    if wanted not in ("auto", "last", "best"):
+        checkpoint, skipped = locate(wanted, argument)
+    else:
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
-        default = Path(os.path.abspath(folder.path)) / FOLDER
-        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), default]))
+        own = Path(os.path.abspath(folder.path)) / FOLDER
+        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
         checkpoint, skipped = _newest(folders)
-        asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
-        if wanted == "best" and asked is not None and asked.best_model_path:
-            checkpoint = read(Path(asked.best_model_path))
-        elif wanted == "best" and checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
-            checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
-        if checkpoint is None and resume != "auto":
+        if wanted == "best":
+            asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
+            if asked is not None and asked.best_model_path:
+                checkpoint = read(Path(asked.best_model_path))
+            elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
+                checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
+        if checkpoint is None and wanted != "auto":
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {short_path(default)}, starting from scratch")
-    else:
-        checkpoint, skipped = locate(wanted, argument)
+            say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
     if checkpoint is not None:
         tell_taken(purpose, checkpoint, skipped)
     return checkpoint

@@ -21,11 +21,13 @@ from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, did_you_mean
-from jaxlit.loop.callback_arrays import array_keepers
+from jaxlit.errors import ArgumentError, ModuleError, did_you_mean
+from jaxlit.loop.failures import Failures
+from jaxlit.loop.hooks import fitting, overrides
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Setup
 from jaxlit.loop.settings import Settings
+from jaxlit.loop.snapshot import keyed
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_model
@@ -170,3 +172,25 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
             raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
         parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
     return tuple(parts)
+
+
+def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
+    """Return the callbacks that keep arrays, by the keys of their states.
+
+    Raises:
+        ModuleError: One has only one of the two methods, or a method takes other arguments.
+    """
+    methods, keepers = ("init_arrays", "update_arrays"), {}
+    for key, callback in keyed(callbacks, failed).items():
+        defined = [name for name in methods if overrides(callback, name)]
+        if len(defined) == 1:
+            name, (missing,) = type(callback).__name__, {*methods} - {*defined}
+            raise ModuleError(
+                f"{name} defines {defined[0]} and no {missing}: a callback's arrays are made by one and changed by the "
+                f"other. Define {missing} too."
+            )
+        for name in defined:
+            fitting(callback, name)  # refused now: inside the traced step the error would be jax's
+        if defined:
+            keepers[key] = callback
+    return keepers

@@ -78,8 +78,8 @@ class LRFinder:
         clear = {k: fall for k, fall in falls.items() if fall is not None}
         if not clear:
             why = "the loss falls clearly at none of them" if falls else "there are too few finite losses to compare"
-            what = "a wider range of rates, more steps or larger batches" if falls else "more steps"
-            _logger.warning("lr_find suggests no rate of %d: %s. Try %s.", len(self.results["lr"]), why, what)
+            text = "lr_find suggests no rate of %d: %s. Try more steps, a wider range of rates or larger batches."
+            _logger.warning(text, len(self.results["lr"]), why)
             return None
         return self.results["lr"][max(clear, key=lambda k: clear[k])]
 
@@ -248,17 +248,12 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
     """Return the object whose attribute is the rate, and the attribute's name.
 
     Raises:
-        ArgumentError: There is none, or the module is still to be built.
+        ArgumentError: There is none, as with a module that is still to be built.
     """
-    if isinstance(model, lazy):
-        raise ArgumentError(
-            "jl.lr_find(update_attr=True) sets an attribute of a module, and a lazy one is not built yet. Pass the "
-            "suggestion to jl.lazy(...)."
-        )
     for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
         if name in vars(model):
             return model, name
-        if name in model.hparams:
+        if name in getattr(model, "hparams", ()):  # a lazy module has none yet
             return model.hparams, name
     wanted = repr(attr_name) if attr_name else "'lr' or 'learning_rate'"
     raise ArgumentError(

@@ -11,14 +11,13 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.restore import Resume
-from jaxlit.loop.run import Setup, validation_interval
+from jaxlit.loop.run import Setup
 from jaxlit.reporting.terminal import say
-from jaxlit.strategies.base import Strategy
 
 _logger = logging.getLogger("jaxlit")
 
 
-def open_fit(run: Setup, strategy: Strategy, resume: Resume | None) -> None:
+def open_fit(run: Setup, resume: Resume | None) -> None:
     """Open the loaders of a fit.
 
     Raises:
@@ -26,14 +25,13 @@ def open_fit(run: Setup, strategy: Strategy, resume: Resume | None) -> None:
         DataError: A loader cannot continue where the checkpoint was taken.
     """
     settings, name = run.settings, type(run.module).__name__
-    ((source, limit),) = run.loaders.open("training", required=True)
+    source, limit = train = run.open_train()
     timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
         raise ArgumentError(
             f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
             "Trainer(max_time=...), Trainer(limit_train_batches=...) or a jl.callbacks.Timer(...)."
         )
-    run.train, run.val_every = (source, limit), validation_interval(settings, source, limit)
     run.val = run.loaders.open("validation", required=False)
     if run.val and not is_overridden(run.module, "validation_step"):
         _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
@@ -48,11 +46,10 @@ def open_fit(run: Setup, strategy: Strategy, resume: Resume | None) -> None:
         )
     run.count_batches()
     if resume is not None:
-        state, count = resume.checkpoint.state, jax.process_count()
-        for stage, pairs in (("training", [run.train]), ("validation", run.val)):
+        for stage, pairs in (("training", [train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
-                snapshot.load_loader(source, state, stage, count, jax.process_index(), idx)
-        run.position.data = run.train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
+                snapshot.load_loader(source, resume.checkpoint.state, stage, idx)
+        run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
 def check_training(run: Setup, *, logs: bool) -> None:

@@ -56,6 +56,7 @@ class Saver:
         self._fitted = fitted
         self._open: list[Saving] = []  # not waited for yet
 
+    @out_of_meshes
     def begin(self, path: str | Path, order: int | None = None) -> Saving:
         """Begin to write a checkpoint; training continues meanwhile.
 
@@ -75,19 +76,11 @@ class Saver:
             CheckpointError: It cannot be begun, or the state was lost in a step that failed.
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
-        return self._begin(path, order, "trainer.saver.begin")
-
-    def save(self, path: str | Path) -> None:
-        """Write a checkpoint and wait until it is there; see `Trainer.save_checkpoint`."""
-        self._begin(path, None, "Trainer.save_checkpoint").wait()
-
-    @out_of_meshes
-    def _begin(self, path: str | Path, order: int | None, owner: str) -> Saving:
-        order = None if order is None else check.integer("order", order, low=0, owner=owner)
+        order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         run = self._training()
         if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        run.hooks.take_writes(owner)
+        run.hooks.take_writes("trainer.saver.begin")
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(path))

@@ -322,7 +322,7 @@ class Session:
         hooks, fitting = setup.hooks, stage.verb == "fit"
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            open_fit(setup, self.strategy, resume)
+            open_fit(setup, resume)
         else:
             setup.val = setup.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.

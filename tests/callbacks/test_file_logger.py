@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
@@ -282,24 +282,6 @@ def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     assert path_of(kind()).read_bytes() == before
     assert go_on(2) == 4  # once there is room
     assert [row["step"] for row in read(path_of(kind()))] == [0, 1, 2, 3]
-
-
-def test_a_checkpoint_within_a_row_goes_on_with_it():
-    def step(self, batch):
-        loss = (self.error(batch) ** 2).mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def train(folder, *callbacks, **arguments):
-        given = {"log_every_n_steps": 2, "default_root_dir": folder, "logger": [CSVLogger(), JSONLLogger()]}
-        return fit(module(step), numbered(2), numbered(1), *callbacks, **(given | {"max_epochs": 2} | arguments))
-
-    train("whole", num_sanity_val_steps=0)
-    save = hooks(on_validation_end=lambda t, m: t.save_checkpoint(f"run/at{t.current_epoch}"))
-    train("run", save, num_sanity_val_steps=0)  # the row has no value of the epoch yet
-    train("run", ckpt_path="run/at0")
-    assert [sorted(row) for row in rows_in("run")] == [["epoch", "loss_epoch", "loss_step", "lr", "step", "val"]] * 2
-    assert rows_in("run") == rows_in("whole")
 
 
 def joined(rows, row):

@@ -66,15 +66,6 @@ def test_a_users_rule_is_a_subclass() -> None:
     assert trainer.global_step == 6 + 3 + 2 == trainer.estimated_stepping_batches
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp"))
-def test_rows_of_uneven_batches_weigh_as_in_the_loop_by_hand(strategy: str) -> None:
-    batches = sized(16, 8, 16, 24, 8)
-    model, hand = Linear(), HandLoop(Linear())
-    fit(model, batches, None, GradientAccumulationScheduler({1: 2}), strategy=splitting(strategy), max_epochs=2, **BARE)
-    hand(*batches).window(*batches[:2]).window(*batches[2:4]).window(batches[4])
-    assert_same(model, hand.module)
-
-
 STOPS = [(name, stop) for name in STRATEGIES for stop in ((0, 1), (1, 3), (2, 0))]
 
 
@@ -109,14 +100,6 @@ def test_a_window_cut_by_a_stop_continues_from_a_checkpoint() -> None:
     words = "2 of 4 batches.*accumulate_grad_batches=3"
     call = lambda: fit(Mean(), numbered(5), None, other, max_epochs=1, ckpt_path="at", **BARE)  # noqa: E731
     refuses(CheckpointError, call, words)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_without_it_a_resume_goes_by_the_trainers_number(accumulate: int) -> None:
-    trainer = fit(Mean(), numbered(8), None, GradientAccumulationScheduler({0: 4, 1: 2}), max_epochs=2, **BARE)
-    trainer.save_checkpoint("after")
-    arguments = BARE | {"max_epochs": 3, "accumulate_grad_batches": accumulate}
-    assert fit(Mean(), numbered(8), ckpt_path="after", **arguments).global_step == 2 + 4 + 8 // accumulate
 
 
 def test_a_resume_in_an_epoch_without_it_keeps_whole_windows() -> None:

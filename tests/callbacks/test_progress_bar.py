@@ -191,29 +191,6 @@ def test_metrics_stand_below_one_another(begin, capsys, clock):
     assert len({(line.index("train/loss"), line.index("val/loss")) for line in epoch_lines(capsys)}) == 1
 
 
-@pytest.mark.parametrize("width", [20, 80, 160])
-def test_a_long_line_breaks_between_metrics(make_trainer, open_terminal, width):
-    terminal, names = open_terminal(width), [f"metric_{i}" for i in range(9)]
-    trainer = make_trainer()
-    trainer.callback_metrics.values_of |= dict.fromkeys(names, SEVENTEEN)
-    fit(trainer)
-    assert re.findall(r"(metric_\d) 0.05882", "\n".join(terminal.lines)) == names * 2
-    assert re.findall(r"val/loss (\S+)", "\n".join(terminal.lines)) == ["0.5", "0.25"]
-
-
-def test_a_mark_names_its_metric_if_the_line_does_not(make_trainer, capsys, open_terminal):
-    for terminal in (None, 160):
-        if terminal:
-            open_terminal(terminal)
-        trainer = make_trainer()
-        trainer.progress_bar_metrics = type(trainer.callback_metrics)()  # nothing has prog_bar=True
-        monitoring(trainer)
-        fit(trainer, {"val/loss": 0.5}, {"val/loss": 0.75}, {"val/loss": SEVENTEEN})
-        lines = sys.stdout.lines if terminal else capsys.readouterr().out.splitlines()
-        lines = [line for line in lines if line.startswith("epoch ")]
-        assert [line.partition("* ")[2] for line in lines] == ["best val/loss 0.5", "", "best val/loss 0.05882"]
-
-
 def test_the_best_epochs_are_marked(make_trainer, capsys):
     trainer = make_trainer()
     trainer.callback_metrics.values_of["train/loss"] = SEVENTEEN
@@ -319,26 +296,6 @@ def test_nothing_is_drawn_more_often_than_the_rate_says(make_trainer, open_termi
     trainer.end(bar)
     assert min(later - earlier for earlier, later in itertools.pairwise(drawn)) > 1 / rate - 1e-6
     assert 0.8 * 4 * rate <= len(drawn) <= 4 * rate + 1  # in four seconds
-
-
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_no_metric_is_read_during_an_epoch(make_trainer, open_terminal, clock, on_terminal):
-    if on_terminal:
-        open_terminal()
-    trainer, bar = make_trainer(), ProgressBar()
-    monitoring(trainer)
-    trainer.start(bar)
-    trainer.callback_metrics.values_of |= {"train/loss": 1.0, "val/loss": 1.0}
-    bar.on_train_epoch_start(trainer, trainer.module)
-    for i in range(4):
-        clock.seconds += 1.0  # so that each is drawn
-        batch(trainer, bar, i)
-    bar.on_log(trainer, {"train/loss": 1.0, "epoch": 0}, 3)
-    bar.on_validation_start(trainer, trainer.module)
-    bar.on_validation_batch_end(trainer, trainer.module, {}, None, 0)
-    reads = trainer.progress_bar_metrics.reads
-    bar.on_exception(trainer, trainer.module, ValueError())
-    assert reads == 0
 
 
 def test_a_module_that_logs_nothing_shows_its_loss(capsys):

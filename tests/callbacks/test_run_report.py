@@ -122,13 +122,6 @@ def test_two_reports_of_one_file_are_refused() -> None:
     make_trainer(RunReport(), RunReport("other.html"))
 
 
-def test_an_evaluation_behind_a_fit_writes_into_its_folder() -> None:
-    trainer = fit(Mean(), numbered(1), None, max_epochs=1)
-    trainer.test(Mean(), numbered(1))
-    assert [path.name for path in Path("runs").iterdir()] == [trainer.run_dir.name]
-    assert "test" in (trainer.run_dir / "metrics.csv").read_text()
-
-
 def fail(trainer: Any, *_: Any) -> None:
     if trainer.global_step == 7:
         raise KeyError(KEY)

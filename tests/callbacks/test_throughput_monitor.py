@@ -21,9 +21,9 @@ from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
 from jaxlit.callbacks.measure import Measured
 from jaxlit.errors import ArgumentError, LogError
 from jaxlit.loop import compile_log
-from jaxlit.programs.peaks import PEAKS, peak_flops
+from jaxlit.programs.peaks import peak_flops
 
-ROWS, INSIDE, WIDTH, OUT, DEPTH = 16, 3, 8, 1, 4
+ROWS, INSIDE, WIDTH, OUT = 16, 3, 8, 1
 
 
 class MLP(Linear):
@@ -40,40 +40,9 @@ class MLP(Linear):
         return x
 
 
-class Scanned(Linear):
-    """Layers of one shape, by `nnx.scan` or `jax.lax.scan`, between an inner and an outer one."""
-
-    by_nnx = True
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        make = nnx.split_rngs(splits=DEPTH)(nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), in_axes=0))
-        self.inner, self.outer = nnx.Linear(INSIDE, WIDTH, rngs=rngs), nnx.Linear(WIDTH, OUT, rngs=rngs)
-        self.layers = make(rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.inner(x)
-        if self.by_nnx:
-            x = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
-                x, self.layers
-            )
-        else:
-            arrays = self.layers.kernel[...], self.layers.bias[...]
-            x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer[0] + layer[1]), None), x, arrays)
-        return self.outer(x)
-
-
-class ScannedByJax(Scanned):
-    by_nnx = False
-
-
 # Two for each triple of a product; as many for the gradient of its kernel, and of its input unless that is the data.
 FIRST, INNER, LAST = (2 * ROWS * a * b for a, b in ((INSIDE, WIDTH), (WIDTH, WIDTH), (WIDTH, OUT)))
-FORMULAS = {
-    MLP: 2 * FIRST + 3 * INNER + 3 * LAST,
-    Scanned: 2 * FIRST + 3 * DEPTH * INNER + 3 * LAST,
-    ScannedByJax: 2 * FIRST + 3 * DEPTH * INNER + 3 * LAST,
-}
+FLOPS = 2 * FIRST + 3 * INNER + 3 * LAST
 
 
 class Clock:
@@ -98,18 +67,15 @@ def rows_of(trainer: jl.Trainer, name: str) -> dict[int, float]:
     return dict(zip(map(int, steps), map(float, values), strict=True))
 
 
-@pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single", "fsdp"))
-def test_operations_are_those_of_a_formula(kind: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_those_of_a_formula(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor = Clock(monkeypatch), ThroughputMonitor(available_flops=1e6)
     given = BARE | {"strategy": strategy, "log_every_n_steps": 1}
-    trainer = fit(kind(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
+    trainer = fit(MLP(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
     found = trainer.step_flops["train_step"]
-    assert (found.count, found.exact, found.by_dtype) == (FORMULAS[kind], True, {"float32 fast": FORMULAS[kind]})
+    assert (found.count, found.exact, found.by_dtype) == (FLOPS, True, {"float32 fast": FLOPS})
     # A row is read after the next step's hook, that of the last step alone at the end of the epoch.
-    assert rows_of(trainer, "train/flops_per_sec") == pytest.approx(
-        {1: FORMULAS[kind] / 2, 2: FORMULAS[kind] * 2 / 3, 3: FORMULAS[kind]}
-    )
+    assert rows_of(trainer, "train/flops_per_sec") == pytest.approx({1: FLOPS / 2, 2: FLOPS * 2 / 3, 3: FLOPS})
     for step, rate in rows_of(trainer, "train/flops_per_sec").items():
         assert rows_of(trainer, "train/mfu")[step] == pytest.approx(rate / 1e6 / trainer.strategy.mesh.size)
 
@@ -197,7 +163,7 @@ def test_counts_go_on_bit_by_bit_after_a_resume() -> None:
 def test_a_monitor_works_with_callbacks_that_trace() -> None:
     given = BARE | {"log_every_n_steps": 1}
     trainer = fit(MLP(), sized(*[ROWS] * 4), None, ThroughputMonitor(), jl.callbacks.GradientNorm(), **given)
-    assert trainer.step_flops["train_step_traced"].count == FORMULAS[MLP]
+    assert trainer.step_flops["train_step_traced"].count == FLOPS
     assert [*rows_of(trainer, "train/flops_per_sec")][-1] == 3 and "train/mfu" not in trainer.history
 
 
@@ -228,11 +194,6 @@ def test_missing_rows_and_a_taken_name_are_refused() -> None:
 )
 def test_the_peak_of_a_device_is_that_of_its_data_sheet(kind: str, dtype: str, peak: float | None) -> None:
     assert peak_flops(kind, dtype) == peak
-
-
-def test_no_device_is_hidden_by_a_shorter_name_before_it() -> None:
-    names = [*PEAKS]
-    assert [b for i, a in enumerate(names) for b in names[i + 1 :] if b.startswith(a)] == []
 
 
 def test_the_dtypes_of_products_are_told_apart() -> None:

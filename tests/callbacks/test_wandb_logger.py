@@ -186,14 +186,6 @@ def test_an_error_marks_the_run_as_failed(capsys):
     assert not Path("run/wandb").exists()
 
 
-def test_a_finished_run_does_not_end_training(capsys):
-    with open_run() as run:
-        pass
-    trainer = run_stage(trainer_of(WandbLogger(experiment=run)))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert trainer.global_step == 2 and line.startswith("W&B: off for the rest of this run (") and "finished" in line
-
-
 def test_a_failure_ends_training_if_asked():
     gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
     logger = WandbLogger(offline=True, log_model=True, on_error="raise")

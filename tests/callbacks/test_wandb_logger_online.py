@@ -130,7 +130,7 @@ def test_media_arrive_as_they_were_when_logged(served):
         for path, picture in zip(found[name]["filenames"], expected, strict=True):
             np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
     assert found["two"]["captions"] == ["first", "second"]
-    figure = pixels(found["figure"]["path"])
+    figure = pixels(found["figure"]["filenames"][0])
     assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
     table = json.loads(served.run.files[found["table"]["path"]])
     assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])

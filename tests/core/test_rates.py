@@ -67,7 +67,8 @@ def updates(tx: Any, steps: int) -> list[Any]:
 @pytest.mark.parametrize("name", thinned(READ, "adamw", "frozen in part", full=[*READ][::3]))
 def test_a_rate_is_the_factor_of_the_updates_of_rate_1(name: str, lr: Any) -> None:
     make = READ[name]
-    (rates,) = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
+    rates, *others = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
+    assert all(other == rates for other in others)  # of muon's two transforms
     ratios = [made / unit for made, unit in zip(updates(make(lr), 3), updates(make(1.0), 3), strict=True)]
     np.testing.assert_allclose(ratios, np.broadcast_to(np.reshape(rates, (3, 1, 1)), (3, 4, 3)), rtol=1e-5)
     assert rates == pytest.approx([float(lr(k)) if callable(lr) else lr for k in range(3)])
@@ -95,7 +96,7 @@ def test_a_rate_that_cannot_be_read_can_be_told() -> None:
         (optax.contrib.muon(SCHEDULE, adam_learning_rate=0.1), {"lr/pg1": 0.2, "lr/pg2": 0.1}),
         (
             optax.partition({"a": optax.sgd(SCHEDULE), "b": optax.adam(SCHEDULE)}, {"a": "a", "bias": "b"}),
-            {"lr": 0.2},  # one schedule, whose counts are alike
+            {"lr/pg1": 0.2, "lr/pg2": 0.2},  # each has a count of its own
         ),
         (
             optax.partition({k: optax.inject_hyperparams(optax.sgd)(0.1) for k in "ab"}, {"a": "a", "bias": "b"}),

@@ -188,17 +188,6 @@ def test_a_resumed_training_has_the_same_bits(strategy) -> None:
     assert bits(later.state.params) == bits(trainer.state.params)
 
 
-@pytest.mark.parametrize(("then", "now"), thinned([("single", "fsdp"), ("pmap", "zero1")], ("single", "fsdp")))
-def test_arrays_are_restored_under_another_strategy(then, now) -> None:
-    before, after = EMA(), EMA()
-    trainer = train(before, batches_of(3), then)
-    trainer.save_checkpoint("kept")
-    more = {"max_epochs": 2, "ckpt_path": "kept", "devices": 4 if now == "fsdp" else "auto"}
-    later = train(after, batches_of(3), now, **more)
-    assert bits(after.held) == bits(trainer.callback_arrays(before))
-    assert after.held["kernel"].sharding == later.state.params["kernel"].sharding
-
-
 def test_a_resume_names_new_and_missing_array_keepers(caplog) -> None:
     batches, first, keeper = batches_of(3), EMA(), type("Slow", (EMA,), {})()
     trainer = train(first, batches)

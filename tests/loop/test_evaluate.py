@@ -100,15 +100,6 @@ def test_evaluation_uses_the_weights_before_and_after_fit(is_lazy: bool) -> None
     assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
 
 
-@pytest.mark.parametrize(("strategy", "verb"), [("single", "validate"), ("ddp", "test"), ("pmap", "validate")])
-def test_an_evaluation_has_the_step_of_the_fit_before_it(strategy: str, verb: str) -> None:
-    counts = lambda m, batch, i: m.log_dict({"at": m.global_step + 0.0, "in": m.current_epoch + 0.0})  # noqa: E731
-    trainer, model = make_trainer(strategy=strategy, max_epochs=2), logging(validation=counts)
-    assert getattr(trainer, verb)(model, numbered(3)) == [{"at": 0.0, "in": 0.0}]
-    trainer.fit(model, numbered(3))
-    assert getattr(trainer, verb)(None, numbered(3)) == [{"at": 6.0, "in": 2.0}]
-
-
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_an_evaluation_without_its_step_is_refused_by_name(verb: str) -> None:
     step = {"validate": "validation_step"}.get(verb, f"{verb}_step")

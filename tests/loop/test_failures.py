@@ -145,26 +145,6 @@ class Seen(jl.Callback):
         assert self.steps == 4
 
 
-def test_a_disabled_logger_is_called_again_in_the_next_run(caplog: Any) -> None:
-    calls: list[str] = []
-
-    def row(*_: Any) -> None:
-        calls.append("on_log")
-        raising()
-
-    other = {"on_train_batch_end": "batch", "on_train_end": "end", "teardown": "teardown"}
-    bad = logger_with(on_log=row, **{k: lambda *_, v=v: calls.append(v) for k, v in other.items()})
-    trainer = fit(Mean(), numbered(4), logger=bad, log_every_n_steps=2)
-    # The row of the second step is logged after the third.
-    assert calls == ["batch", "batch", "batch", "on_log", "teardown"]
-    assert len(warnings_of(caplog)) == 1
-    trainer.fit(Mean(), numbered(1))
-    assert calls[5:] == ["batch", "end", "teardown"]
-    trainer.validate(Mean(), numbered(1))
-    assert calls[8:] == ["on_log", "teardown"]
-    assert sum("is disabled" in text for text in warnings_of(caplog)) == 2
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])
 def test_on_error_raise_and_interrupts_end_training(error: Any) -> None:
     def fail(*_: Any) -> None:

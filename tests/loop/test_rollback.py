@@ -106,12 +106,6 @@ def test_what_diverges_again_and_again_is_an_error() -> None:
         train([1.0, 2.0, *[BAD] * 40])
 
 
-def test_a_checkpoint_behind_each_fall_back_counts_anew() -> None:
-    values = [1.0, 2.0] + [BAD, BAD, BAD, BAD, 1.0, 2.0, 3.0, 4.0] * 5
-    trainer, made = train(values)
-    assert 2 < trainer.global_step < 2 + 4 * 5 + 1 and 1.0 <= float(made.w[...][0]) <= 4.0
-
-
 # Which checkpoint -------------------------------------------------------------------------------------
 
 

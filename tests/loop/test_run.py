@@ -1,7 +1,6 @@
 """Every argument that limits a loop, alone and together, against a model of the loop in plain Python."""
 
 import datetime
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -162,15 +161,6 @@ def test_max_time_ends_after_the_batch_and_a_validation(clock: Clock, max_time: 
     assert journal.named("on_validation_start") == [(None, None, 0, 2), (None, None, 1, 3)]
     assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 3, True)
     assert trainer.stop_reason.startswith("max_time")
-
-
-def test_max_time_ends_a_training_whose_epochs_are_all_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = itertools.count()
-    skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1)
-    trainer = make_trainer(skip, max_epochs=None, max_time=datetime.timedelta(seconds=5), **BARE)
-    monkeypatch.setattr(time, "monotonic", lambda: next(count))
-    trainer.fit(Mean(), numbered(3))
-    assert trainer.global_step == 0 and trainer.stop_reason.startswith("max_time")
 
 
 STOPPED = [

@@ -98,13 +98,6 @@ def test_it_fires_on_the_last_step_of_each_n_across_epochs(every: int, accumulat
     assert sees.rows() == {step: {"grad": known[step][0]} for step in expected}
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(4, [3, 7]), (0, []), (1, list(range(10)))])
-def test_none_is_the_interval_of_rows(interval: int, expected: list[int]) -> None:
-    sees = Sees(None)
-    fit(sees, log_every_n_steps=interval)
-    assert sees.steps("trace") == list(sees.rows()) == expected
-
-
 # Where it arrives ------------------------------------------------------------------------------------
 
 

@@ -162,25 +162,6 @@ def test_a_mixed_precision_shows_gradients_without_their_scale(strategy: str, pr
     assert_seen(first[0], [first[1][0]], [0], 4 * float(jnp.finfo(low).eps))
 
 
-@pytest.mark.parametrize("policy", ["skip", "ignore"])
-def test_a_step_that_is_left_out_shows_zero_updates(policy: str) -> None:
-    looks, batches = Looks(1), random(4, rows=16)
-    batches[1]["x"][4, 0] = np.nan
-    train([looks], batches, nan_policy=policy)
-    bad, after = looks.seen[1], looks.seen[2]
-    assert np.isnan(bad["grads/kernel"]).any()
-    if policy == "ignore":
-        assert np.isnan(bad["updates/kernel"]).any() and np.isnan(after["params/kernel"]).any()
-        return
-    assert not bad["updates/kernel"].any() and not bad["updates/bias"].any()
-    # The others continue as if it had not been.
-    expected = by_hand([batches[0], *batches[2:]])
-    assert_seen({i: looks.seen[k] for i, k in enumerate((0, 2, 3))}, expected, [0, 1, 2])
-    for name, x in bad.items():
-        if name.startswith("opt_state/"):
-            np.testing.assert_array_equal(x, looks.seen[0][name])
-
-
 # Programs --------------------------------------------------------------------------------------------
 
 BATCH = random(1, rows=16)[0]

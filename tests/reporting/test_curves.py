@@ -69,12 +69,6 @@ def test_a_stage_has_its_color_whatever_is_logged_first() -> None:
         assert found == {"train/loss": "var(--c0)", "val/loss": "var(--c1)"}
 
 
-@pytest.mark.parametrize("finite", [[7], [7, 20, 21]])
-def test_a_value_between_nans_is_a_point(finite: list[int]) -> None:
-    values = np.where(np.isin(np.arange(40), finite), 1.0, np.nan)
-    assert curves_svg("x", {"x": (np.arange(40), values)}).count("<circle") == 1
-
-
 def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
     values = np.sin(np.arange(10_000) / 500)
     values[4321], values[7777] = 9.0, -9.0

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import termios
 import time
-from types import SimpleNamespace
 
 import nbformat
 import pyte
@@ -169,26 +168,6 @@ def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
     (curves,) = live[1:]  # at the end of the fit
     assert base64.b64decode(curves.data["image/png"]).startswith(b"\x89PNG") and "loss" in curves.data["text/plain"]
     assert "widgets" not in notebook.metadata
-
-
-def test_a_notebooks_live_line_is_one_output(monkeypatch, capsys):
-    shown = []
-
-    class Handle:
-        def update(self, data, raw):
-            shown.append(data)
-
-    display = SimpleNamespace(display=lambda data, raw, display_id: shown.append("output") or Handle())
-    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
-    monkeypatch.setitem(sys.modules, "IPython", shell)
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    fit(Mean(), numbered(3), max_epochs=3, logger=False)
-    assert shown.count("output") == 1 and shown[-1] == {"text/html": ""}
-    texts = [data["text/plain"] for data in shown[1:] if data != {"text/html": ""}]
-    assert texts and all(text.startswith("epoch") for text in texts)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:9] for line in lines if line.startswith("epoch")] == [f"epoch {k}/3" for k in (1, 2, 3)]
-    assert all(lines)
 
 
 @pytest.mark.parametrize("columns", [60, 80])

@@ -81,16 +81,6 @@ def test_wrong_and_unknown_attributes_are_refused_when_set(name, value, words) -
     assert trainer.callbacks == before
 
 
-def test_callbacks_can_be_replaced_between_runs() -> None:
-    ran: list[str] = []
-    trainer, tells = make_trainer(), hooks(on_fit_start=lambda *_: ran.append("told"))
-    for given, kept in ((tells, [tells]), ([tells], [tells]), (None, [])):
-        trainer.callbacks = given
-        assert trainer.callbacks == kept
-        trainer.fit(Mean(), numbered(1))
-    assert ran == ["told"] * 2
-
-
 def windows(*counts: int) -> jl.Callback:
     """Return a callback that sets the batches of a step at the start of each epoch."""
     return hooks(on_train_epoch_start=lambda t, m: setattr(t, "accumulate_grad_batches", counts[t.current_epoch]))

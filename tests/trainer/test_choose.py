@@ -250,17 +250,6 @@ def test_what_a_new_training_does_not_take_is_named(pretrained, caplog) -> None:
     assert row == ["module.head", "float32[1]", "float32[2]"]
 
 
-def test_a_job_that_starts_again_goes_on_from_its_own_checkpoint(run, capsys) -> None:
-    weights = []
-    look = hooks(on_fit_start=lambda t, m: weights.append((t.global_step, float(m.w[...][0]))))
-    for epochs in (1, 2):
-        train("new", epochs, look, init_from=at(2), resume="auto")
-    after = weight(3)
-    assert weights == [(0, weight(2)), (1, after)]
-    out = capsys.readouterr().out
-    assert out.count("init_from: run/checkpoints/step_00000002 (step 2, epoch 2)") == 1
-
-
 def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0][t.global_step - 1]))
     train("run", 3, scores, ModelCheckpoint(monitor="score"))

@@ -16,10 +16,9 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
-from kit.by_hand import mean
 from kit.checkpoints import bytes_of, names
 from kit.journal import HOOKS, Rows, hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -259,26 +258,3 @@ def test_later_errors_are_notes_on_the_first_in_order() -> None:
     assert [note.split(" ")[0] for note in later] == ["Made.on_exception"] * 2 + ["Made.teardown"] * 2
     for note, part in zip(later, ("KeyError('a')", "SystemExit(3)", "OSError('b')", "'c'"), strict=True):
         assert part in note
-
-
-def test_the_trainer_runs_again_after_any_error() -> None:
-    places = ["setup", "on_validation_start", "on_train_start", "teardown"]  # the second in the sanity check
-    due: list[str] = []
-
-    def fail_in(hook: str) -> Callable[..., None]:
-        return lambda *_: raising(RuntimeError(due.pop()))() if due == [hook] else None
-
-    listener = Listener()
-    trainer = make_trainer(hooks(**{hook: fail_in(hook) for hook in places}), listener)
-    with pytest.raises(RuntimeError, match="no callbacks"):
-        trainer.fit(module(configure_callbacks=raising(RuntimeError("no callbacks"))), numbered(1))
-    assert listener.finished == 0  # as setup never came
-    for hook in places:
-        due.append(hook)
-        with pytest.raises(RuntimeError, match=hook):
-            trainer.fit(Mean(), numbered(2), numbered(1))
-        assert trainer.sanity_checking is False
-    made = Mean()
-    trainer.fit(made, numbered(2), numbered(1))
-    assert (trainer.current_epoch, trainer.global_step) == (1, 2)
-    assert float(made.w[...][0]) == mean([[1.0], [2.0]])

@@ -133,18 +133,6 @@ def test_shardings_list_parameters_and_the_fullest_device(strategy) -> None:
     assert parts["(all)"].partition == ("on cpu:0" if alone else "replicated" if strategy == "ddp" else "mixed")
 
 
-def test_each_run_numbers_the_programs_of_its_loaders() -> None:
-    trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), val=[batches(), batches(rows=8)])
-    programs = costs(trainer)
-    assert [*programs] == ["train_step", "train_step_traced", "eval_step", "eval_step:1"]
-    assert [x.flops.count for x in programs.values() if x.flops] == [2 * PRODUCT] * 2 + [PRODUCT, PRODUCT * 8 // ROWS]
-    trainer.predict(trainer.module, batches())
-    assert [*costs(trainer)] == ["predict_step"]
-    trainer.validate(One(), batches())
-    assert [*costs(trainer)] == ["eval_step"]
-    assert [part.name for part in trainer.explain().shardings] == ["kernel", "(other)", "(all)"]
-
-
 def test_explanation_prints_aligned_tables() -> None:
     explanation = fit(strategy="fsdp").explain()
     hooks_, state, programs, collectives = str(explanation).split("\n\n")

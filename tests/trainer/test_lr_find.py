@@ -180,7 +180,7 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
     words = "Other has no attribute 'lr' or 'learning_rate', nor have its hparams"
     refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), other, BATCHES, **given), words)
     lazy = jl.lazy(Rated)
-    refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), lazy, BATCHES, **given), r"jl\.lazy\(\.\.\.\)")
+    refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), lazy, BATCHES, **given), "lazy has no attribute")
 
 
 def test_a_picture_shows_the_losses_and_the_suggestion() -> None:

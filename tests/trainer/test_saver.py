@@ -233,7 +233,7 @@ def test_an_order_follows_those_of_the_folder() -> None:
 
 @pytest.mark.parametrize("order", ["x", 1.5, True, -1])
 def test_a_wrong_order_is_refused_by_name(order, trained) -> None:
-    words = r"^trainer\.saver\.begin\(order=\.\.\.\) takes an int of at least 0, got "
+    words = r"^trainer\.saver\.begin\(order=\.\.\.\) takes an int of at least 0 or None, got "
     error = ArgumentError if order == -1 else ArgumentTypeError
     refuses(error, lambda: trained.saver.begin("kept/a", order), words)
     assert not Path("kept").exists()
