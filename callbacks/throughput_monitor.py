@@ -135,7 +135,7 @@ class ThroughputMonitor(Measure):
         while len(points) > 2 and here.batches - points[1].batches >= self.window_size:
             points.popleft()
         if here.batches > points[0].batches and here.seconds > points[0].seconds:
-            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], here, strict=True))))
+            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], here, strict=True))))  # type: ignore[arg-type]
         row.put(self, {f"train/{name}": float(value) for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Logged rows in Weights & Biases."""
 
+import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
