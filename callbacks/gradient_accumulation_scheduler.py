@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     changes_step = True
+    _only = "training", "accumulate_grad_batches"
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"
@@ -54,12 +54,6 @@ class GradientAccumulationScheduler(Callback):
     def batches_per_step(self, epoch: int) -> int:
         """Return the same, for the Trainer."""
         return self.get_accumulate_grad_batches(epoch)
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that only one callback can set the number."""
-        if isinstance(other, GradientAccumulationScheduler):
-            return "The callbacks hold two GradientAccumulationSchedulers. Leave one of them out."
-        return None
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin with the number of the epoch that a fit begins in, or continues in."""

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.traits import Traits
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -32,17 +31,13 @@ class LearningRateMonitor(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.LearningRateMonitor("epoch"), logger=False)
     """
 
+    _only = "training", "learning rates"
+
     def __init__(self, logging_interval: str | None = None) -> None:
         given = "step" if logging_interval is None else logging_interval
         self.logging_interval = self.rates_in = check.one_of(
             "logging_interval", given, ("step", "epoch"), owner="LearningRateMonitor"
         )
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that one of them is enough."""
-        if isinstance(other, LearningRateMonitor):
-            return "The callbacks hold two LearningRateMonitors. Leave one of them out."
-        return None
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Refuse a Trainer that logs no rows of steps."""

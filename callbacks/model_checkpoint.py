@@ -13,7 +13,6 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
-from jaxlit.callbacks.traits import Traits
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
@@ -111,6 +110,7 @@ class ModelCheckpoint(Callback):
         # Where only the newest is kept, not every epoch must write one.
         self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception, self.on_save_error = save_on_exception, on_save_error
+        self._only = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None
         self._reset()
@@ -141,11 +141,6 @@ class ModelCheckpoint(Callback):
     def folder(self, run_dir: Path) -> Path:
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that two cannot write to one folder."""
-        same = isinstance(other, ModelCheckpoint) and self.dirpath == other.dirpath
-        return "The callbacks hold two ModelCheckpoints of one folder. Give one another dirpath." if same else None
 
     # When -------------------------------------------------------------------------------------------
 

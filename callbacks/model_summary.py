@@ -100,12 +100,10 @@ def summarize(
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
     devices = devices_of(jax.tree.leaves(_held(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
-    parameters = sorted(
-        [(keys, x, True) for keys, x in _leaves(state.params)]
-        + [(keys, x, False) for keys, x in _leaves(state.frozen)],
-        # Indices and names cannot be compared, and two paths may have one of each at the same place.
-        key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]],
-    )
+    trees = (state.params, state.frozen)
+    parameters = [(tuple(keys), x, tree is state.params) for tree in trees for keys, x in nnx.to_flat_state(tree)]
+    # Indices and names cannot be compared, and two paths may have one of each at the same place.
+    parameters.sort(key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]])
     paths = [keys for keys, *_ in parameters]
     if not isinstance(max_depth, str):
         depth = max_depth
@@ -147,11 +145,6 @@ def totals(state: "TrainState") -> str:
 
 def _held(state: "TrainState") -> tuple[Any, ...]:
     return state.params, state.frozen, state.model_state, state.opt_state
-
-
-def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], jax.Array]]:
-    """Return (keys, array) of each leaf; a key is an attribute's name or an index."""
-    return [(tuple(keys), x) for keys, x in nnx.to_flat_state(tree)]
 
 
 def _table(rows: list[Row]) -> str:

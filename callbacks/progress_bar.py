@@ -12,7 +12,6 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
-from jaxlit.callbacks.traits import Traits
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     NotebookLine,
@@ -54,13 +53,8 @@ class ProgressBar(Callback):
     """
 
     role = "progress_bar"
+    _only = "terminal", None
     runs_last = True
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that only one can draw."""
-        if other.role != self.role:
-            return None
-        return f"The callbacks hold two {type(self).__name__}s, and only one can draw. Leave one of them out."
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
         check.positive("refresh_rate", refresh_rate, owner="ProgressBar")

@@ -6,6 +6,7 @@ import inspect
 import logging
 import platform
 import time
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ import numpy as np
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
@@ -52,15 +52,10 @@ class RunReport(Callback):
     in_fast_dev_run = False
 
     def __init__(self, filename: str = "report.html") -> None:
-        self.filename = filename
+        self.filename, self._only = filename, (filename, "page")
         self.location: str | None = None
         self._error: BaseException | None = None
         self._began = ""  # "" unless a page is to be written
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that one page would replace the other."""
-        same = isinstance(other, RunReport) and other.filename == self.filename
-        return f"The callbacks hold two RunReports of {self.filename}. Give one another filename." if same else None
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Remember when training began."""
@@ -98,9 +93,9 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     hparams = {name: config[name] for name in module.hparams if name in config}
     defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
     is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
-    state = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
+    state, kind = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:
-        state = f"ended by {type(error).__name__}", "bad"
+        state, kind = f"ended by {type(error).__name__}", "bad"
     explained = None
     with contextlib.suppress(Exception):  # the devices may be what failed
         explained = trainer.explain()
@@ -112,14 +107,21 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     counts |= {f"best {name}": f"{curves[name][1][i]:.4g}" for name, i in marked[:1]}
     groups = together(sorted(curves, key=lambda name: name.startswith(_MEASURED) or name.endswith("_per_sec")))
     pictures = {title: curves_svg(title, {name: curves[name] for name in names}) for title, names in groups.items()}
-    figures = "".join(html.figure(svg, colors(groups[title])) for title, svg in pictures.items() if svg)
+    figures = ""
+    for title, svg in pictures.items():
+        key = '<span><i style="background:var(--c{})"></i>{}</span>'
+        legend = "".join(key.format(color, escape(name)) for name, color in colors(groups[title]).items())
+        figures += f"<figure><figcaption>{legend}</figcaption>{svg}</figure>" if svg else ""
+    tile = '<div class="tile"><b>{}</b><span>{}</span></div>'
+    tiles = "".join(tile.format(escape(x), escape(name)) for name, x in counts.items())
+    title, state = f"{type(module).__name__} · {trainer.run_dir.name}", f'<span class="state {kind}">{state}</span>'
     errors = "" if error is None else "\n".join([repr(error), *getattr(error, "__notes__", [])])
     last = "Where the time went, how the state lies, what a step costs"
     return html.page(
         f"{trainer.run_dir.name} · {type(module).__name__}",
         [
-            html.heading(f"{type(module).__name__} · {trainer.run_dir.name}", *state, f" · began {began}{reason}"),
-            html.tiles(counts),
+            f'<h1>{escape(title)}</h1><p class="sub">{state}{escape(f" · began {began}{reason}")}</p>',
+            f'<div class="tiles">{tiles}</div>',
             html.text("Error", errors) if errors else "",
             f'<h2>Curves</h2><div class="curves">{figures}</div>' if figures else "",
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),

@@ -158,10 +158,11 @@ class ThroughputMonitor(Measure):
         rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if self.length_fn is not None:
             rates["items_per_sec"] = lengths / seconds
-        step = trainer.step_flops.get("train_step") or trainer.step_flops.get("train_step_traced")
+        known = trainer.step_flops
+        step = known.get("train_step") or known.get("train_step_traced")
         if step is None:
             return rates
-        flops = step * steps + trainer.step_flops.get("micro_step", step) * (batches - steps)
+        flops = step * steps + known.get("micro_step", step) * (batches - steps)
         # A batch of fewer rows takes its share of what the first one took.
         first = (self._of_first or 0) * jax.process_count()
         share = samples / (batches * first) if first else 1.0

@@ -43,12 +43,16 @@ class Traits(Configured):
     """The part of the parameters that it leaves untrained for some epochs, as a `BackboneFreeze` does with its
     `names`, `unfreeze_at_epoch` and `tx`; None for none."""
 
+    _only: tuple[str, Any] | None = None  # what, and which one, no two callbacks may have
+
     def conflict_with(self, other: "Traits") -> str | None:
         """Return why a Trainer cannot have both this callback and an earlier one, as an error says it; None if it can.
 
         Args:
             other: Each callback before this one.
         """
+        if self._only is not None and self._only == other._only:
+            return f"The callbacks hold two {type(self).__name__}s of one {self._only[0]}. Leave one of them out."
         if shared := sorted({*self.row_files} & {*other.row_files}):
             return (
                 f"The callbacks hold two loggers that write to {shared[0]}. Leave one of them out, give it another "

@@ -1,6 +1,5 @@
 """Logged rows in Weights & Biases."""
 
-import io
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import monitored
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.traits import Traits
 from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, LoggerError
@@ -114,17 +112,13 @@ class WandbLogger(Logger):
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.offline, self.log_model, self.watch = offline, log_model, watch
         self.trace_every_n_steps = 0 if watch is None else every
+        self._only = "project of W&B", (entity, project)
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs
         self._run: WandbRun | None = None
         self._last: wandb.Run | None = None  # the newest that was finished
         self._opened = False
-
-    def conflict_with(self, other: Traits) -> str | None:
-        """Return that two cannot write to one project."""
-        same = isinstance(other, WandbLogger) and (self.entity, self.project) == (other.entity, other.project)
-        return "The callbacks hold two WandbLoggers of one project. Leave one of them out." if same else None
 
     @property
     def id(self) -> str | None:

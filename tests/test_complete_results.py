@@ -18,7 +18,7 @@ from flax import nnx
 from kit.batches import random
 from kit.checkpoints import state_of
 from kit.inside import listeners, lowered
-from kit.journal import hooks
+from kit.journal import Rows, hooks
 from kit.modules import Linear, Wide
 from kit.threads import as_processes
 from kit.trainers import fit, splitting
@@ -198,3 +198,12 @@ def test_each_epoch_begins_without_a_training_loss() -> None:
     fit(Linear(), BATCHES, None, watch, max_epochs=2, log_every_n_steps=1)
     assert starts == [None, None]
     assert all(np.isfinite(ends))
+
+
+def test_traced_values_follow_the_rows_of_a_reloaded_loader() -> None:
+    loaders = iter([random(80), random(8)])
+    data = type("Reloads", (jl.DataModule,), {"train_dataloader": lambda self: next(loaders)})()
+    norm, rows = jl.callbacks.GradientNorm(), Rows()
+    fit(Linear(), data, None, norm, rows, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    second = [row for step, row in rows.rows if step >= 80]
+    assert len(second) == 8 and all("grad_norm" in row for row in second)

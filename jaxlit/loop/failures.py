@@ -31,9 +31,7 @@ class Failures:
         """Return whether a hook is called: of a disabled callback only the one that closes what it has opened."""
         return hook == "teardown" or all(callback is not x for x in self._disabled)
 
-    def tolerates(
-        self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = (), *, note: bool = True
-    ) -> bool:
+    def tolerates(self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = ()) -> bool:
         """Return whether the run continues without the callback that has raised, with one warning.
 
         Args:
@@ -41,7 +39,6 @@ class Failures:
             owner: The callback, module or DataModule that raised.
             hook: The hook.
             args: Its arguments.
-            note: Whether to note the place.
         """
         position, name = self._position, f"{type(owner).__name__}.{hook}"
         batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
@@ -49,8 +46,7 @@ class Failures:
         # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.
         ends = isinstance(error, NonFiniteError) or (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
         if ends or not (isinstance(owner, Callback) and owner.may_fail and isinstance(error, Exception)):
-            if note:
-                note_place(error, f"{name} {at}")
+            note_place(error, f"{name} {at}")
             return False
         if all(owner is not x for x in self._disabled):
             self._disabled.append(owner)

@@ -194,12 +194,10 @@ class Hooks:
                 with collecting(self.log):
                     function.function(self.trainer, self.module, argument)
             except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-                if self.failed.tolerates(error, function.source, name, (argument,), note=first is None):
-                    pass
-                elif first is None:
-                    first = error
-                else:
-                    add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
+                if not self.failed.tolerates(error, function.source, name, (argument,)):
+                    if first is not None:
+                        add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
+                    first = first or error
             function.add(perf_counter() - start - self.inside)
         return first
 

@@ -69,7 +69,6 @@ class Setup:
     max_in_flight: int  # steps that may be dispatched and not finished
     clock: Clock
     accumulate_given: int  # the Trainer's argument, before any hook
-    accumulate_left: int | None = None  # the argument when the loops ended, which teardown may set back
     train: Loader | None = None
     val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
@@ -106,7 +105,6 @@ class Setup:
 
     def close(self) -> None:
         """Close the loaders."""
-        self.accumulate_left = self.settings.accumulate_grad_batches
         for source, _ in (*([self.train] if self.train else []), *self.val):
             source.close()
 

@@ -31,18 +31,6 @@ def page(title: str, parts: Sequence[str]) -> str:
     return f"{start}{body}\n</main></body></html>\n"
 
 
-def heading(title: str, state: str, kind: str, rest: str) -> str:
-    """Return the head of the page: how the training ended, of the class "good", "bad" or "warn", and other text."""
-    state = f'<span class="state {kind}">{escape(state)}</span>'
-    return f'<h1>{escape(title)}</h1><p class="sub">{state}{escape(rest)}</p>'
-
-
-def tiles(values: Mapping[str, str]) -> str:
-    """Return large values with their names below."""
-    tile = '<div class="tile"><b>{}</b><span>{}</span></div>'
-    return f'<div class="tiles">{"".join(tile.format(escape(x), escape(k)) for k, x in values.items() if x)}</div>'
-
-
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """Return a table below its title, "" without rows."""
     if not rows:
@@ -61,13 +49,6 @@ def pairs(title: str, values: Mapping[str, Any]) -> str:
 def text(title: str, content: str) -> str:
     """Return text whose line breaks and spaces are kept, below its title."""
     return f'<h2>{escape(title)}</h2><div class="wide"><pre>{escape(content)}</pre></div>'
-
-
-def figure(svg: str, colors: Mapping[str, int]) -> str:
-    """Return a picture with its legend, of the numbers of colors by the names of curves."""
-    key = '<span><i style="background:var(--c{})"></i>{}</span>'
-    legend = "".join(key.format(color, escape(name)) for name, color in colors.items())
-    return f"<figure><figcaption>{legend}</figcaption>{svg}</figure>"
 
 
 def _text(value: Any) -> str:

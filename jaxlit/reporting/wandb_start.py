@@ -50,8 +50,7 @@ def open_run(
             end_run(None, failed=True)  # the SDK holds the id of a run that failed as long as its service runs
             if raises or not isinstance(error, Exception):
                 raise
-            late = isinstance(error, TimeoutError) or "timed out" in str(error)  # the SDK's own error has no class
-            why = f" ({first_line(error)}{'; WandbLogger(init_timeout=...) waits longer' if late else ''})"
+            why = f" ({first_line(error)})"
         else:
             if run.disabled:
                 say("W&B disabled")

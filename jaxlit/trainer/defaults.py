@@ -136,10 +136,9 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
             f"Trainer({name}=...) takes callbacks, got {shown(value)}. Pass a list of jl.callbacks."
         )
     for c in callbacks:
-        if isinstance(c, type) and issubclass(c, Callback):
-            raise ArgumentTypeError(f"Trainer({name}=...) got the class {c.__name__}. Pass {c.__name__}(...).")
         if not isinstance(c, Callback):
-            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.")
+            hint = f" Pass {c.__name__}(...)." if isinstance(c, type) else ""
+            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.{hint}")
     return list(callbacks)
 
 

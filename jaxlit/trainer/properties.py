@@ -224,7 +224,7 @@ def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _PLACES = {name: f"settings.{name}" for name in ARGUMENTS}  # in the session, of what has no property above
 _PLACES |= {field.name: f"control.{field.name}" for field in dataclasses.fields(Control)}
 _PLACES |= {name: name for name in ("settings", "strategy", "callbacks", "config", "module", "saver")}
-_PLACES |= {"model": "module", "run_dir": "folder.path", "log_dir": "folder.path"}
+_PLACES |= {"model": "module", "run_dir": "folder.path", "log_dir": "folder.path", "mesh": "strategy.mesh"}
 for _name in TrainerProperties.__annotations__ | Arguments.__annotations__:
     if _name not in vars(TrainerProperties) and _name != "_session":
         _place = operator.attrgetter(f"_session.{_PLACES.get(_name, f'results.{_name}')}")

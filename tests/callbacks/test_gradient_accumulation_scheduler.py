@@ -135,4 +135,5 @@ def test_two_accumulation_numbers_are_refused() -> None:
     trainer = fit_refuses(ArgumentError, words, callbacks=scheduler, accumulate_grad_batches=3)
     assert trainer is not None and trainer.accumulate_grad_batches == 3
     fit_refuses(ArgumentError, "hold two", callbacks=[scheduler, GradientAccumulationScheduler({1: 2})])
-    refuses(ArgumentTypeError, lambda: jl.Trainer(accumulate_grad_batches={4: 2}), r"int of at least 1, got \{4: 2\}")  # type: ignore[arg-type]
+    words = r"int of at least 1, got \{4: 2\}"
+    refuses(ArgumentTypeError, lambda: jl.Trainer(accumulate_grad_batches={4: 2}), words)  # type: ignore[arg-type]

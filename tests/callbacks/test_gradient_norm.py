@@ -88,12 +88,6 @@ def test_it_follows_the_formula_for_every_p(p, gradients) -> None:
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("scale", thinned([1e-15, 1e15], 1e-15))
-def test_very_small_and_large_gradients_have_a_norm(scale, gradients) -> None:
-    rows, _ = train(GradientNorm(every_n_steps=1), model=make(scale), max_steps=1)
-    assert rows[0]["grad_norm"] == pytest.approx(scale * total(gradients[0]), rel=1e-4)
-
-
 @pytest.mark.parametrize(
     ("interval", "log_every", "expected"), [(None, 2, [1]), (None, 0, []), (3, 0, [2]), (1, 3, [0, 1, 2])]
 )

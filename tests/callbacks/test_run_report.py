@@ -118,7 +118,7 @@ def test_the_loggers_that_were_given_are_named() -> None:
 
 
 def test_two_reports_of_one_file_are_refused() -> None:
-    refuses(ArgumentError, lambda: make_trainer(RunReport(), RunReport()), "two RunReports of report.html")
+    refuses(ArgumentError, lambda: make_trainer(RunReport(), RunReport()), "two RunReports of one report.html")
     make_trainer(RunReport(), RunReport("other.html"))
 
 

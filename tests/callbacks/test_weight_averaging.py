@@ -148,7 +148,6 @@ class Chooses(jl.Callback):
 CHOICES: dict[str, Any] = {
     "what is computed": (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays as they are"),
     "another tree": (lambda a: a["n"], "in a pytree like the parameters"),
-    "another shape": (lambda a: jax.tree.map(lambda x: a["n"], a["a"]), "of their shapes and dtypes"),
 }
 
 

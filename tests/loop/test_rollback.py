@@ -152,3 +152,12 @@ def test_on_load_checkpoint_sees_the_restored_module() -> None:
     )
     train([1.0, 2.0, 3.0, BAD, 5.0, 6.0], watch, ModelCheckpoint(every_n_train_steps=2))
     assert found == [pytest.approx(by_hand([[1.0], [2.0]]), abs=1e-6)]
+
+
+def test_what_hooks_log_before_a_rollback_is_in_no_row() -> None:
+    rows = Rows()
+    log = hooks(on_train_batch_start=lambda t, m, batch, idx: m.log("batch", float(idx), on_step=True, on_epoch=False))
+    train([1.0, 2.0, 3.0, BAD, *range(5, 9)], rows, log, ModelCheckpoint(every_n_train_steps=3))
+    logged = rows.of("batch")
+    assert len(logged) > 4 and logged == [int(x) for x in logged]  # a mean over an undone batch would be a fraction
+    assert len({*logged}) == len(logged)

@@ -81,21 +81,3 @@ def test_a_secret_is_asked_for_where_the_module_is_built_again() -> None:
         Secretive.load_from_checkpoint("run")
     found = Secretive.load_from_checkpoint("run", api_key="new", nested={"password": "new"})
     assert (found.hparams["width"], found.hparams["api_key"]) == (7, "new")
-
-
-def test_what_a_callback_saves_is_restored_as_it_was() -> None:
-    class Keeps(jl.Callback):
-        def __init__(self, token: str) -> None:
-            self.token = token
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"page_token": self.token}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.token = state_dict["page_token"]
-
-    given = {"default_root_dir": "run", "resume": "auto"}
-    fit(Mean(), numbered(2), None, Keeps("page 3"), **given)
-    again = Keeps("")
-    fit(Mean(), numbered(2), None, again, max_epochs=2, **given)
-    assert again.token == "page 3"

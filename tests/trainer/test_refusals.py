@@ -80,7 +80,7 @@ SEVERAL: list[tuple[Any, ...]] = [
     (Arg, {"resume": "x", "fast_dev_run": 1}, "resume='x', fast_dev_run=1", "Leave one"),
     (Type, {"strategy": jl.strategies.DDP}, "strategy=DDP", "class", r"Pass DDP\(\)"),
     (Arg, {"devices": 9, "strategy": "ddp"}, r"devices=9\) asks for more devices than the 8 cpu", "XLA_FLAGS"),
-    (Type, {"callbacks": [EarlyStopping]}, "callbacks", "class EarlyStopping", r"Pass EarlyStopping\("),
+    (Type, {"callbacks": [EarlyStopping]}, "callbacks", "class .*EarlyStopping", r"Pass EarlyStopping\("),
     (Arg, {"callbacks": [ProgressBar(), ProgressBar()]}, "ProgressBar", "two|several", "one|Leave"),
     (Arg, {"callbacks": [ProgressBar()], "enable_progress_bar": False}, "bar=False.*ProgressBar.*Leave one"),
     (Arg, {"callbacks": [ModelCheckpoint(), ModelCheckpoint()]}, "of one folder.*dirpath"),
