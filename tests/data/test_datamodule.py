@@ -316,9 +316,3 @@ def test_a_reloaded_loader_closes_the_old_iteration_first():
     data = type("Reloads", (jl.DataModule,), {"train_dataloader": lambda self: next(loaders)})()
     fit(Mean(), data, max_epochs=2, limit_train_batches=2, reload_dataloaders_every_n_epochs=1)
     assert said == ["open 0", "closed 0", "open 1", "closed 1"]
-
-
-def test_a_repr_names_the_loaders_that_there_are():
-    data = type("Data", (jl.DataModule,), {"val_dataloader": lambda self: 1, "train_dataloader": lambda self: 1})
-    assert repr(data()) == "<Data: DataModule with train_dataloader, val_dataloader>"
-    assert repr(jl.DataModule()) == "<DataModule: DataModule with no loaders>"
