@@ -172,7 +172,7 @@ def test_two_processes_write_all_rows_in_order(tmp_path: Path) -> None:
 
 REFUSED: list[Any] = [
     ("a scalar", lambda y: {"y": y, "mean": y.mean()}, r"one row for each row.*'mean': float32\[\]"),
-    ("other rows", lambda y: {"y": y, "half": y[:4]}, r"one row for each row.*'half': float32\[4\]"),
+    ("other rows", lambda y: {"y": y, "half": y[:4]}, r"one row for each row.*'half': float32\[4"),
 ]
 
 
