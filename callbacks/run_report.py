@@ -2,10 +2,10 @@
 
 import contextlib
 import csv
-import inspect
 import logging
 import time
 from html import escape
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
-
-_MEASURED = ("device/", "host/", "train/samples", "train/lengths", "train/mfu")  # metrics of callbacks, shown last
 
 
 class RunReport(Callback):
@@ -89,8 +87,8 @@ class RunReport(Callback):
 def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None, began: str) -> str:
     curves, watched, facts = _curves(trainer), monitored(trainer), redacted(facts_of(trainer, module))
     given, num_params = facts.pop("trainer"), facts.pop("num_params")
-    defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
-    is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
+    defaults = {p.name: str(to_json(p.default, lenient=True)) for p in signature(type(trainer)).parameters.values()}
+    given = {name: value for name, value in given.items() if str(value) != defaults.get(name)}
     state, kind = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:
         state, kind = f"ended by {type(error).__name__}", "bad"
@@ -104,7 +102,7 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     bests = {name: _index_of_best(curves[name], mode) for name, mode in watched.items() if name in curves}
     marked = [(name, curves[name][1][i]) for name, i in bests.items() if i is not None]
     counts |= {f"best {name}": f"{value:.4g}" for name, value in marked[:1]}
-    groups = together(sorted(curves, key=lambda name: name.startswith(_MEASURED) or name.endswith("_per_sec")))
+    groups = together(curves)
     pictures = {title: curves_svg(title, {name: curves[name] for name in names}) for title, names in groups.items()}
     figures = ""
     for title, svg in pictures.items():
@@ -127,10 +125,7 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),
             html.pairs("Hyperparameters", redacted(module.hparams.readable())),
             html.pairs("Environment", facts),
-            html.pairs(
-                "Trainer, where it is not the default",
-                {name: value for name, value in given.items() if not is_default(name, value)},
-            ),
+            html.pairs("Trainer, where it is not the default", given),
             "" if explained is None else html.text(last, str(explained)),
         ],
     )
