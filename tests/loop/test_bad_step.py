@@ -273,10 +273,10 @@ def test_next_start_and_second_error_name_the_bad_step(capsys) -> None:
             fit(Mean(), spoilt(8, 3), **given)
         assert ("It is the second time: training was resumed right before this step." in str(raised.value)) == again
         assert "Batch 3, run again on these parameters, gave the same" in str(raised.value)
-        told = "resume: step 3 (epoch 0, batches 3 to 3) was not finite: nan_policy='raise' holds again"
+        told = "resume: step 3 (epoch 0, batches 3 to 3) was not finite: now it runs under nan_policy='raise'"
         assert (told in capsys.readouterr().out) == again
     fit(Mean(), spoilt(8, 3), nan_policy="skip", **given)
-    assert "batches 3 to 3) was not finite: nan_policy='skip' holds again" in capsys.readouterr().out
+    assert "batches 3 to 3) was not finite: now it runs under nan_policy='skip'" in capsys.readouterr().out
     fit(Mean(), spoilt(8, 3), nan_policy="skip", max_epochs=2, **given)
     assert "was not finite" not in capsys.readouterr().out
     given |= {"default_root_dir": "windows", "accumulate_grad_batches": 2}
