@@ -91,7 +91,7 @@ def where(module: str, line: int) -> str:
 def room(module: str) -> str:
     """Return the room of a file: `jaxlit.loop.run` is in loop."""
     parts = module.split(".")
-    if len(parts) == 1 or parts[1] in ("__main__", "loggers"):
+    if len(parts) == 1 or parts[1] == "loggers":
         return "jaxlit"
     return "ground" if parts[1] in GROUND else parts[1]
 
