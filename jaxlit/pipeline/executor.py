@@ -1,7 +1,7 @@
 """Runs a batch through a pipeline: forward and backward passes of its microbatches, in the order of a schedule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -30,23 +30,6 @@ class Microbatch:
     leaves: list[Any]
     rows: int
     shape: Any
-
-
-@dataclass
-class Made:
-    """The results of the passes over a batch.
-
-    Attributes:
-        written: The newest arrays of what the step writes, in the order of `Passes.written`.
-        grads: The sum of each parameter's gradients, in the order of `Passes.params`.
-        tables: Each microbatch's table.
-        outputs: The outputs of each microbatch.
-    """
-
-    written: list[Any] = field(default_factory=list)
-    grads: list[Any] = field(default_factory=list)
-    tables: list[Any] = field(default_factory=list)
-    outputs: list[list[Any]] = field(default_factory=list)
 
 
 class StageSet:
@@ -103,8 +86,13 @@ class BatchRun:
         self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.results: dict[tuple[int, int], Any] = {}  # outputs by microbatch and index
 
-    def run(self, order: Sequence[Task | FusedTask]) -> Made:
-        """Run the tasks in an order in which none waits for a later one."""
+    def run(self, order: Sequence[Task | FusedTask]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
+        """Run the tasks in an order in which none waits for a later one.
+
+        Returns:
+            The newest arrays of what the step writes, in the order of `Passes.written`; the sum of each parameter's
+            gradients, in the order of `Passes.params`; each microbatch's table; and by output those of each microbatch.
+        """
         run = {
             Kind.FWD: self.forward,
             Kind.BWD: self.backward,
@@ -125,7 +113,7 @@ class BatchRun:
         tables = [self.results[mb, 1 + n] for mb in range(len(self.microbatches))]
         rest = range(2 + n, len(cut.made_at))
         outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in rest]
-        return Made(written, self._grads(), tables, outputs)
+        return written, self._grads(), tables, outputs
 
     # Tasks ------------------------------------------------------------------------------------------
 
