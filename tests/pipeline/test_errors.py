@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], type[Exception], 
         lambda: Pipeline(4, layers="training_step"),
         Deep,
         ArgumentError,
-        (r"layers='training_step'\) names a method", "a list of modules"),
+        (r"layers='training_step'\) names method", "a list of modules"),
     ),
     "a balance of other parts": (
         lambda: Pipeline(4, balance=(1, 1, 1, 3)),
