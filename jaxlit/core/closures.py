@@ -29,11 +29,7 @@ def check_closures(module: nnx.Module) -> None:
         value = attributes[key]
         if (held := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
-            what = (
-                f"an nnx.{type(held).__name__}"
-                if isinstance(held, nnx.Variable)
-                else f"the module {type(held).__name__}"
-            )
+            what = f"{'an nnx.' if isinstance(held, nnx.Variable) else 'the module '}{type(held).__name__}"
             raise ModuleError(
                 f"{type(module).__name__}.{name} is a {kind} that holds {what}, which nnx does not see "
                 "there: its weights would be constants of the compiled step, and not trained. Make the layer an "

@@ -27,7 +27,7 @@ def check_extras(
     Raises:
         ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
     """
-    kept = {}
+    kept = dict(keepers)
     for key, keeper in keepers.items():
         hook = "init_arrays"
         try:
@@ -38,8 +38,7 @@ def check_extras(
             if not tolerates(error, keeper, hook):
                 note_place(error, f"{type(keeper).__name__}.{hook}")
                 raise
-            continue
-        kept[key] = keeper
+            del kept[key]
     return kept
 
 
@@ -88,16 +87,11 @@ def _init(keeper: Any, params: Any) -> Any:
 def _check_update(keeper: Any, arrays: Any, params: Any) -> None:
     where = f"{type(keeper).__name__}.update_arrays"
     made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
-    if not (isinstance(made, tuple) and len(made) == 2):
+    given, made = ({"arrays": some, "params": others} for some, others in ((arrays, params), made))
+    old, new = ([f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)] for tree in (given, made))
+    if old != new:
+        changed = next(text for text in [*old, *new] if text not in old or text not in new)
         raise ModuleError(
-            f"{where} must return a tuple of two, (arrays, params), got {type(made).__name__}. Return the parameters "
-            "as they came if it does not change them."
-        )
-    trees = {"arrays": arrays, "params": params}, dict(zip(("arrays", "params"), made, strict=True))
-    old, new = ([(name, f"{x.dtype}{list(x.shape)}") for name, x in named_leaves(tree)] for tree in trees)
-    if old != new or jax.tree.structure(trees[0]) != jax.tree.structure(trees[1]):
-        changed = next((x for x in [*old, *new] if x not in old or x not in new), ("a container",))
-        raise ModuleError(
-            f"{where} changed {' '.join(map(str, changed))}. Arrays and parameters must keep their structure, kinds of "
-            "containers, shapes and dtypes: init_arrays makes them as they stay."
+            f"{where} changed {changed}. Arrays and parameters must keep their structure, shapes and dtypes: "
+            "init_arrays makes them as they stay."
         )

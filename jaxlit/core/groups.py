@@ -68,21 +68,21 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
     Raises:
         ArgumentError: A group has no parameter, or a parameter no group.
     """
-    flat = list(nnx.to_flat_state(nnx.state(module, wrt)))
-    fits = [_fits(key) for key in keys]
-    group_of = {leaf_name(path): next((k for k, fit in enumerate(fits) if fit(path, x)), None) for path, x in flat}
-    for k, key in enumerate(keys):
-        if k not in group_of.values():
-            left_none = any(fits[k](path, x) for path, x in flat)
-            why = "has nothing left: put it before those that fit it" if left_none else fits_none(module, wrt, key)
+    left, group_of = names_in(module, wrt, ...), dict[str, str]()
+    for key, label in zip(keys, labels_of(keys), strict=True):
+        names = names_in(module, wrt, key)
+        first = [name for name in names if name in left]
+        if not first:
+            why = "has nothing left: put it before those that fit it" if names else fits_none(module, wrt, key)
             raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
-    if left := [name for name, k in group_of.items() if k is None]:
+        group_of |= dict.fromkeys(first, label)  # in the order of the groups, in which a row has their rates
+        left = [name for name in left if name not in group_of]
+    if left:
         raise ArgumentError(
             f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
             "left, or leave them out of wrt=."
         )
-    # In the order of the groups, in which a row has their rates.
-    return {name: label for k, label in enumerate(labels_of(keys)) for name, at in group_of.items() if at == k}
+    return group_of
 
 
 def _fits(key: Any) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.programs.jaxpr import bind, reaches, sources, value_of, walk
+from jaxlit.programs.jaxpr import bind, run, sources
 
 
 def all_finite(tree: Any) -> list[jax.Array]:
@@ -27,9 +27,7 @@ def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
 
 def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
     """Return whether an optimizer's state begins with numbers of the parameters, such as slow weights or averages."""
-    leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
-    program = jax.make_jaxpr(lambda *x: tx.init(treedef.unflatten(x)))(*leaves).jaxpr
-    return any(reaches(program, range(len(program.outvars))))
+    return any(sources(jax.make_jaxpr(tx.init)(params).jaxpr))
 
 
 def guarded(
@@ -58,11 +56,13 @@ def guarded(
         wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
     """
     every = (1 << len(finite)) - 1
+    # One comparison for all of them, where most optimizers that clip by the global norm end.
     good = {every: early & jnp.stack(finite).all()}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        # Each equation would run by itself: nothing is overwritten in place, so nothing is gained by choosing early.
         new, rest = update(grads, state, *others)
         return keep_unless(good[every], state, new), rest
-    closed, shape = _traced(update, grads, state, *others)
+    closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, state, *others)
     choices = []
     for x, bits in zip(jax.tree.leaves(state), _waits(closed, state, len(finite), wait_for_all), strict=True):
         if bits not in good:
@@ -74,13 +74,8 @@ def guarded(
 
 def waits(update: Callable[..., Any], grads: Any, state: Any, *others: Any, wait_for_all: bool) -> list[int]:
     """Return for each leaf of an optimizer's state the gradients that it depends on, as bits; see `guarded`."""
-    closed, _ = _traced(update, grads, state, *others)
+    closed = jax.make_jaxpr(update)(grads, state, *others)
     return _waits(closed, state, len(jax.tree.leaves(grads)), wait_for_all)
-
-
-def _traced(update: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    leaves, treedef = jax.tree.flatten(args)
-    return jax.make_jaxpr(lambda *x: update(*treedef.unflatten(x)), return_shape=True)(*leaves)
 
 
 def _waits(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[int]:
@@ -99,27 +94,21 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[tuple[jax.A
         args: Its inputs.
         choices: For each of the first outputs whether to take the new array, and the old one.
     """
-    outputs, values = closed.jaxpr.outvars, dict[Any, Any]()
-    chosen: dict[int, Any] = {}  # by output
-    waiting: dict[Any, list[int]] = {}  # by variable
-    for i, var in enumerate(outputs[: len(choices)]):
-        if isinstance(var, Literal):
-            chosen[i] = keep_unless(*choices[i], var.val)
-        else:
-            waiting.setdefault(var, []).append(i)
+    places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
+    for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
+        if not isinstance(var, Literal):
+            places.setdefault(var, []).append(i)
+    chosen: dict[int, Any] = {}
 
-    def select(var: Any, new: Any) -> Any:
-        made = {i: keep_unless(*choices[i], new) for i in waiting.get(var, [])}
-        chosen.update(made)
-        return next(iter(made.values()), new)  # later equations read what was selected, not both
+    def rule(eqn: Any, args: list[Any]) -> list[Any]:
+        results = bind(eqn, args)
+        for k, (var, new) in enumerate(zip(eqn.outvars, results, strict=True)):
+            for i in places.get(var, ()):
+                # Later equations read what was selected: if they read the new array, both would be kept in memory.
+                results[k] = chosen[i] = keep_unless(*choices[i], new)
+        return results
 
-    for var, x in zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True):
-        values[var] = x
-        select(var, x)
-    walk(
-        closed.jaxpr.eqns,
-        values,
-        lambda eqn, args: [select(var, x) for var, x in zip(eqn.outvars, bind(eqn, args), strict=True)],
-    )
-    rest = [value_of(x, values) for x in outputs[len(choices) :]]
-    return [*(chosen[i] for i in range(len(choices))), *rest]
+    made = run(closed.jaxpr, closed.consts, args, rule)
+    for i, choice in enumerate(choices):  # inputs and literals, which no equation makes, are selected here
+        made[i] = chosen[i] if i in chosen else keep_unless(*choice, made[i])
+    return made

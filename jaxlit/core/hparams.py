@@ -51,7 +51,7 @@ class Hparams(dict[str, Any]):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the constructor's arguments as a checkpoint keeps them, and what was added; secrets are not kept."""
-        given: dict[str, Any] = {name: DEFAULT for name in sorted(self._arguments - {"rngs", *self})}
+        given: dict[str, Any] = dict.fromkeys(sorted(self._arguments - {"rngs", *self}), DEFAULT)
         given |= {name: not_kept(text) for name, text in self._left_out.items()}
         added: dict[str, Any] = {}
         for name, value in self.items():
@@ -63,13 +63,14 @@ class Hparams(dict[str, Any]):
                     raise NotKeptError(PLACEHOLDER)
                 (given if name in self._arguments else added)[name] = kept
             except NotKeptError as error:
-                given |= {name: not_kept(str(error))} if name in self._arguments else {}
+                if name in self._arguments:
+                    given[name] = not_kept(str(error))
         return given, added
 
     def readable(self) -> dict[str, Any]:
         """Return all as JSON for loggers, those that are not kept as their text."""
         left_out = {name: text for name, text in self._left_out.items() if text != _CHOSEN}
-        return {**left_out, **{name: readable(value) for name, value in self.items()}}
+        return left_out | {name: readable(value) for name, value in self.items()}
 
 
 _hparams: SideTable[Hparams] = SideTable()
@@ -130,7 +131,7 @@ class KeepsHparams:
 def hparams_of(owner: Any) -> Hparams:
     """Return the hyperparameters of a module or DataModule, always the same dict, without touching it."""
     if (hparams := _hparams.get(owner)) is None:  # a copy, made without the constructor
-        names = _parameters(owner)
+        names = _parameters(type(owner))
         hparams = _hparams[owner] = Hparams(arguments=names, left_out=dict.fromkeys(names, _CHOSEN))
     return hparams
 
@@ -157,17 +158,17 @@ def _mapping(rule: str, values: Any) -> Mapping[str, Any]:
     return values
 
 
-def _parameters(owner: Any) -> dict[str, inspect.Parameter]:
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     """Return the parameters of a constructor that have names, without `self` and `rngs`, which need not be given."""
-    parameters = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     return {p.name: p for p in parameters if p.name != "rngs" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
     """Return whether an argument that is not kept must be given again: it is not its default, nor random keys."""
-    default = _parameters(owner)[name].default if name in _parameters(owner) else inspect.Parameter.empty
+    parameter = _parameters(type(owner)).get(name)
     try:
-        return name != "rngs" and value is not default and not value == default  # noqa: SIM201
+        return name != "rngs" and (parameter is None or not (value is parameter.default or value == parameter.default))
     except Exception:  # arrays
         return True
 
@@ -208,9 +209,8 @@ def _of_base_class(owner: Any) -> dict[str, Any]:
     for _ in range(2):  # what wraps save_hyperparameters, and the line that called it
         if frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
             cls, given = codes[frame.f_code], frame.f_locals
-            parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-            plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            more = next((given.get(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), {})
-            return {name: given[name] for name in plain if name in given} | more
+            kinds = {p.kind: p.name for p in inspect.signature(cls.__init__).parameters.values()}
+            more = given.get(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {})
+            return {name: given[name] for name in _parameters(cls) if name in given} | more
         frame = frame.f_back or frame
     return {}

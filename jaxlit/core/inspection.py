@@ -14,7 +14,7 @@ from jaxlit.core.replica import Replica
 from jaxlit.core.stage import STAGES
 from jaxlit.core.step_notes import RETURN_THE_LOSS
 from jaxlit.errors import ModuleError, StateError
-from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.leaf_names import is_key, named_leaves
 from jaxlit.programs import jaxpr
 
 _logger = logging.getLogger("jaxlit")
@@ -59,20 +59,23 @@ def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_st
 
 def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], parameters: int) -> list[int | None]:
     """Return which input each of some leaves of the state is, of those that come after a step's loss."""
-    exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), pure.rounded))
+    compute = pure.precision.compute
+    casts = () if compute is None else (jnp.dtype(jnp.float32), jnp.dtype(compute))
+    exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), casts))
     # Only parameters are cast.
     return [(rounded if leaf < parameters else exact)[i] for i, leaf in enumerate(leaves)]
 
 
 def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
     """Refuse writes to trained parameters that a step of lower precision sees rounded."""
-    changed, rounds = pure.trace_of("training").changed, pure.precision.compute is not None
-    if not rounds or pure.precision.held is not None or not any(changed[: len(jax.tree.leaves(params))]):
+    changed, precision = pure.trace_of("training").changed, pure.precision
+    rounds = precision.compute is not None and precision.held is None
+    if not rounds or not any(changed[: len(jax.tree.leaves(params))]):
         return
     name = pure.leaves(params, frozen, model_state)[changed.index(True)].name
     raise StateError(
         f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
-        f"{pure.precision.name!r} it sees it as {jnp.dtype(pure.precision.compute).name}: each step would round the "
+        f"{precision.name!r} it sees it as {jnp.dtype(precision.compute).name}: each step would round the "
         "weights to that. Use precision='32-true'."
     )
 
@@ -111,9 +114,9 @@ def _is_scratch(leaf: Leaf) -> bool:
 
 
 def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path for path, _ in named_leaves(params)]
     unused = [path for path, is_used in zip(paths, used, strict=True) if not is_used]
-    some = ", ".join(map(leaf_name, unused[:5])) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+    some = ", ".join(unused[:5]) + f" and {len(unused) - 5} more" * (len(unused) > 5)
     if unused:
         number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
         _logger.warning(

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxlit.errors import LogError
@@ -21,20 +20,12 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 # its own has only epoch values.
 _STEPWISE, _EPOCHWISE, _EPOCH_ONLY = (True, False), (False, True), (None, True)
 HOOKS: dict[str, tuple[bool | None, bool]] = {
-    "training_step": _STEPWISE,
-    "on_train_batch_start": _STEPWISE,
-    "on_train_batch_end": _STEPWISE,
-    "on_train_start": _EPOCH_ONLY,
-    "on_train_epoch_start": _EPOCH_ONLY,
-    "on_train_epoch_end": _EPOCH_ONLY,
-    **{f"{stage}_step": _EPOCHWISE for stage in ("validation", "test")},
-    **{f"on_{stage}_batch_{end}": _EPOCHWISE for stage in ("validation", "test") for end in ("start", "end")},
-    **{
-        f"on_{stage}_{when}": _EPOCH_ONLY
-        for stage in ("validation", "test")
-        for when in ("start", "epoch_start", "epoch_end")
-    },
+    **dict.fromkeys(("training_step", "on_train_batch_start", "on_train_batch_end"), _STEPWISE),
+    **dict.fromkeys(("on_train_start", "on_train_epoch_start", "on_train_epoch_end"), _EPOCH_ONLY),
 }
+for _stage in ("validation", "test"):
+    HOOKS |= dict.fromkeys((f"{_stage}_step", f"on_{_stage}_batch_start", f"on_{_stage}_batch_end"), _EPOCHWISE)
+    HOOKS |= {f"on_{_stage}_{when}": _EPOCH_ONLY for when in ("start", "epoch_start", "epoch_end")}
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,8 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
         )
     if batch_size is None:
         return
-    concrete = isinstance(batch_size, (int, float, np.integer, np.floating))
-    if not _is_number(batch_size) or (concrete and not float(batch_size) > 0):
+    traced = isinstance(batch_size, jax.Array)  # in a hook too: it must not wait for the device
+    if not _is_number(batch_size) or not (traced or batch_size > 0):
         raise LogError(f"self.log({name!r}, batch_size=...) must be a positive scalar, got {shown(batch_size)}.")
 
 
@@ -189,8 +180,7 @@ def _is_number(x: Any) -> bool:
     """Return whether a Python number or an array is a real scalar."""
     if not hasattr(x, "dtype"):
         return isinstance(x, (bool, int, float))
-    real = x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
-    return real and x.shape == ()
+    return x.shape == () and any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:

@@ -1,8 +1,5 @@
 """What `configure_optimizers` returned, as an `Optimizer`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import optax
 from flax import nnx
 
@@ -11,8 +8,6 @@ from jaxlit.core.optimizer import Optimizer
 from jaxlit.errors import ModuleError
 from jaxlit.notes import noting_place
 from jaxlit.shown import shown
-
-_KINDS = optax.GradientTransformation | optax.MultiSteps | Optimizer
 
 
 def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> Optimizer:
@@ -31,34 +26,20 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
         raise ModuleError(f"fit needs {where}. Return an optax transform from it, for example optax.adamw(1e-3).")
     with noting_place(where):
         made = cls.configure_optimizers(module)
-        # A transform is a tuple itself.
-        while isinstance(made, (list, tuple)) and not isinstance(made, _KINDS) and len(made) == 1:
+        while type(made) in (list, tuple) and len(made) == 1:
             (made,) = made
-        if isinstance(made, optax.MultiSteps):  # a transform in all but its type
-            made = made.gradient_transformation()
-        if isinstance(made, optax.GradientTransformation):
+        if isinstance(made, (optax.GradientTransformation, optax.MultiSteps)):
             return Optimizer(made)
         if isinstance(made, Optimizer):
             return made.of(module)
+    way = (
+        "Return one, with the schedule inside, optax.adamw(schedule), or one transform for each group of parameters, "
+        "jl.Optimizer(by={'encoder': optax.adam(1e-3), 'decoder': optax.adam(1e-3)})"
+    )
     if isinstance(made, nnx.Optimizer):
         way = "Return its tx: what it keeps is kept in the training state"
-    elif len(optimizers := _optimizers_in(made)) > 1:
-        way = (
-            f"It returned {len(optimizers)} optimizers, and one takes a step: return one transform for each group "
-            "of parameters, jl.Optimizer(by={'encoder': optax.adam(1e-3), 'decoder': optax.adam(1e-3)})"
-        )
-    else:
-        way = "Return one optimizer, with the schedule inside: optax.adamw(schedule)"
     text = shown(made)
     raise ModuleError(
         f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got "
         f"{text if len(text) <= 100 else type(made).__name__}. {way}."
     )
-
-
-def _optimizers_in(made: Any) -> list[Any]:
-    """Return the optimizers in lists of lists and dicts, as Lightning takes them with schedulers."""
-    if isinstance(made, _KINDS):
-        return [made]
-    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, (list, tuple)) else ()
-    return [x for part in parts for x in _optimizers_in(part)]

@@ -1,16 +1,14 @@
 """An optimizer step in several passes, each of which sees a part of the batch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxlit.core.replica import Replica
 from jaxlit.core.state import TrainState, Window
-from jaxlit.core.step import TrainStep
+from jaxlit.core.step import TrainStep, count_bad, over_rows
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ class Passes:
         new = step.layout.unflatten(now)
         total = jax.tree.unflatten(jax.tree.structure(old.params), grads)
         if self.end == "diagnose":
-            return self._diagnose(new, grads, table)
+            flat = step.layout.flatten(new.advance(steps=0))
+            return [flat[i] for i in (self.at.counters, *self.written)], table, count_bad(grads)  # type: ignore[call-overload]
         loss = None if old.window is None else table[0, 0] / table[1, 0]
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
@@ -113,11 +112,6 @@ class Passes:
         if self.end == "micro":
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs
-        grads_ = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), total, old.params)
-        made, logs, *seen = step.apply(leaves, step.layout.flatten(new), grads_, table)
+        mean = over_rows(total, rows, old.params)
+        made, logs, *seen = step.apply(leaves, step.layout.flatten(new), mean, table)
         return made, logs, loss, outputs, *seen
-
-    def _diagnose(self, new: TrainState, grads: Sequence[jax.Array], table: jax.Array) -> tuple[Any, ...]:
-        bad = jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads])
-        flat = self.step.layout.flatten(new.advance(steps=0))
-        return [flat[i] for i in (self.at.counters, *self.written)], table, bad  # type: ignore[call-overload]

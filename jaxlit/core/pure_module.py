@@ -85,12 +85,6 @@ class PureModule:
         jax.eval_shape(rebuild, params, frozen, model_state)
         return leaves
 
-    @property
-    def rounded(self) -> tuple[Any, ...]:
-        """The two dtypes between which a step's parameters are cast; none if they stay as they are."""
-        compute = self.precision.compute
-        return () if compute is None else (jnp.dtype(jnp.float32), jnp.dtype(compute))
-
     def table(self, stage: str, loader: int | None = None) -> Table:
         """Return the metrics that a stage's step logs; it must have been traced."""
         return self.trace_of(stage, loader).table
@@ -133,25 +127,21 @@ class PureModule:
         if replica.splits and replica.sync_batchnorm:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
-        attributes, rows = AttributesOfStep(module), num_rows(batch)
-        optimizers = {path: x for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Optimizer)}
-        steps = {path: x.step.get_value() for path, x in optimizers.items()}
-        held_metrics = {
-            id(x): x.get_value() for _, x in nnx.iter_graph(module) if isinstance(x, nnx.metrics.MetricState)
-        }
-        collector = Collector(stage, rows, step, epoch, held_metrics)
+        attributes, rows, nodes = AttributesOfStep(module), num_rows(batch), list(nnx.iter_graph(module))
+        counts = [(path, x.step, x.step.get_value()) for path, x in nodes if isinstance(x, nnx.Optimizer)]
+        metrics = {id(x): x.get_value() for _, x in nodes if isinstance(x, nnx.metrics.MetricState)}
+        collector = Collector(stage, rows, step, epoch, metrics)
         with collecting(collector), reading() as reads:
             try:
                 output = call_step(module, stage, loader)(cast(batch, compute), batch_idx)
+            except JaxlitError:
+                raise
             except Exception as error:
-                if not isinstance(error, JaxlitError):
-                    note_step_error(error, name, batch)
+                note_step_error(error, name, batch)
                 raise
         loss, outputs = read_output(output, stage, self.name)
         # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
-        stepped = next(
-            (leaf_name(path) for path, x in optimizers.items() if x.step.get_value() is not steps[path]), None
-        )
+        stepped = next((leaf_name(path) for path, x, before in counts if x.get_value() is not before), None)
         if stepped is None:
             attributes.check(module, name)
         put_back()
@@ -163,15 +153,17 @@ class PureModule:
             new = _written(given, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._keep(stage, loader, list(collector.metrics.values()), traced)
-        loss = jnp.zeros((), jnp.float32) if loss is None else loss.astype(jnp.float32)
-        values, weights = list(collector.values.values()), list(collector.weights.values())
+        loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
 
     def _check_structure(self, old: Any, new: Any) -> None:
-        before, after = _describe(old), _describe(new)
-        for name in before.keys() | after.keys():
+        before, after = (
+            {name: f"{x.dtype}{list(x.shape)}" for part in tree for name, x in named_leaves(part)}
+            for tree in (old, new)
+        )
+        for name in before | after:
             if before.get(name) != after.get(name):
                 raise StateError(
                     f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
@@ -224,10 +216,8 @@ def _keep_dtypes(held: Any, given: Any, new: Any) -> Any:
         return new  # which is refused
 
     def keep(old: jax.Array, passed: jax.Array, x: jax.Array) -> jax.Array:
-        if x is passed:
-            return old
         floating = all(jnp.issubdtype(y.dtype, jnp.floating) for y in (old, x))
-        return x.astype(old.dtype) if floating else x
+        return old if x is passed else x.astype(old.dtype) if floating else x
 
     return jax.tree.map(keep, held, given, new)
 
@@ -239,26 +229,17 @@ def _written(given: Any, new: Any) -> dict[int, jax.Array]:
     return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
 
 
-def _describe(tree: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path[1:]): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
-
-
-def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array | None, Any]:
-    """Return the loss and the other outputs of what a step returned.
+def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
+    """Return the loss, zero in an evaluation, and the other outputs of what a step returned.
 
     Raises:
         ModuleError: A training step returned no scalar floating loss, or an output is no array.
     """
     where = f"{name}.{STAGES[stage].step}"
-    loss, outputs = None, output
+    loss, outputs = jnp.zeros(()), output
     if stage == "training":
-        if isinstance(output, dict):
-            if "loss" not in output:
-                raise ModuleError(f"{where} returned a dict without 'loss', with {sorted(output)}. Add the loss to it.")
-            loss, outputs = output["loss"], {k: v for k, v in output.items() if k != "loss"}
-        else:
-            loss, outputs = output, {}
+        outputs = dict(output) if isinstance(output, dict) else {"loss": output}
+        loss = outputs.pop("loss", output)
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{where} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "

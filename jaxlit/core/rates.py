@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.core.parts import Part, parts_along
-from jaxlit.leaf_names import leaf_name, named_leaves
+from jaxlit.leaf_names import named_leaves
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 
 OF_RATE = -1.0  # marks the column of a rate: it is stored as the weight, and real weights are never negative
@@ -67,18 +67,17 @@ def _given(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str
     schedule: Any = optimizer.lr_schedule
     state = jax.eval_shape(optimizer.tx.init, params)
     counts: dict[str, int] = {}
-    for i, ((path, x), part) in enumerate(
-        zip(jax.tree_util.tree_leaves_with_path(state), parts_along(state), strict=True)
-    ):
-        if leaf_name(path[-1:]) == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
+    for i, ((name, x), part) in enumerate(zip(named_leaves(state), parts_along(state), strict=True)):
+        if name.split(".")[-1] == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
             counts.setdefault(part, i)
 
     def rate(label: str) -> Callable[[Any, jax.Array], jax.Array]:
         i = counts.get(label)
         return lambda state, step: _number(schedule(step if i is None else jax.tree.leaves(state)[i]))
 
-    like = [part for part in parts if part.tx is None and part.label in counts]  # another transform has another rate
-    return {"lr": (0, rate(""))} | {f"lr/{part.label}": (part.start, rate(part.label)) for part in like}
+    # Another transform has another rate.
+    like = {f"lr/{x.label}": (x.start, rate(x.label)) for x in parts if x.tx is None and x.label in counts}
+    return {"lr": (0, rate(""))} | like
 
 
 def _read(
@@ -89,17 +88,17 @@ def _read(
     wanted = set(names)
     if optimizer.lr_schedule is not None:
         wanted = {name for part in parts if part.tx is not None for name in part.names}
+    if not wanted:
+        return {}, lambda *_: []
     try:
         # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
         with jax.disable_jit(False):
-            program = _Program(optimizer.tx, params) if wanted else None
-            factors = [program.factors(i) if program and name in wanted else [] for i, name in enumerate(names)]
-            keys = [_key(x) for x in factors]
+            program = _Program(optimizer.tx, params)
+            factors = [program.factors(i) if name in wanted else [] for i, name in enumerate(names)]
     except Exception:  # an update that fails is reported where the step is traced
-        program, factors, keys = None, [], []
-    if program is None:
         return {}, lambda *_: []
-    of_parameter, starts = _named(names, optimizer.groups, keys), {name: x.start for x in parts for name in x.names}
+    of_parameter = _named(names, optimizer.groups, [_key(x) for x in factors])
+    starts = {name: part.start for part in parts for name in part.names}
     values = program.values([factors[i] for i in of_parameter.values()])
     return {name: starts.get(names[i], 0) for name, i in of_parameter.items()}, values
 
@@ -126,9 +125,8 @@ class _Program:
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        params = jax.eval_shape(lambda x: x, params)
         state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
-        leaves, self.treedef = jax.tree.flatten((state, loss))
+        leaves = jax.tree.leaves((state, loss))
 
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list[Any]:
             return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
@@ -140,9 +138,10 @@ class _Program:
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.given = closed.jaxpr.invars[-len(leaves) :]
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
-        # Whether a value depends on gradients or parameters.
-        self.of_step = dict.fromkeys(closed.jaxpr.invars[: -len(leaves)], True)
-        walk(self.jaxpr.eqns, self.of_step, lambda eqn, given: [any(given)] * len(eqn.outvars), self._is_of_step)
+        self.of_step = {*closed.jaxpr.invars[: -len(leaves)]}  # what depends on gradients or parameters
+        for eqn in self.jaxpr.eqns:
+            if not self.of_step.isdisjoint(variables(eqn.invars)):
+                self.of_step.update(eqn.outvars)
 
     def factors(self, i: int) -> list[Any]:
         """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
@@ -160,9 +159,10 @@ class _Program:
                 var = eqn.invars[0]
             elif name == "mul":
                 sides = [self._scalar(x) for x in eqn.invars]
-                free = [k for k, x in enumerate(sides) if x is not None and not self._is_of_step(x, self.of_step)]
+                numbers = [k for k, x in enumerate(sides) if x is not None]
                 # A number that is computed of the layer, such as LAMB's trust ratio, is no rate.
-                places = free or [k for k, x in enumerate(sides) if x is not None]
+                free = [k for k in numbers if self.of_step.isdisjoint(variables([sides[k]]))]
+                places = free or numbers
                 if len(places) != 1:
                     break
                 var = eqn.invars[1 - places[0]]
@@ -180,14 +180,9 @@ class _Program:
         """Return whether a factor changes the sign, by how it is written."""
         if factor is None or isinstance(factor, Literal):
             return factor is None or bool(factor.val < 0)
-        if (eqn := self.made_by.get(factor)) is None:
-            return False
-        literals = [x for x in eqn.invars if isinstance(x, Literal)]
-        return eqn.primitive.name == "neg" or (eqn.primitive.name == "mul" and any(x.val < 0 for x in literals))
-
-    @staticmethod
-    def _is_of_step(x: Any, of_step: dict[Any, bool]) -> bool:
-        return not isinstance(x, Literal) and of_step.get(x, False)
+        eqn = self.made_by.get(factor)
+        name, inputs = (eqn.primitive.name, eqn.invars) if eqn else ("", [])
+        return name == "neg" or (name == "mul" and any(isinstance(x, Literal) and x.val < 0 for x in inputs))
 
     def _scalar(self, x: Any) -> Any:
         """Return the number that is spread to an array, as it was before it was rounded to the array's dtype."""

@@ -99,8 +99,7 @@ class TrainStep:
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
-            grads, rows = self.reduce_grads(replica, new.window.grads, "sum"), replica.psum(rows)
-            grads = jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), grads, old.params)
+            grads = over_rows(self.reduce_grads(replica, new.window.grads, "sum"), replica.psum(rows), old.params)
             new = replace(new, window=self.empty_window(new.window))
         return self.layout.flatten(new), grads, table, loss, outputs
 
@@ -141,16 +140,15 @@ class TrainStep:
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
         if replica.splits:
             table = self.table.reduce(table, replica.psum, str(replica.axis))
-        grads = jax.tree.leaves(self.reduce_grads(replica, grads, "mean"))
-        bad = replica.psum(jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads]))
+        bad = replica.psum(count_bad(self.reduce_grads(replica, grads, "mean")))
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
     def waits(self, state: TrainState) -> list[int]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
-        loss, epoch = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
-        given = state.params, state.opt_state, state.params, loss, epoch
-        return waits(self._optimize, *given, wait_for_all=holds_weights(self.plan.tx, state.params))
+        params, number = state.params, jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
+        weights = holds_weights(self.plan.tx, params)
+        return waits(self._optimize, params, state.opt_state, params, number, number, wait_for_all=weights)
 
     @property
     def table(self) -> Table:
@@ -195,10 +193,8 @@ class TrainStep:
         state = state.with_variables(reduce_state(replica, new, traced.reduction))
         outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
         # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        entry = self.table.entry(
-            *share_of_metrics(replica, self.table, [loss, *values], weights, traced.reduction), share
-        )
-        return state, entry, outputs
+        shares = share_of_metrics(replica, self.table, [loss, *values], weights, traced.reduction)
+        return state, self.table.entry(*shares, share), outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
         """Return the state with the batch in its window, this body's loss, and the outputs."""
@@ -243,10 +239,10 @@ class TrainStep:
             # Under "raise" a bad step and all later ones change nothing but counters; see `guarded` for the exception.
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
             finite, early = all_finite(grads), jnp.isfinite(loss) & (bad_step < 0)
-            ok, known = early & jnp.stack(finite).all(), {"early": early, "finite": finite}
-            known["wait_for_all"] = holds_weights(self.plan.tx, old.params)
-            fields, updates = self._updated(partial(guarded, self._optimize, **known), old, new, grads, loss)
-            kept = {name: fields[name] if name == "opt_state" else getattr(old, name) for name in fields}
+            ok, weights = early & jnp.stack(finite).all(), holds_weights(self.plan.tx, old.params)
+            optimize = partial(guarded, self._optimize, early=early, finite=finite, wait_for_all=weights)
+            fields, updates = self._updated(optimize, old, new, grads, loss)
+            kept = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
             fields, sums = keep_unless(ok, (kept, old.sums), (fields, sums))
             updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None
             bad_step = jnp.where(ok | (bad_step >= 0), bad_step, old.step)
@@ -334,6 +330,16 @@ class TrainStep:
             bad = (state.bad_step >= 0).astype(jnp.float32)
             columns.append(jnp.stack([bad, bad])[:, None])
         return jnp.concatenate(columns, axis=1)
+
+
+def over_rows(total: Any, rows: jax.Array, params: Any) -> Any:
+    """Return the gradients of a window, in the parameters' dtypes, given their sum over its rows."""
+    return jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), total, params)
+
+
+def count_bad(grads: Any) -> jax.Array:
+    """Return how many numbers of each gradient are not finite, (num_params,) float32."""
+    return jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in jax.tree.leaves(grads)])
 
 
 def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:

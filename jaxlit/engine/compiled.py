@@ -101,12 +101,9 @@ class CompiledStep:
 
         Raises:
             DataError: No step could take the batch.
-            ArgumentTypeError: `state` is no state.
             StateError: An earlier step has overwritten it.
             OutOfMemoryError: The devices have too little memory.
         """
-        if not isinstance(state, StepState):
-            raise ArgumentTypeError(f"step(state, batch) takes the state of compile_step, got {type(state).__name__}.")
         if state.leaves[0].is_deleted():
             raise StateError(
                 "step(state, batch) got a state that an earlier step has overwritten. Continue with the one that it "
@@ -210,7 +207,5 @@ def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int 
     check.integer("seed", seed, low=0, owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")
     if not isinstance(module, (TrainModule, lazy)):
-        raise ArgumentTypeError(
-            f"compile_step(module, ...) takes a jaxlit.TrainModule or jl.lazy, got {shown(module)}."
-        )
+        raise ArgumentTypeError(f"compile_step(module, ...) takes a jl.TrainModule or jl.lazy, got {shown(module)}.")
     return None if isinstance(devices, str) else int(devices)

@@ -17,12 +17,12 @@ from flax import nnx
 
 from jaxlit import sharding
 from jaxlit.core.device_sums import Table
-from jaxlit.core.eval_step import EvalStep
+from jaxlit.core.eval_step import eval_step
 from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
-from jaxlit.core.module import TrainModule, takes_loader
+from jaxlit.core.module import TrainModule
 from jaxlit.core.passes import Passes
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
@@ -49,16 +49,18 @@ _FLOAT32 = Precision()
 _Key = tuple[str, int | None]  # a stage, and the loader for a step that asks for it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EvalProgram:
     """A stage's step, compiled for batches like the first one that it was given.
 
     Args:
         pure: The module taken apart, with what the traces of this program have noted.
+        like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
         program: The compiled step.
     """
 
     pure: PureModule
+    like: Any
     program: CompiledProgram
 
 
@@ -114,9 +116,8 @@ class Engine:
         self.state.eval_index = self.state.evaluated(eval_index(self.extras, self.state.index, self.state.leaves))
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
-        # All that are kept, also by the structure, shapes and dtypes of their first batch: for another one the step may
-        # log other things. And those of this run.
-        self._kept_evaluations: dict[Any, deque[_EvalProgram]] = {}
+        # All that are kept, the one that was used last at the end; and those of this run.
+        self._kept_evaluations: dict[_Key, deque[_EvalProgram]] = {}
         self._evaluations: dict[_Key, _EvalProgram] = {}
         self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
@@ -145,13 +146,14 @@ class Engine:
             reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.grad_shardings),
             constrain_window=partial(sharding.constrain, shardings=None if state.per_replica else state.grad_shardings),
         )
-        table, written = self.pure.table("training"), self._written()
-        fits = self._restored is not None and self._restored.metrics == table.metrics
-        if self._restored is not None and not fits:
-            _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
-        # How many columns the metrics have is known only now, as the step was traced.
-        if not fits:
+        traced = self.pure.trace_of("training")
+        table, written = traced.table, tuple(itertools.compress(jax.tree.leaves(index.variables), traced.changed))
+        if self._restored is None or self._restored.metrics != table.metrics:
+            if self._restored is not None:
+                _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
+            # How many columns the metrics have is known only now, as the step was traced.
             state.put(index.sums, table.empty_sums())
+            self._empty_table(table)
         out = _outputs(self.pure, "training")
         loss = None if index.window is None else EACH
         # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
@@ -168,8 +170,6 @@ class Engine:
         )
         self._programs["train_step"] = self._compile(train)
         if index.window is not None:
-            if not fits:
-                state.put(index.window.metrics, state.stacked(table.empty()))
             passes = Passes(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
@@ -181,32 +181,24 @@ class Engine:
         self.diagnose = Diagnosis(train, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
-    def _written(self) -> tuple[int, ...]:
-        """Return the places in the state of what the user's training step writes."""
-        return tuple(
-            itertools.compress(jax.tree.leaves(self.state.index.variables), self.pure.trace_of("training").changed)
-        )
+    def _train(self, program: CompiledProgram, batch: Any) -> list[Any]:
+        """Run a training program; return the table of metrics, the loss of a window's batch, and the outputs."""
+        self.state.leaves, *results = program.run(self.state.leaves, batch)
+        return results
 
-    def _train(self, program: CompiledProgram, batch: Any) -> tuple[jax.Array, Any, Any]:
-        """Run a training program; returns the table of metrics, the loss of a window's batch, and the outputs."""
-        self.state.leaves, logs, loss, outputs = program.run(self.state.leaves, batch)
-        return logs, loss, outputs
-
-    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> tuple[jax.Array, Any, Any, Any]:
+    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> list[Any]:
         """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
             What `train_step` returns, and a tuple of the functions' results.
         """
-        state = self.state
         if traced not in self._programs:
             step, train = replace(self._step, traced=traced), self._train_program
             assert train.passes is not None
             parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
             train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
             self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
-        state.leaves, logs, loss, outputs, seen = self._programs[traced].run(state.leaves, batch)
-        return logs, loss, outputs, seen
+        return self._train(self._programs[traced], batch)
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
@@ -231,7 +223,7 @@ class Engine:
         if (window := state.index.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
-            state.put(window.metrics, state.stacked(self.training_table.empty()))
+        self._empty_table(self.training_table)
         if (start := state.index.window_start) is not None:
             state.put(start.batches, np.zeros((), np.int32))
 
@@ -259,9 +251,13 @@ class Engine:
         """Replace arrays of the state, given by index, and the training metrics that they were saved with, if any."""
         if table is not None:
             self._restored = table
-            if (window := self.state.index.window) is not None:
-                self.state.put(window.metrics, self.state.stacked(table.empty()))
+            self._empty_table(table)
         self.state.restore(arrays)
+
+    def _empty_table(self, table: Table) -> None:
+        """Give an accumulation window the metrics of no batch."""
+        if (window := self.state.index.window) is not None:
+            self.state.put(window.metrics, self.state.stacked(table.empty()))
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""
@@ -296,11 +292,15 @@ class Engine:
         key = (stage, loader)
         if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        leaves, treedef = jax.tree.flatten(abstract_batch(batch))
-        kept = self._kept_evaluations.setdefault((key, treedef, *leaves), deque(maxlen=8))
-        program = next((x for x in kept if self._holds(key, x)), None)
+        like = jax.tree.flatten(abstract_batch(batch))
+        # Bounded over all kinds of batches: calls with ever new sizes must not fill the memory with programs.
+        kept = self._kept_evaluations.setdefault(key, deque(maxlen=8))
+        program = next((x for x in kept if x.like == like and self._holds(key, x)), None)
         if program is None:
-            kept.append(program := self._build_eval(stage, batch, loader))
+            program = self._build_eval(stage, batch, loader, like)
+        else:
+            kept.remove(program)
+        kept.append(program)
         self._evaluations[key] = program
 
     @staticmethod
@@ -308,28 +308,23 @@ class Engine:
         """Return whether the step would read of the Trainer what it has read while it was traced."""
         return program.pure.trace_of(*key).reads.hold()
 
-    def _build_eval(self, stage: str, batch: Any, loader: int | None) -> _EvalProgram:
+    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, state = self.pure.untraced(), self.state
 
         inspect = partial(inspect_evaluation, pure, stage, loader)
         trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)
-        step = EvalStep(pure, stage, loader, state.eval_layout, self._wrap)
         sums = [ArraySpec(state.replica_sharding, per_replica=state.per_replica), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
-            fn=step.run,
+            fn=eval_step(pure, stage, loader, state.eval_layout, self._wrap),
             inputs=([state.array_specs[i] for i in state.eval_index], sums),
             outputs=(sums, entry, _outputs(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
-        return _EvalProgram(pure, self._compile(program))
-
-    def takes_loader(self, stage: str) -> bool:
-        """Return whether the stage's step asks which loader a batch is from, and so is traced once for each."""
-        return takes_loader(self.module, stage)
+        return _EvalProgram(pure, like, self._compile(program))
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
         """Return what the trace of the stage's step has shown; it must have been prepared."""
@@ -367,8 +362,8 @@ class Engine:
     @property
     def programs(self) -> list[CompiledProgram]:
         """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
-        training = () if self.evaluates_only else self._programs.values()
-        return [x for x in (*training, *(x.program for x in self._evaluations.values())) if x.ran]
+        training = {} if self.evaluates_only else self._programs
+        return [x for x in (*training.values(), *(x.program for x in self._evaluations.values())) if x.ran]
 
     @property
     def failed(self) -> CompiledProgram | None:

@@ -15,7 +15,6 @@ from jaxlit import sharding
 from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState, WindowStart
-from jaxlit.engine.hyperparams import find_hyperparams
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
@@ -138,14 +137,6 @@ class FlatState:
         """Replace an array by another, with the same sharding."""
         self.leaves[index] = jax.device_put(value, self.shardings[index])
 
-    def read(self, index: int) -> float:
-        """Return a number of the state; waits for the device."""
-        return float(np.asarray(self.leaves[index]))
-
-    def set(self, index: int, value: float) -> None:
-        """Set a number of the state from the next step on."""
-        self.put(index, np.asarray(value, self.leaves[index].dtype))
-
     def counters(self) -> list[int]:
         """Return step, epoch, batch_idx and bad_step, see `TrainState`; waits for the device."""
         return np.asarray(self.leaves[self.index.counters]).tolist()  # type: ignore[call-overload]
@@ -153,10 +144,6 @@ class FlatState:
     def count_from(self, step: int, epoch: int, batch_idx: int = 0) -> None:
         """Set what the module's `global_step` and `current_epoch` are in the steps."""
         self.put(self.index.counters, np.array([step, epoch, batch_idx, -1], np.int32))
-
-    def hyperparams(self) -> dict[str, int]:
-        """Return the index of each hyperparameter of the optimizer that can be set."""
-        return find_hyperparams(self.index.opt_state)
 
     # Checkpoints ------------------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from jaxlit.core.parts import PartStates
-from jaxlit.errors import ArgumentTypeError, did_you_mean
-from jaxlit.shown import shown
+from jaxlit.errors import did_you_mean
 
 if TYPE_CHECKING:
     from jaxlit.engine.flat_state import FlatState
@@ -28,24 +27,23 @@ class Hyperparams(MutableMapping[str, float]):
         return repr(dict(self))
 
     def __getitem__(self, name: str) -> float:
-        return self._state.read(self._index(name))
+        return float(np.asarray(self._state.leaves[self._index(name)]))
 
     def __setitem__(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] = value takes a number, got {shown(value)}.")
-        self._state.set(self._index(name), float(value))
+        i = self._index(name)
+        self._state.put(i, np.asarray(float(value), self._state.leaves[i].dtype))
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A hyperparameter cannot be deleted. Set it.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state.hyperparams())
+        return iter(find_hyperparams(self._state.index.opt_state))
 
     def __len__(self) -> int:
-        return len(self._state.hyperparams())
+        return len(find_hyperparams(self._state.index.opt_state))
 
     def _index(self, name: str) -> int:
-        known = self._state.hyperparams()
+        known = find_hyperparams(self._state.index.opt_state)
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "

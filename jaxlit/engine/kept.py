@@ -56,13 +56,12 @@ class EvalCache:
         """
         key = program_key(module, strategy, precision)
 
-        def serves(engine: Engine | None) -> bool:
-            if engine is None or engine.module is not module or engine.debug != debug:
-                return False
+        def serves(engine: Engine) -> bool:
             # A checkpoint that could not be restored leaves no arrays.
-            return engine.state.stored() is not None and same_key(engine.key, key)
+            known = engine.module is module and engine.debug == debug and engine.state.stored() is not None
+            return known and same_key(engine.key, key)
 
-        if not serves(self._engine):
+        if self._engine is None or not serves(self._engine):
             self.forget()  # first, so that its arrays are not held as well as the new ones
             if fitted is not None and fitted.state.is_complete and serves(fitted):
                 self._engine = fitted
@@ -72,7 +71,6 @@ class EvalCache:
                 # The arrays of a module that the engine owns are overwritten: they cannot be compared with later.
                 leaves = [] if take_ownership else self._engine.state.module_leaves(module)
                 self._copied_from = {i: _array(leaf) for _, leaf, i in leaves}
-        assert self._engine is not None
         # Evaluate on a branch: the state of fit, and of the last evaluation, which may still be read, must not change.
         self._engine = self._engine.evaluator()
         if not take_ownership:

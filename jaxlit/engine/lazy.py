@@ -45,10 +45,6 @@ class lazy:
             raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {shown(cls)}.")
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
-    def __repr__(self) -> str:
-        given = [shown(x) for x in self.args] + [f"{k}={shown(v)}" for k, v in self.kwargs.items()]
-        return f"jl.lazy({', '.join([self.cls.__name__, *given])})"
-
     def builder(self, seed: int) -> Callable[[], TrainModule]:
         """Return a function that builds the module, fit to be traced."""
         kwargs = dict(self.kwargs)

@@ -10,6 +10,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import MODES
 from jaxlit.core.side_tables import watchers
 from jaxlit.errors import StateError
+from jaxlit.shown import shown
 
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
@@ -96,11 +97,10 @@ class ModuleSync:
                     f"{where} wrote to {name}. A batch hook may read the module, not write to it: write in "
                     "on_train_epoch_start, on_train_epoch_end or on_validation_end."
                 )
-            shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-            if (shape, dtype) != (given.shape, given.dtype):
+            if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (given.shape, given.dtype):
                 raise StateError(
-                    f"{where} wrote {dtype}{shape} to {name}, which is {given.dtype}{given.shape}. "
-                    "Write an array of the same shape and dtype."
+                    f"{where} wrote {shown(array)} to {name}, which is {shown(given)}. Write an array of the same "
+                    "shape and dtype."
                 )
             written[i] = array
         if written:
@@ -115,9 +115,8 @@ class ModuleSync:
         try:
             yield self
         finally:
-            if outer is None:
-                del watchers[id(self.module)]
-            else:
+            del watchers[id(self.module)]
+            if outer is not None:
                 watchers[id(self.module)] = outer
             # An error inside a step leaves arrays that the step had taken: then the module keeps what it has.
             if self.engine.state.is_complete:

@@ -41,14 +41,14 @@ def same_key(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
 
 def _kinds(module: TrainModule, held: Any) -> list[Any]:
     """Return the shape and dtype of each array of a module; floating ones are held in one dtype under bf16-true."""
-
-    def kind(x: Any) -> tuple[Any, ...]:
-        if is_key(x) or not hasattr(x, "dtype"):
-            return getattr(x, "shape", None), str(getattr(x, "dtype", type(x)))
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return x.shape, str(held if held is not None and jnp.issubdtype(dtype, jnp.floating) else dtype)
-
-    return [kind(x) for x in jax.tree.leaves(nnx.as_pure(nnx.state(module)))]
+    kinds = list[Any]()
+    for x in jax.tree.leaves(nnx.as_pure(nnx.state(module))):
+        dtype = getattr(x, "dtype", type(x))
+        if hasattr(x, "dtype") and not is_key(x):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+            dtype = held if held is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+        kinds.append((getattr(x, "shape", None), str(dtype)))
+    return kinds
 
 
 def _methods(module: TrainModule) -> list[Any]:

@@ -8,6 +8,7 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Validating
 from jaxlit.core.log import Metric
+from jaxlit.core.module import takes_loader
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import LogError
@@ -124,7 +125,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     """
     engine, hooks, feeder, (source, limit) = run.engine, run.hooks, run.feeder, loader
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
-    number = idx if engine.takes_loader(stage) else None
+    number = idx if takes_loader(engine.module, stage) else None
     suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()

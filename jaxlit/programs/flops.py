@@ -60,26 +60,19 @@ def _of_equation(eqn: Any) -> Flops:
     if name == "custom_linear_solve":  # it has the product and the transposes as well, for gradients
         return count_flops(params["jaxprs"].solve.jaxpr)
     inner = list(map(count_flops, bodies(eqn)))
-    if not any(x.count for x in inner):
-        return Flops()
     if name == "cond":
         longest = max(inner, key=lambda x: x.count)
         return replace(longest, exact=all(x.exact for x in inner))
-    total = sum(inner, Flops())
-    if name == "while":
+    total, turns = sum(inner, Flops()), 1  # how often it runs the program in it, on all devices together
+    if name == "while" and total.count:
         return replace(total, exact=False)
-    return total * _turns(name, params)
-
-
-def _turns(name: str, params: Any) -> int:
-    """Return how often an equation runs the program in it, on all devices together."""
     if name == "scan":
-        return params["length"]
-    if name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    if name == "pallas_call":
-        return math.prod(params["grid_mapping"].grid)
-    return 1
+        turns = params["length"]
+    elif name == "shard_map":
+        turns = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    elif name == "pallas_call":
+        turns = math.prod(params["grid_mapping"].grid)
+    return total * turns
 
 
 def _kind(eqn: Any) -> str:
@@ -113,13 +106,8 @@ def _convolution(eqn: Any) -> int:
     params, (image, kernel), (out,) = eqn.params, (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars)
     numbers = params["dimension_numbers"]
     _, features, *spatial = numbers.rhs_spec
-    sizes = zip(
-        *(
-            [array.shape[dim] for dim in dims]
-            for array, dims in ((image, numbers.lhs_spec[2:]), (kernel, spatial), (out, numbers.out_spec[2:]))
-        ),
-        strict=True,
-    )
+    shapes = (image, numbers.lhs_spec[2:]), (kernel, spatial), (out, numbers.out_spec[2:])
+    sizes = zip(*([array.shape[dim] for dim in dims] for array, dims in shapes), strict=True)
     settings = zip(*(params[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")), strict=True)
     pairs = math.prod(map(_pairs, sizes, settings))
     rows, channels = (out.shape[dim] for dim in numbers.out_spec[:2])

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -113,6 +115,19 @@ def run(
     return [read(x, values) for x in jaxpr.outvars]
 
 
+def follow(jaxpr: Any, inputs: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]], other: Any) -> list[Any]:
+    """Return what is known of a program's outputs, given that of its inputs.
+
+    Args:
+        jaxpr: The program.
+        inputs: What is known of each input.
+        rule: See `walk`.
+        other: What is known of constants and literals.
+    """
+    read = lambda x, values: other if isinstance(x, core.Literal) else values[x]  # noqa: E731
+    return run(jaxpr, [other] * len(jaxpr.constvars), inputs, rule, read)
+
+
 def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, selects: bool = False) -> Any:
     """Return a program in which the equations of nested `jax.jit` calls take the place of the calls.
 
@@ -170,9 +185,8 @@ def origins(jaxpr: Any, rounded: tuple[Any, ...] = ()) -> list[int | None]:
             return [given[0] and (given[0][0], tuple(given[0][1][i] for i in eqn.params["permutation"]))]
         return [None if i is None else given[i] for i in _origins_in(eqn, rounded)]
 
-    read = lambda x, values: None if isinstance(x, core.Literal) else values.get(x)  # noqa: E731
     dims = [tuple(range(getattr(x.aval, "ndim", 0))) for x in jaxpr.invars]
-    outputs = run(jaxpr, [None] * len(jaxpr.constvars), list(enumerate(dims)), rule, read)
+    outputs = follow(jaxpr, list(enumerate(dims)), rule, None)
     return [x[0] if x is not None and x[1] == dims[x[0]] else None for x in outputs]
 
 
@@ -217,7 +231,7 @@ def sources(jaxpr: Any, *, gradient: bool = False) -> list[int]:
 def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> list[bool]:
     """Return for each input whether one of some outputs depends on it; see `sources`."""
     of_outputs = sources(jaxpr, gradient=gradient)
-    needed = _union([of_outputs[i] for i in outputs])
+    needed = reduce(or_, [of_outputs[i] for i in outputs], 0)
     return [bool(needed >> i & 1) for i in range(len(jaxpr.invars))]
 
 
@@ -227,8 +241,7 @@ def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
         # No gradient passes through integers or comparisons.
         return [x if not gradient or _is_inexact(var) else 0 for var, x in zip(eqn.outvars, through, strict=True)]
 
-    read = lambda x, values: 0 if isinstance(x, core.Literal) else values[x]  # noqa: E731
-    return run(jaxpr, [0] * len(jaxpr.constvars), inputs, rule, read)
+    return follow(jaxpr, inputs, rule, 0)
 
 
 def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
@@ -245,18 +258,11 @@ def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
             given = [*given[:consts], *carry, *given[consts + carries :]]
     if name == "cond":
         branches = zip(*(_sources(x, given[1:], gradient) for x in inner), strict=True)
-        return [_union(x) | (0 if gradient else given[0]) for x in branches]
+        return [reduce(or_, x, 0 if gradient else given[0]) for x in branches]
     # The backward pass of a custom rule is a function of its own, which may read every input.
     if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
         return _sources(body, given, gradient)
-    return [_union(given)] * len(eqn.outvars)
-
-
-def _union(bits: Sequence[int]) -> int:
-    total = 0
-    for x in bits:
-        total |= x
-    return total
+    return [reduce(or_, given, 0)] * len(eqn.outvars)
 
 
 def _is_inexact(var: Any) -> bool:
@@ -266,9 +272,11 @@ def _is_inexact(var: Any) -> bool:
 
 def same_program(a: Any, b: Any) -> bool:
     """Return whether two traces of one function are the same, their constants included."""
-    texts = [re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)) for closed in (a, b)]
-    inner = [[x, *(y for eqn in equations(x.jaxpr) for y in inner_jaxprs(eqn))] for x in (a, b)]
-    arrays = [[np.asarray(x) for closed in all_ for x in getattr(closed, "consts", ())] for all_ in inner]
-    return texts[0] == texts[1] and all(
-        x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(*arrays, strict=True)
-    )
+    return _content(a) == _content(b)
+
+
+def _content(closed: Any) -> tuple[str, list[Any]]:
+    """Return a program's text without addresses, and the contents of its constants, of inner programs too."""
+    inner = [closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))]
+    arrays = [np.asarray(x) for program in inner for x in getattr(program, "consts", ())]
+    return re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)), [(x.shape, x.tobytes()) for x in arrays]

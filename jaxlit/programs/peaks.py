@@ -64,7 +64,6 @@ def peak_flops(kind: str, dtype: str) -> float | None:
     """
     if dtype == "bfloat16" and kind.startswith("Tesla"):  # their fast products are of float16 only
         return None
-    peak = next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
-    if peak is None or dtype not in _COLUMNS or (operations := peak[_COLUMNS[dtype]]) is None:
-        return None
-    return operations * 1e12
+    peak = next((peak for name, peak in PEAKS.items() if kind.startswith(name)), (None,) * 3)
+    operations = peak[_COLUMNS[dtype]] if dtype in _COLUMNS else None
+    return operations and operations * 1e12

@@ -6,7 +6,7 @@ from math import prod
 import jax.numpy as jnp
 
 from jaxlit.programs.jaxpr import COPIES, overwrites
-from jaxlit.programs.relation import INDEX, NEVER, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Equation, Relation, join
+from jaxlit.programs.relation import INDEX, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Equation, Relation, join
 
 # By name, since jax does not export all of them. Functions of single numbers, or of the entries along some dims:
 _LOCAL = (
@@ -22,8 +22,6 @@ _LOCAL = (
 _LINEAR = "imag neg real reduce_precision rev slice split squeeze stop_gradient transpose"
 # Zeros in, zeros out:
 _KEEP_ZERO = (*COPIES, "broadcast_in_dim", "convert_element_type", "mul", "neg", "reduce_sum", "reshape", "transpose")
-# Those that may take a row's index, or its comparison with 0; to others it is a number that differs between replicas.
-_TAKE_INDEX = ("broadcast_in_dim", "concatenate", "convert_element_type", "gather", "lt", "select_n")
 
 
 def relation_of(eqn: Equation) -> Relation:
@@ -31,34 +29,13 @@ def relation_of(eqn: Equation) -> Relation:
 
     Rules need not look at the outputs' shapes: only rows may grow with the rows, in one dim, which the caller checks.
     """
-    if INDEX in eqn.ins or NEVER in eqn.ins:
-        return _of_index(eqn) if eqn.name in _TAKE_INDEX else UNKNOWN
+    if INDEX in eqn.ins:  # to most it is a number that differs between replicas; a key may be folded with it
+        return INDEX if eqn.name in ("broadcast_in_dim", "convert_element_type") else UNKNOWN
     if UNKNOWN in eqn.ins:
         return UNKNOWN
     if all(r in (SAME, ZERO) for r in eqn.ins) and not eqn.grows:
         return ZERO if eqn.name in _KEEP_ZERO and SAME not in eqn.ins else SAME
     return _RULES[eqn.name](eqn) if eqn.name in _RULES else UNKNOWN
-
-
-def _of_index(eqn: Equation) -> Relation:
-    """Follow each row's own index, as in `logp[jnp.arange(rows), labels]`, from `iota` to `gather`."""
-    name, first, rest = eqn.name, eqn.ins[0], eqn.ins[1:]
-    shape, last = eqn.shape(0), len(eqn.shape(0)) - 1
-    if name == "lt" and eqn.ins == [INDEX, ZERO]:  # indexing asks whether an index is negative, which no row's is
-        return NEVER
-    if name == "select_n" and first == NEVER:
-        return rest[0]
-    if name == "gather" and eqn.ins == [ROWS, INDEX]:
-        numbers, dim, row = eqn.params["dimension_numbers"], eqn.row_dim(0), eqn.row_dim(1)
-        own = numbers.start_index_map[:1] == (dim,) and row < len(eqn.shape(1)) - 1
-        return ROWS if own and dim in numbers.collapsed_slice_dims and shape[dim] == eqn.shape(1)[row] else UNKNOWN
-    fits = (
-        (name == "broadcast_in_dim" and prod(eqn.out.shape) == prod(shape))
-        or (name == "convert_element_type" and jnp.issubdtype(eqn.out.dtype, jnp.integer))
-        # The row's index, followed by others of the row.
-        or (name == "concatenate" and set(rest) == {ROWS} and eqn.params["dimension"] == last and shape[last] == 1)
-    )
-    return INDEX if fits and first == INDEX else UNKNOWN
 
 
 def _linear(eqn: Equation) -> Relation:
@@ -77,11 +54,10 @@ def _acts_along_rows(eqn: Equation) -> bool:
     """Return whether an equation's parameters say that it combines, moves or cuts its input along the rows."""
     first, params = eqn.ins.index(ROWS), eqn.params
     dim, shape = eqn.row_dim(first), eqn.shape(first)
-    for key in ("axes", "axis", "dimension", "dimensions"):
-        named = params.get(key)
-        named = named if isinstance(named, tuple) else () if named is None else (named,)
-        # A squeezed dim has one entry; jnp.stack makes a new dim.
-        if eqn.name not in ("squeeze", "stack") and dim in [x % len(shape) for x in named]:
+    if eqn.name not in ("squeeze", "stack"):  # a squeezed dim has one entry; jnp.stack makes a new dim
+        named = [params.get(key) for key in ("axes", "axis", "dimension", "dimensions")]
+        dims = [x for dims in named if dims is not None for x in (dims if isinstance(dims, tuple) else (dims,))]
+        if dim in [x % len(shape) for x in dims]:
             return True
     if "padding_config" in params:
         return params["padding_config"][dim] != (0, 0, 0)

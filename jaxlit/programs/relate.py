@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jaxlit.programs.jaxpr import bodies, called, equations, inner_jaxprs, run, scan_counts
 from jaxlit.programs.primitive_rules import relation_of
-from jaxlit.programs.relation import INDEX, NEVER, ROWS, SAME, UNKNOWN, ZERO, Differ, Equation, Relation, join, row_dims
+from jaxlit.programs.relation import INDEX, ROWS, SAME, UNKNOWN, ZERO, Differ, Equation, Relation, join, row_dims
 
 # Parameters that are sizes: they may grow with the rows, as then the output's shape does.
 _SIZES = ("shape", "new_sizes", "slice_sizes", "start_indices", "limit_indices", "reps")
@@ -40,7 +40,7 @@ def relate(
         outputs = follower.run(program, longer, list(inputs))
     except Differ:
         outputs = [UNKNOWN] * len(program.jaxpr.outvars)
-    return [UNKNOWN if r in (INDEX, NEVER) else r for r in outputs], follower.same_draws
+    return [UNKNOWN if r == INDEX else r for r in outputs], follower.same_draws
 
 
 class _Follower:
@@ -55,14 +55,12 @@ class _Follower:
         """Return the relations of a program's outputs, given its two traces."""
         consts = [*map(_of_constant, getattr(a, "consts", ()), getattr(b, "consts", ()))]
         a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
-        if len(a.eqns) != len(b.eqns):
-            raise Differ
         others = iter(b.eqns)
+        if [(x.primitive, len(x.invars)) for x in a.eqns] != [(x.primitive, len(x.invars)) for x in b.eqns]:
+            raise Differ
 
         def rule(one: Any, given: list[Any]) -> list[Relation]:
             longer = next(others)
-            if one.primitive is not longer.primitive or len(one.invars) != len(longer.invars):
-                raise Differ
             eqn = Equation(one, longer, list(map(self._read, given, longer.invars)))
             pairs = zip(self._follow(eqn), one.outvars, longer.outvars, strict=True)
             return [r if self._fits(r, x, y) else UNKNOWN for r, x, y in pairs]
@@ -74,7 +72,7 @@ class _Follower:
     def _fits(self, relation: Relation, x: Any, y: Any) -> bool:
         """Return whether a value grows as it must: rows in one dim with the number of rows, anything else not."""
         dims, (rows, more) = row_dims(x, y), self.num_rows
-        if relation not in (ROWS, INDEX, NEVER):
+        if relation not in (ROWS, INDEX):
             return not dims
         return len(dims) == 1 and x.aval.shape[dims[0]] * more == y.aval.shape[dims[0]] * rows
 
@@ -87,10 +85,10 @@ class _Follower:
         one, other, (rows, more) = np.asarray(x.val), np.asarray(y.val), self.num_rows
         if not np.any(one) and not np.any(other):
             return ZERO
-        if (one == other).all() or (one != one).any():
+        if (one != one).any():  # NaN
             return SAME
-        for power, factor in ((1, more / rows), (-1, rows / more)):
-            if np.allclose(one * factor, other, rtol=1e-5, atol=0):
+        for power in (0, 1, -1):
+            if np.allclose(one * (more / rows) ** power, other, rtol=1e-5 * abs(power), atol=0):
                 return Relation("same", power)
         return UNKNOWN
 
@@ -130,11 +128,9 @@ class _Follower:
     def _collective(self, eqn: Equation) -> list[Relation]:
         if not eqn.name.startswith("psum") or eqn.params.get("axis_index_groups") is not None:
             return [UNKNOWN] * len(eqn.one.outvars)
-        self._summed |= {id(x) for x in eqn.one.outvars}
-        return [
-            r if r == ZERO else Relation("same", r.as_total().power) if r.kind in ("same", "total") else UNKNOWN
-            for r in eqn.ins
-        ]
+        self._summed |= set(map(id, eqn.one.outvars))
+        sums = {r: Relation("same", r.as_total().power) for r in eqn.ins if r.kind in ("same", "total")} | {ZERO: ZERO}
+        return [sums.get(r, UNKNOWN) for r in eqn.ins]
 
     def _scan(self, eqn: Equation) -> list[Relation]:
         """Return a scan's carry, as its body leaves it, and what it stacks; one turn a row is not followed."""

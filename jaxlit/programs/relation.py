@@ -11,8 +11,7 @@ class Relation:
     Attributes:
         kind: "same", the batch's value is `n**power` times each replica's; "total", it is `n**power` times their sum;
             "mixed", a sum of several of these; "rows", the replicas' values are blocks of it, in the one dim that grows
-            with the rows; "zero"; "unknown". Of what a row is looked up by: "index", the row's own index; "never", that
-            index compared with 0, which is false.
+            with the rows; "zero"; "unknown"; "index", a number for each row, its index.
         power: The power of n: a mean over rows is a total of power -1, a count of rows is the same of power 1.
     """
 
@@ -24,8 +23,8 @@ class Relation:
         return Relation("total", self.power - 1) if self.kind == "same" else self
 
 
-KINDS = ("same", "total", "zero", "unknown", "mixed", "rows", "index", "never")
-SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS, INDEX, NEVER = map(Relation, KINDS)
+KINDS = ("same", "total", "zero", "unknown", "mixed", "rows", "index")
+SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS, INDEX = map(Relation, KINDS)
 MEAN = Relation("total", -1)
 
 
@@ -80,8 +79,7 @@ def row_dims(a: Any, b: Any) -> list[int]:
 
 def join(relations: list[Relation]) -> Relation:
     """Return the relation of a value that is one of several, or their sum."""
-    kinds = {r for r in relations if r != ZERO}
+    kinds, unclear = {r for r in relations if r != ZERO}, UNKNOWN
     if len(kinds) > 1 and all(r.kind in ("same", "total", "mixed") for r in kinds):
-        kinds = {r.as_total() for r in kinds}
-        return kinds.pop() if len(kinds) == 1 else MIXED
-    return ZERO if not kinds else kinds.pop() if len(kinds) == 1 else UNKNOWN
+        kinds, unclear = {r.as_total() for r in kinds}, MIXED
+    return unclear if len(kinds) > 1 else kinds.pop() if kinds else ZERO

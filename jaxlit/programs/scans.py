@@ -1,5 +1,6 @@
 """Layers that a step scans over: which arrays are stacked, and one layer of them gathered at a time."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, inner_jaxprs, run, scan_counts
+from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, follow, inner_jaxprs, run, scan_counts
 
 # What a backward pass computes again: gathered weights, and what only changes their layout.
 _RECOMPUTED = ("sharding_constraint", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
@@ -49,14 +50,14 @@ def _follow(jaxpr: Any, inputs: Sequence[Stacked | None], scanned: dict[int, set
     def rule(eqn: Any, given: list[Stacked | None]) -> list[Stacked | None]:
         if any(given) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, given)
-            for outer, entered in zip(given, inside, strict=True):
-                if outer is not None and entered is not None and len(entered.dims) < len(outer.dims):
+            if eqn.primitive.name == "scan":
+                for outer in itertools.compress(given, inside):
+                    assert outer is not None
                     scanned.setdefault(outer.index, set()).add(outer.dims[0])
             _follow(inner, inside, scanned)
         return [_moved(eqn, given)] + [None] * (len(eqn.outvars) - 1)
 
-    read = lambda x, values: None if isinstance(x, core.Literal) else values.get(x)  # noqa: E731
-    run(jaxpr, [None] * len(jaxpr.constvars), inputs, rule, read)
+    follow(jaxpr, inputs, rule, None)
 
 
 def _moved(eqn: Any, given: Sequence[Stacked | None]) -> Stacked | None:
@@ -208,14 +209,8 @@ class _Gathering:
 
 
 def _concerns(eqn: Any, given: Sequence[Stacked | None]) -> bool:
-    """Return whether the program of an equation uses a slice, or scans over a stacked input."""
-    if not any(given) or (inner := _entered(eqn)) is None:
-        return False
-    inside, scanned = _inside(eqn, given), dict[int, set[int]]()
-    if any(x is not None and x.is_slice for x in inside):
-        return True
-    _follow(inner, inside, scanned)
-    return bool(scanned)
+    """Return whether an equation scans over a stacked input or a slice, or may do so in the program that it calls."""
+    return _entered(eqn) is not None and any(_inside(eqn, given))
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:

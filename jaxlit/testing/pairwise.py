@@ -15,25 +15,24 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     Args:
         factors: The values of each factor, by its name.
     """
-    names, sizes = list(factors), [len(values) for values in factors.values()]
-    if len(names) < 2:
-        return [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
-    chosen = [(i, value) for i, size in enumerate(sizes) for value in range(size)]
-    # A dict is a set in order: the cases are the same each time.
-    missing = {frozenset(pair): None for pair in itertools.combinations(chosen, 2) if pair[0][0] != pair[1][0]}
-    cases, used = [], Counter[tuple[int, int]]()
+    if len(factors) < 2:
+        return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    choices = [[(name, i) for i in range(len(values))] for name, values in factors.items()]
+    pairs = itertools.combinations(itertools.chain(*choices), 2)
+    missing = {pair: None for pair in pairs if pair[0][0] != pair[1][0]}  # in order: the cases are the same each time
+    cases, used = [], Counter[tuple[str, int]]()
     while missing:
-        case = dict(next(iter(missing)))
+        case = list(next(iter(missing)))
 
-        def worth(choice: tuple[int, int], case: dict[int, int] = case) -> tuple[int, int]:
+        def worth(choice: tuple[str, int], case: list[tuple[str, int]] = case) -> tuple[int, int]:
             # Among equal values the rarer one so far: more triples occur.
-            return sum(frozenset([choice, other]) in missing for other in case.items()), -used[choice]
+            return sum((choice, x) in missing or (x, choice) in missing for x in case), -used[choice]
 
-        for i, size in enumerate(sizes):
-            if i not in case:
-                case[i] = max(((i, value) for value in range(size)), key=worth)[1]
-        used.update(case.items())
-        for pair in itertools.combinations(case.items(), 2):
-            missing.pop(frozenset(pair), None)
-        cases.append({name: factors[name][case[i]] for i, name in enumerate(names)})
+        for values in choices:
+            if not set(values) & set(case):
+                case.append(max(values, key=worth))
+        used.update(case)
+        for pair in itertools.permutations(case, 2):
+            missing.pop(pair, None)
+        cases.append({name: factors[name][dict(case)[name]] for name in factors})
     return cases

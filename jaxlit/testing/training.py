@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.notes import noting_place
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -36,11 +37,11 @@ def keep_first_grads() -> optax.GradientTransformation:
     """
 
     def init(params: Any) -> KeepFirstGrads:
-        return KeepFirstGrads(jax.numpy.zeros((), "int32"), jax.tree.map(jax.numpy.zeros_like, params))
+        return KeepFirstGrads(jnp.zeros((), "int32"), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, KeepFirstGrads]:
         first = state.count == 0
-        kept = jax.tree.map(lambda old, new: jax.numpy.where(first, new, old), state.grads, updates)
+        kept = jax.tree.map(lambda old, new: jnp.where(first, new, old), state.grads, updates)
         return updates, KeepFirstGrads(state.count + 1, kept)
 
     return optax.GradientTransformation(init, update)
@@ -123,18 +124,17 @@ def train(
         callbacks=[_Keep(training)],
         **(quiet | trainer_arguments),
     )
-    before, own_keys = by_path(nnx.as_pure(nnx.state(module, nnx.RngCount))), _has_own_keys(module)
-    try:
+    counts = lambda: by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))  # noqa: E731
+    before, kept = counts(), nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
+    with noting_place(f"the training under {training.name}, of {trainer_arguments}"):
         trainer.fit(module, data)
-    except Exception as error:
-        error.add_note(f"It was raised by the training under {training.name}.")
-        raise
     state = trainer.state
     training.grads = by_path(state.opt_state[0].grads)
     for part in state.variables:
         training.params |= by_path(part)
-    after = by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
-    training.random = own_keys or any((before[k] != after[k]).any() for k in before)
+    # By a stream, which counts, or by a key that the module holds besides them.
+    drawn = any((x != before[name]).any() for name, x in counts().items())
+    training.random = drawn or any(map(is_key, jax.tree.leaves(kept)))
     return training
 
 
@@ -144,9 +144,3 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
     arrays = [(leaf_name(path), jax.random.key_data(x) if is_key(x) else x) for path, x in leaves]
     # numpy does not know bfloat16 as a float.
     return {name: np.asarray(x, np.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else None) for name, x in arrays}
-
-
-def _has_own_keys(module: Any) -> bool:
-    """Return whether a module holds keys other than those of its streams."""
-    state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
-    return any(is_key(x) for x in jax.tree.leaves(state))

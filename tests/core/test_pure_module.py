@@ -105,7 +105,7 @@ RETURNED: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
     (lambda loss: 0.5, ("got 0.5", "array")),
     (lambda loss: loss.astype(jnp.int32), (r"got int32\[\]", "floating")),
     (lambda loss: jnp.stack([loss, loss]), (r"got float32\[2\]\. Return loss\.mean\(\)",)),
-    (lambda loss: {"l": loss, "accuracy": 1.0}, (r"a dict without 'loss', with \['accuracy', 'l'\]", "Add")),
+    (lambda loss: {"l": loss, "accuracy": 1.0}, (r"got \{'l': float32\[\], 'accuracy': 1\.0\}", "Return loss")),
     (lambda loss: {"loss": loss, "name": "a"}, ("returned a str at name", "Return arrays")),
     (lambda loss: (loss, {}), (r"got \(", "dict")),
 ]

@@ -115,7 +115,6 @@ def test_the_module_of_a_state_is_a_copy(strategy) -> None:
     # What the step took is gone, in whichever state it was; the copy is not, and trains alike.
     words = r"a state that an earlier step has overwritten\. Continue with the one"
     refuses(StateError, lambda: step(state, BATCHES[1]), words)
-    refuses(ArgumentTypeError, lambda: step(None, BATCHES[1]), "takes the state of compile_step, got NoneType")
     for old in (state, rebuilt):
         with pytest.raises(RuntimeError, match="deleted"):
             np.asarray(old.params["kernel"])

@@ -104,9 +104,6 @@ def test_wrong_hyperparameters_are_refused() -> None:
     words = r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"
     refuses(KeyError, lambda: found["learning_rat"], words)
     refuses(KeyError, lambda: found.update(lr=1.0), r"'lr'.*learning_rate.*momentum")
-    for value in ("1", True, None):
-        words = r"hyperparams\['momentum'\] = value takes a number, got"
-        refuses(TypeError, lambda value=value: found.update(momentum=value), words)
     refuses(TypeError, lambda: found.pop("momentum"), "deleted")
     assert sorted(found) == ["learning_rate", "momentum"] and len(found) == 2
     # A schedule would overwrite it in the next step.

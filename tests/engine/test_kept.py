@@ -304,6 +304,19 @@ def test_programs_of_several_kinds_of_batches_are_kept(strategy) -> None:
     assert found == []
 
 
+@pytest.mark.full
+def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
+    module, trainer = make_line(), make_trainer()
+    kinds = [sized(rows, features=8) for rows in range(1, 10)]
+    for data in (*kinds[:8], kinds[0], kinds[8]):
+        trainer.validate(module, data)
+    with compiles() as found:
+        trainer.validate(module, kinds[0])  # used again after the others
+        assert steps(found) == []
+        trainer.validate(module, kinds[1])
+    assert steps(found) == ["jit(eval_step)"]
+
+
 def test_a_fit_that_lost_its_arrays_is_not_evaluated() -> None:
     def lose(trainer: jl.Trainer, module: Any) -> None:
         for x in engine_of(trainer).state.leaves:

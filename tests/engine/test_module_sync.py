@@ -120,9 +120,9 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\(4, 1\) to inner\.kernel",)),
-    "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\(16,\) to inner\.bias, which",)),
-    "f64": (lambda m: m.inner.bias.set_value(np.ones(16)), (r"float64.*inner\.bias, which is float32\(16,\)",)),
+    "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
+    "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
+    "f64": (lambda m: m.inner.bias.set_value(np.ones(16)), (r"float64.*inner\.bias, which is float32\[16\]",)),
     "float": (lambda m: m.inner.bias.set_value(1.0), (r"inner\.bias, which is float32",)),
     "variable": (lambda m: setattr(m, "extra", nnx.Param(jnp.zeros(1))), ("changed the structure of Net",)),
     "attribute": (lambda m: setattr(m, "rate", 0.5), ("changed the structure of Net", "before fit")),

@@ -115,7 +115,9 @@ def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accu
         int(model.count[...]) == bad * accumulate
     )  # also what the good batches of a bad window have counted is undone
     assert names() == [f"step_{bad:08d}"]
-    note = saved_state(f"run/checkpoints/step_{bad:08d}")["not_finite"]
+    saved = saved_state(f"run/checkpoints/step_{bad:08d}")
+    note, position = saved["not_finite"], saved["position"]
+    assert position["total_batch_idx"] == position["batch_idx"] == bad * accumulate
     took = ["opt_state[0].trace.kernel"] if where == "gradient" else []
     assert note == {"step": bad, "epoch": 0, "batches": [bad * accumulate, (bad + 1) * accumulate], "optimizer": took}
     resumed = fit(Trapped(), batches, nan_policy="skip", resume="auto", **given)

@@ -217,7 +217,6 @@ def zeros(self: Any, params: Any) -> Any:
 
 
 UPDATES: list[tuple[str, Any]] = [
-    (r"must return a tuple of two, \(arrays, params\), got dict", lambda a, p: a),
     (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
     (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
 ]

@@ -187,7 +187,7 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 # What configure_optimizers returns
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
-ONE = r"It returned 2 optimizers, and one takes a step: .* jl\.Optimizer\(by=\{'"
+ONE = r"one transform for each group of parameters, jl\.Optimizer\(by=\{'"
 SET_UP = r"Made\.configure_optimizers.*cannot be set up.*lambda params"
 
 
