@@ -69,19 +69,25 @@ class LRFinder:
             skip_begin: Steps at the beginning whose rates do not count.
             skip_end: Steps at the end whose rates do not count.
         """
-        end = len(self.results["lr"]) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
+        rates = self.results["lr"]
+        end = len(rates) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
         begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
         losses = np.asarray(self.results["step_loss"][: max(end, 0)])
         losses = losses[: int(np.isfinite(losses).cumprod().sum())]
-        width = max(len(self.results["lr"]) // 8, 1)
-        falls = {k: _fall(losses, k, width) for k in range(max(begin, 3), len(losses) - width + 1)}
-        clear = {k: fall for k, fall in falls.items() if fall is not None}
-        if not clear:
-            why = "the loss falls clearly at none of them" if falls else "there are too few finite losses to compare"
-            text = "lr_find suggests no rate of %d: %s. Try more steps, a wider range of rates or larger batches."
-            _logger.warning(text, len(self.results["lr"]), why)
+        width, falls = max(len(rates) // 8, 1), dict[int, float]()
+        for k in range(max(begin, 3), len(losses) - width + 1):
+            before, after = losses[:k], losses[k : k + width].mean()
+            noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
+            if before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
+                falls[k] = float(before[-width:].mean() - after)
+        if not falls:
+            _logger.warning(
+                "lr_find suggests no rate of %d: the loss falls clearly at none of them. Try more steps, a wider range "
+                "of rates or larger batches.",
+                len(rates),
+            )
             return None
-        return self.results["lr"][max(clear, key=lambda k: clear[k])]
+        return rates[max(falls, key=lambda k: falls[k])]
 
     def plot(self, suggest: bool = False) -> "Figure":
         """Draw the loss over the rate.
@@ -105,15 +111,6 @@ class LRFinder:
             axes.plot([rate], [losses[rates.index(rate)]], "o", color="red", label=f"{rate:.3g}")
             axes.legend()
         return figure
-
-
-def _fall(losses: np.ndarray, k: int, width: int) -> float | None:
-    """Return by how much the loss falls at a step; None if the losses after it are not clearly below all before it."""
-    before, after = losses[:k], losses[k : k + width].mean()
-    noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
-    if not before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
-        return None
-    return float(before[-width:].mean() - after)
 
 
 def lr_find(
