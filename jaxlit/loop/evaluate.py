@@ -47,13 +47,12 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
         hooks(f"on_{stage}_start")
     if now.reaches(Validating.EPOCH_START):
         hooks(f"on_{stage}_epoch_start")
-    several = len(loaders) > 1
     for idx, loader in [*enumerate(loaders)][now.loader :]:
-        log.loader = idx if several else None
+        log.loader = idx if len(loaders) > 1 else None
         run_loader(run, stage, idx, loader, keep=False)
         if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
             return []
-        end_loader(run, now, f"/dataloader_idx_{idx}" if several else "")
+        end_loader(run, now)
     log.loader = None  # the hooks below log for all loaders
     if now.reaches(Validating.EPOCH_END):
         hooks(f"on_{stage}_epoch_end")
@@ -67,13 +66,8 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     return now.found
 
 
-def end_loader(run: Run, now: Evaluation, suffix: str) -> None:
+def end_loader(run: Run, now: Evaluation) -> None:
     """Show a loader's metrics, of its steps and of its batch hooks, and move to the next loader.
-
-    Args:
-        run: The run.
-        now: The evaluation.
-        suffix: What is appended to the name of a metric if there are several loaders.
 
     Raises:
         LogError: A name has two values.
@@ -84,7 +78,7 @@ def end_loader(run: Run, now: Evaluation, suffix: str) -> None:
         values = [*zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True), *values]
     for metric, value in values:
         if metric.on_epoch:
-            end = suffix if metric.add_dataloader_idx else ""
+            end = run.hooks.log.suffix(metric)
             _put(now, metric, metric.epoch_name + end, value, now.found[-1:])
             run.results.put_epoch(metric, value, end)
     now.advance_loader()
@@ -126,7 +120,6 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     engine, hooks, feeder, (source, limit) = run.engine, run.hooks, run.feeder, loader
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
     number = idx if takes_loader(engine.module, stage) else None
-    suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()
     sums, kept, waiting = None, [], None
@@ -139,7 +132,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         sums, values, outputs = engine.eval_step(stage, sums, batch, number)
         now.advance(sums, at)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
-            run.results.show_evaluation(now.table, values, suffix)
+            run.results.show_evaluation(now.table, values, hooks.log.suffix)
         ends(outputs, host_batch, i, idx)
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
