@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError
-from jaxlit.trainer.defaults import callbacks_of, without
+from jaxlit.trainer.defaults import without
 from jaxlit.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -187,16 +188,18 @@ def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
 
 def _trial(trainer: Trainer, test: "_RangeTest") -> Trainer:
     """Return a Trainer whose steps compute what those of another one will."""
-    mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
-    return Trainer(
+    changes_step = operator.attrgetter("changes_step")
+    trial = Trainer(
         **{key: getattr(trainer.settings, key) for key in _SAME},
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         max_steps=len(test.rates),
-        callbacks=[*mine, test],
+        callbacks=[*filter(changes_step, without(trainer.callbacks, trainer._session.added)), test],
         nan_policy="ignore",  # the largest rates may give no finite loss
         limit_val_batches=0,
         log_every_n_steps=0,
     )
+    trial._session.takes = changes_step  # of the callbacks that the module adds
+    return trial
 
 
 class _RangeTest(Callback):
@@ -254,20 +257,9 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
     )
 
 
-def _copied(model: TrainModule | lazy) -> Any:
-    """Return a copy of a module to train, with those of its callbacks that change a step."""
-    cls: Any = model.cls if isinstance(model, lazy) else type(model)
-
-    class Trial(cls):
-        def configure_callbacks(self) -> list[Callback]:
-            configure = getattr(super(), "configure_callbacks", None)
-            callbacks = callbacks_of("callbacks of configure_callbacks", configure() if configure else None)
-            return [c for c in callbacks if c.changes_step]
-
-    Trial.__name__ = cls.__name__
-    if isinstance(model, lazy):
-        return lazy(Trial, *model.args, **model.kwargs)
-    copy: Any = nnx.clone(model)
+def _copied(model: TrainModule | lazy) -> TrainModule | lazy:
+    if isinstance(model, lazy):  # which is built anew
+        return model
+    copy = nnx.clone(model)
     share_hparams(copy, model)
-    copy.__class__ = Trial
     return copy

@@ -64,6 +64,7 @@ class Session:
         control: What changes during a run.
         callbacks: The callbacks of the newest run; before it those of the Trainer.
         added: Those of them that the run's module has added.
+        takes: Whether a callback that a module adds takes part.
         module: The module of the newest run.
         current: The newest run.
         fitted: The newest fit, once it has a state; None once another one begins.
@@ -83,6 +84,7 @@ class Session:
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
+        self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
         self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
@@ -288,7 +290,7 @@ class Session:
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
-        self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
+        self.added = [c for c in callbacks_of_module(module) if self.takes(c)]
         if default is not None and all(c.role != "checkpoint" for c in self.added):
             mine.append(default)
         self.callbacks = check_callbacks(mine + self.added)
