@@ -32,13 +32,3 @@ class CompileLog(dict[str, float]):
             yield
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Add up nothing inside the block."""
-        kept = dict(self)
-        try:
-            yield
-        finally:
-            self.clear()
-            self.update(kept)
