@@ -190,7 +190,7 @@ class Session:
     def set(self, name: str, value: Any) -> None:
         """Set an argument, from now on."""
         settings = self.settings.replace(name, value)
-        check_accumulation(self.active, settings)
+        check_accumulation(self.active, settings)  # before it counts, so that a refused value changes nothing
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
@@ -277,6 +277,7 @@ class Session:
         self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
+        # Cleared now and not at the end of a run, whose metrics a program reads after it.
         self.results.clear()
         self.media.begin()
         tell_anew()
@@ -295,7 +296,7 @@ class Session:
             mine.append(default)
         self.callbacks = check_callbacks(mine + self.added)
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
-        for logger in loggers:
+        for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
         return Setup(
             stage=stage,
@@ -356,6 +357,7 @@ class Session:
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
         if self.active is not None and self.current is not None:
+            # What the hook that calls this has written to the module counts.
             self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
         module = self.module
