@@ -169,28 +169,6 @@ def test_clipping_sees_accumulated_unscaled_gradients(precision: str) -> None:
     assert float(made.w[...]) == pytest.approx(-1 / 6, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "clip"),
-    [
-        ({}, optax.clip_by_global_norm(0.5)),  # the algorithm when none is named
-        pytest.param({"gradient_clip_algorithm": "norm"}, optax.clip_by_global_norm(0.5), marks=pytest.mark.full),
-        ({"gradient_clip_algorithm": "value"}, optax.clip(0.5)),
-    ],
-)
-def test_clipping_is_optaxs(arguments: dict[str, Any], clip: Any) -> None:
-    batches, made, params = sized(8, 8, 8), Linear(), {"kernel": Linear().kernel[...], "bias": jnp.zeros(1)}
-    tx, clipped = optax.chain(clip, optax.sgd(0.1, momentum=0.9)), []
-    state = tx.init(params)
-    for batch in batches:
-        grads = jax.grad(lambda p, b=batch: jnp.mean((b["x"] @ p["kernel"] + p["bias"] - b["y"]) ** 2))(params)
-        clipped.append(bool(jnp.abs(clip.update(grads, clip.init(params))[0]["kernel"] - grads["kernel"]).max() > 0))
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    assert any(clipped)
-    fit(made, batches, gradient_clip_val=0.5, **arguments)
-    assert_same(made, {f"['{k}']": x for k, x in params.items()})
-
-
 # Writes in a lower precision -------------------------------------------------------------------------
 
 

@@ -7,12 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kit.compiles import compiles
 from kit.refusals import refuses
 
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.programs.cost import Memory
-from jaxlit.programs.flops import Flops
 
 
 class Product:
@@ -39,20 +36,6 @@ def test_the_second_call_is_of_the_strategys_function() -> None:
     assert program.ran and program.run is function
     np.testing.assert_array_equal(state[0], np.full((4, 4), 5.0))
     assert count == 4
-
-
-def test_the_cost_is_that_of_the_first_call() -> None:
-    product = Product()
-    program = CompiledProgram("train_step", product.jitted)
-    state, _ = program.run([jnp.ones((4, 4))], batch())
-    with compiles() as found:
-        cost = program.cost
-    assert (found, product.traces) == ([], 1)
-    assert cost.name == "train_step" and cost.flops == Flops(2 * 4**3) and cost.collectives == ()
-    # The state and the batch's matrix, and its number; the first takes its own place again.
-    assert isinstance(cost.memory, Memory) and (cost.memory.arguments, cost.memory.aliased) == (2 * 64 + 4, 64)
-    program.run(state, {"x": np.ones((4, 4)), "n": np.float32(3)})
-    assert product.traces == 2 and program.cost is cost
 
 
 def test_it_holds_no_array_of_its_call() -> None:
