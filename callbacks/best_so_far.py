@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit.checkpoints.files import step_of
+
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
@@ -21,8 +23,7 @@ class BestSoFar:
         for callback in (*trainer.checkpoint_callbacks, *trainer.callbacks):
             score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
             if getattr(callback, "monitor", None) == self._name and score is not None and math.isfinite(score):
-                digits = Path(getattr(callback, "best_model_path", "")).name.removeprefix("step_").split("-")[0]
-                self._take(score, int(digits) if digits.isdigit() else 0)
+                self._take(score, step_of(Path(getattr(callback, "best_model_path", ""))) or 0)
                 return
 
     def mark(self, trainer: "Trainer") -> str:

@@ -31,12 +31,13 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     elif trainer.interrupted:
         ended = f"interrupted in epoch {max(epoch, 1)}"
     lines = [join([ended, _count(trainer.global_step, "step"), took, best, trainer.stop_reason or ""])]
-    callbacks, kept = trainer.callbacks, kept_checkpoints(trainer)
+    kept = kept_checkpoints(trainer)
     checkpoints = [f"{short_path(Path(path))} ({', '.join(marks)})" for _, path, marks in kept if marks]
-    reports = [callback.location for callback in callbacks if isinstance(callback, RunReport)]
-    reports += [logger.location for logger in trainer.loggers if isinstance(logger, Logger)]
-    traces = [callback.location for callback in callbacks if isinstance(callback, Profiler)]
-    for name, places in (("checkpoint", checkpoints), ("report", reports), ("trace", traces)):
+    reports, loggers, traces = (
+        [callback.location for callback in trainer.callbacks if isinstance(callback, kind)]
+        for kind in (RunReport, Logger, Profiler)
+    )
+    for name, places in (("checkpoint", checkpoints), ("report", reports + loggers), ("trace", traces)):
         if parts := [x if "://" in x or name == "checkpoint" else str(short_path(Path(x))) for x in places if x]:
             lines.append(join([f"  {name:<10}  {parts[0]}", *parts[1:]], indent=" " * 14))
     if checkpoints:
@@ -48,14 +49,13 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
     """Return how to continue; a training that has reached its limit ends at once, unless that is larger."""
     limit = ""
     if not cut and trainer.stop_reason is None:
-        limits = {"max_epochs": (trainer.max_epochs, trainer.current_epoch)}
-        limits["max_steps"] = trainer.max_steps, trainer.global_step
-        limit = next((name for name, (most, reached) in limits.items() if most == reached), "")
+        limit = "max_steps" if trainer.max_steps == trainer.global_step else ""
+        limit = "max_epochs" if trainer.max_epochs == trainer.current_epoch else limit
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if callback.last_model_path]
-    in_run = any(c.folder(trainer.run_dir) == absolute(trainer.run_dir) / FOLDER for c in callbacks)
-    place = trainer.run_dir if in_run else Path(callbacks[0].last_model_path)
+    paths = [Path(callback.last_model_path) for callback in trainer.checkpoint_callbacks if callback.last_model_path]
+    in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
+    place = trainer.run_dir if in_run else paths[0]
     return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
 
 

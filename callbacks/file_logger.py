@@ -219,15 +219,11 @@ class FileLogger(Logger, ABC):
         try:
             self._put(start, after)
         except OSError:
-            self.path = None
-            with contextlib.suppress(OSError):  # a full disk has the place of the old ones still
-                self._put(start, before)
-            with contextlib.suppress(OSError):
-                self._file.seek(start)
-                if self._file.read() == before:
-                    self.path = path
-                else:
-                    self._file.truncate(start)
+            try:
+                self._put(start, before)  # a full disk has the place of the old ones still
+            except OSError:
+                self.path = None
+                self._file.truncate(start)
             raise
         self._size = start + len(after)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.media_folder import MediaFolder
@@ -149,8 +150,7 @@ class MLFlowLogger(Logger):
         if self._sender is None or (trainer := self._attached) is None:
             return
         if self.log_model is True:
-            paths = [p for c in trainer.checkpoint_callbacks for p in (*c.best_k_models, c.last_model_path) if p]
-            for path in dict.fromkeys(paths):
+            for _, path, _ in kept_checkpoints(trainer):
                 where = f"checkpoints/{Path(path).name}"
                 self._send(lambda path=path, where=where: self._client.log_artifacts(self.run_id, path, where))
         ended = "FAILED" if status == "failed" else "KILLED" if trainer.interrupted else "FINISHED"

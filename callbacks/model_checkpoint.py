@@ -56,7 +56,7 @@ class ModelCheckpoint(Callback):
         last_model_path: The newest checkpoint; "" if there is none.
 
     Raises:
-        ArgumentError: A value is out of its set, or nothing would ever be kept.
+        ArgumentError: A value is out of its set.
 
     Example:
         >>> import jaxlit as jl
@@ -86,30 +86,26 @@ class ModelCheckpoint(Callback):
         owner = "ModelCheckpoint"
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
-        check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
-        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
-        check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
+        self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
+        for name, every in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            check.integer(name, every, low=1, also=(None,), owner=owner)
+        self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, owner)
         if monitor is None and save_top_k > 1:
             raise ArgumentError(
                 f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
             )
-        if save_top_k == 0 and not save_last:
-            raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
-            )
         self._sign = 1 if mode == "min" else -1
         self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))
         self.filename, self.monitor, self.mode = filename, monitor, mode
-        self.save_top_k, self.save_last = save_top_k, save_last
+        self.save_last = save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
         no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
         self.every_n_epochs = 1 if no_trigger else every_n_epochs
         # Where only the newest is kept, not every epoch must write one.
         self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
-        self.save_on_exception, self.on_save_error = save_on_exception, on_save_error
+        self.save_on_exception = save_on_exception
         self._only = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None

@@ -104,13 +104,11 @@ def summarize(
     parameters = [(tuple(keys), x, tree is state.params) for tree in trees for keys, x in nnx.to_flat_state(tree)]
     # Indices and names cannot be compared, and two paths may have one of each at the same place.
     parameters.sort(key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]])
-    paths = [keys for keys, *_ in parameters]
-    if not isinstance(max_depth, str):
-        depth = max_depth
-    else:  # for many arrays the least depth with more than one row
-        depth = -1 if len(paths) <= MOST_ROWS else next(d for d in count(1) if len({path[:d] for path in paths}) > 1)
-    for keys, array, trained in parameters:
-        groups.setdefault(keys if depth < 0 else keys[:depth], []).append((keys, array, trained))
+    depth = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
+    if depth == "auto":
+        depth = next(d for d in count(1) if len({keys[:d] for keys, *_ in parameters}) > 1)
+    for leaf in parameters:
+        groups.setdefault(leaf[0][:depth], []).append(leaf)
     rows = []
     for path, leaves in groups.items():
         alone, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]

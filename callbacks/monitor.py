@@ -79,12 +79,9 @@ class MonitorCallback(Callback, ABC):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after an epoch."""
         validated, self._validated = self._validated, False
-        if not self._at_epoch_end:
-            due = not trainer.num_val_batches  # without validations there is no other time
-        else:
-            # An epoch that was interrupted has had no validation: its old value must not count twice.
-            due = self._asked is not None or not trainer.num_val_batches or validated
-        if due:
+        # An epoch that was interrupted has had no validation: its old value must not count twice.
+        due = self._at_epoch_end and (self._asked is not None or validated)
+        if due or not trainer.num_val_batches:  # without validations there is no other time
             self._read(trainer)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:

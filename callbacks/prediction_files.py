@@ -12,6 +12,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
+from jaxlit.shown import shown
 from jaxlit.to_json import to_json
 
 _INDEX, _FORMAT = "index.json", "jaxlit predictions 2"
@@ -119,18 +120,14 @@ class Rows:
             while name.casefold() in map(str.casefold, rows):  # also on a disk that ignores case
                 name = f"{name}_{len(rows)}"
             rows[name] = _plain(leaf)
-        counts = {name: len(x) if x.ndim else None for name, x in rows.items()}
-        if len({*counts.values()}) != 1 or None in counts.values():
-            raise DataError(
-                f"PredictionWriter: predict_step must return arrays with one row for each row of the batch, got rows "
-                f"{counts}. Leave out what has none."
-            )
+        counts = {x.shape[:1] for x in rows.values()}
         kinds = {name: [str(x.dtype), list(x.shape[1:])] for name, x in rows.items()}
         known = self._index["leaves"] or kinds
-        if kinds != known:
+        if len(counts) != 1 or () in counts or kinds != known:
             raise DataError(
-                f"PredictionWriter: predictions must be of one dtype and shape in all batches, and were {known}, and "
-                f"are {kinds}. Pad them in predict_step."
+                f"PredictionWriter: predict_step must return arrays with one row for each row of the batch, of one "
+                f"dtype and shape in all batches, got {shown(rows)} where rows were {known}. Pad them in predict_step, "
+                "and leave out what has no rows."
             )
         self._index |= {"leaves": kinds, "tree": to_json(jax.tree.unflatten(structure, list(rows)))}
         self._files.write(rows)

@@ -71,7 +71,6 @@ class ProgressBar(Callback):
         self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
         self._best, self._compiled = BestSoFar(), dict[str, float]()  # the seconds by program that are printed
-        self._from_validation = set[str]()
         self._begin()
 
     # The run ----------------------------------------------------------------------------------------
@@ -146,8 +145,6 @@ class ProgressBar(Callback):
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Take the values to show."""
-        if self._validating:
-            self._from_validation |= set(values)
         names = list(trainer.progress_bar_metrics)
         self._shown |= {k: v for k, v in values.items() if k in names}
 
@@ -156,14 +153,13 @@ class ProgressBar(Callback):
         self._shown, self._last = dict(trainer.progress_bar_metrics), time.monotonic()
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer), self._waiting(trainer)]
-        stale = set() if self._validated else self._from_validation  # values of an earlier epoch
-        numbers = [*self._numbers(trainer, stale), *marks]
+        numbers = [*self._numbers(trainer), *marks]
         self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done its steps by now."""
         if self._stage == "fit" and not trainer.sanity_checking:
-            self._last, self._validating = time.monotonic(), True
+            self._last = time.monotonic()
 
     def _on_evaluation_batch_end(
         self,
@@ -189,7 +185,7 @@ class ProgressBar(Callback):
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_STAGES[self._stage]}ed{metrics}")
         elif not trainer.sanity_checking:
-            now, self._validated, self._validating = time.monotonic(), True, False
+            now = time.monotonic()
             self._epoch_start, self._last = self._epoch_start + now - self._last, now
 
     on_test_end = on_validation_end
@@ -200,7 +196,6 @@ class ProgressBar(Callback):
         self._batches, self._epoch_start = 0, time.monotonic()
         self._first: int | None = None  # the first batch of this epoch, which a resume may begin in its middle
         self._compiling_before = self._waited_before = 0.0
-        self._validated = self._validating = False  # in this epoch; now
         self._shown: dict[str, float] = {}
         self._last = self._epoch_start  # when the newest batch was done
 
@@ -209,9 +204,8 @@ class ProgressBar(Callback):
         self._next = time.monotonic() + self._interval
         text, total = doing, trainer.num_training_batches
         if self._stage == "fit":
-            numbers = doing or "  ".join(
-                filter(None, [*self._numbers(trainer, set(), live=True), self._waiting(trainer)])
-            )
+            parts = [*self._numbers(trainer, live=True), self._waiting(trainer)]
+            numbers = doing or "  ".join(filter(None, parts))
             text = live_line(_epoch(trainer), self._batches, total, numbers)
 
         def draw() -> None:
@@ -229,8 +223,8 @@ class ProgressBar(Callback):
         if text is not None:
             self._print(text)
 
-    def _numbers(self, trainer: "Trainer", stale: set[str], *, live: bool = False) -> list[str]:
-        """Return count, rate and metrics, as wide as in other epochs; stale metrics are blank."""
+    def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
+        """Return count, rate and metrics, as wide as in other epochs."""
         total, seconds = trainer.num_training_batches, self._seconds(trainer)
         rate = (self._batches - (self._first or 0)) / seconds if seconds > 0 else 0.0
         speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
@@ -243,8 +237,7 @@ class ProgressBar(Callback):
         shown = self._shown
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
             shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
-        metrics = {name: f"{name} {number(value)}" for name, value in shown.items()}
-        return parts + [" " * len(text) if name in stale else text for name, text in metrics.items()]
+        return parts + [f"{name} {number(value)}" for name, value in shown.items()]
 
     def _seconds(self, trainer: "Trainer") -> float:
         """Return the seconds of the epoch's steps, without validations and compiling."""

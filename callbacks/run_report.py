@@ -2,23 +2,22 @@
 
 import contextlib
 import csv
-import inspect
 import logging
-import platform
 import time
 from html import escape
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.wandb_config import config_of
+from jaxlit.callbacks.wandb_config import facts_of
 from jaxlit.reporting import html_page as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
+from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute, clock, short_path
 from jaxlit.table import count
 from jaxlit.to_json import to_json
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
-
-_MEASURED = ("device/", "host/", "train/samples", "train/lengths", "train/mfu")  # metrics of callbacks, shown last
 
 
 class RunReport(Callback):
@@ -88,11 +85,10 @@ class RunReport(Callback):
 
 
 def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None, began: str) -> str:
-    curves, config, watched = _curves(trainer), config_of(trainer, module, {}), monitored(trainer)
-    ours = {name: config.get(f"jaxlit/{name}") or config[name] for name in ("trainer", "versions", "num_params")}
-    hparams = {name: config[name] for name in module.hparams if name in config}
-    defaults = {p.name: p.default for p in inspect.signature(type(trainer).__init__).parameters.values()}
-    is_default = lambda name, value: str(value) == str(to_json(defaults.get(name), lenient=True))  # noqa: E731
+    curves, watched, facts = _curves(trainer), monitored(trainer), redacted(facts_of(trainer, module))
+    given, num_params = facts.pop("trainer"), facts.pop("num_params")
+    defaults = {p.name: str(to_json(p.default, lenient=True)) for p in signature(type(trainer)).parameters.values()}
+    given = {name: value for name, value in given.items() if str(value) != defaults.get(name)}
     state, kind = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
     if error is not None:
         state, kind = f"ended by {type(error).__name__}", "bad"
@@ -102,10 +98,11 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     reason = f" · {trainer.stop_reason}" if trainer.stop_reason else ""
     counts = {"epochs": f"{trainer.current_epoch:,}", "optimizer steps": f"{trainer.global_step:,}"}
     counts |= {} if explained is None else {"time": clock(explained.seconds)}
-    counts |= {"parameters": count(ours["num_params"])}
-    marked = [(name, i) for name, mode in watched.items() if (i := _index_of_best(curves.get(name), mode)) is not None]
-    counts |= {f"best {name}": f"{curves[name][1][i]:.4g}" for name, i in marked[:1]}
-    groups = together(sorted(curves, key=lambda name: name.startswith(_MEASURED) or name.endswith("_per_sec")))
+    counts |= {"parameters": count(num_params)}
+    bests = {name: _index_of_best(curves[name], mode) for name, mode in watched.items() if name in curves}
+    marked = [(name, curves[name][1][i]) for name, i in bests.items() if i is not None]
+    counts |= {f"best {name}": f"{value:.4g}" for name, value in marked[:1]}
+    groups = together(curves)
     pictures = {title: curves_svg(title, {name: curves[name] for name in names}) for title, names in groups.items()}
     figures = ""
     for title, svg in pictures.items():
@@ -126,12 +123,9 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
             f'<h2>Curves</h2><div class="curves">{figures}</div>' if figures else "",
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),
-            html.pairs("Hyperparameters", hparams),
-            html.pairs("Environment", _environment(trainer, ours["versions"])),
-            html.pairs(
-                "Trainer, where it is not the default",
-                {name: value for name, value in ours["trainer"].items() if not is_default(name, value)},
-            ),
+            html.pairs("Hyperparameters", redacted(module.hparams.readable())),
+            html.pairs("Environment", facts),
+            html.pairs("Trainer, where it is not the default", given),
             "" if explained is None else html.text(last, str(explained)),
         ],
     )
@@ -141,21 +135,20 @@ def _curves(trainer: "Trainer") -> dict[str, Curve]:
     """Return the rows of a CSV file, which has those before a resume as well, or those of the history."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger.path is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError), logger.path.open(newline="") as file:
-                columns: dict[str, list[tuple[int, float]]] = {}
-                for row in csv.DictReader(file):
-                    for name in [name for name in row if name not in ("step", "epoch")]:
-                        columns.setdefault(name, []).extend([(int(row["step"]), float(row[name]))] if row[name] else [])
-                return {name: (np.array(x)[:, 0].astype(int), np.array(x)[:, 1]) for name, x in columns.items() if x}
+            with contextlib.suppress(OSError, ValueError, LookupError), logger.path.open(newline="") as file:
+                rows, curves = [*csv.DictReader(file)], dict[str, Curve]()
+                for name in [*rows[0]][2:]:  # after the step and the epoch
+                    if known := [row for row in rows if row[name]]:
+                        steps, values = ([float(row[key]) for row in known] for key in ("step", name))
+                        curves[name] = np.array(steps, int), np.array(values)
+                return curves
     return {name: trainer.history[name] for name in trainer.history}
 
 
-def _index_of_best(curve: Curve | None, mode: str) -> int | None:
-    """Return the index of the smallest ("min") or largest finite value; None if there is none."""
-    if curve is None or not np.isfinite(curve[1]).any():
-        return None
-    values = np.where(np.isfinite(curve[1]), curve[1], np.nan)
-    return int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
+def _index_of_best(curve: Curve, mode: str) -> int | None:
+    """Return the index of the smallest ("min") or largest ("max") finite value; None if there is none."""
+    values = np.ma.masked_invalid(curve[1])
+    return int(values.argmin() if mode == "min" else values.argmax()) if values.count() else None
 
 
 def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[html.Cell]]:
@@ -176,16 +169,3 @@ def _checkpoints(trainer: "Trainer") -> list[list[html.Cell]]:
         cell = ("-", "n") if score is None else html.number(score, f" {callback.monitor}")
         rows.append([(str(short_path(Path(path))), ""), (", ".join(marks) or "kept", ""), cell])
     return rows
-
-
-def _environment(trainer: "Trainer", versions: dict[str, Any]) -> dict[str, Any]:
-    mesh = trainer.strategy.mesh
-    return {
-        "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        "processes": jax.process_count(),
-        "strategy": trainer.strategy.describe(),
-        "precision": trainer.precision,
-        "versions": versions | {"numpy": np.__version__, "Python": platform.python_version()},
-        "system": platform.platform(),
-        "folder": str(absolute(trainer.run_dir)),
-    }

@@ -177,9 +177,12 @@ class ThroughputMonitor(Measure):
         if (available := self.available_flops) is not None:
             return flops.count / available / mesh.size
         kind = mesh.devices.flat[0].device_kind
-        peaks = {dtype: peak_flops(kind, dtype) for dtype in flops.by_dtype}
-        seconds = [count / peak for dtype, count in flops.by_dtype.items() if (peak := peaks[dtype]) is not None]
-        return sum(seconds) / mesh.size if len(seconds) == len(peaks) and seconds else None
+        seconds = 0.0
+        for dtype, count in flops.by_dtype.items():
+            if (peak := peak_flops(kind, dtype)) is None:
+                return None
+            seconds += count / peak
+        return seconds / mesh.size or None
 
 
 def _of_all(point: _Point, compiled: bool = False) -> tuple[_Point, bool]:

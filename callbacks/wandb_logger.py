@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
-from jaxlit.callbacks.best_so_far import monitored
+from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.wandb_config import config_of
 from jaxlit.distributed.exchange import agree
@@ -188,7 +188,7 @@ class WandbLogger(Logger):
         self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
     ) -> None:
         """Upload the checkpoint, with `log_model="all"`."""
-        if self.log_model == "all":
+        if self.log_model == "all" and callback in trainer.checkpoint_callbacks:
             self._upload(trainer, callback, path, lasts=False)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -252,7 +252,7 @@ class WandbLogger(Logger):
         """Set values of the run's config, without secrets; it contains those of the module from the beginning."""
         self._open_here()
         if self._run is not None:
-            self._run.update_config(redacted(dict(params)))
+            self._update_config(self._run, redacted(dict(params)))
 
     def _open_here(self) -> None:
         """Open the run for a call outside of the logger's own hooks."""
@@ -272,6 +272,9 @@ class WandbLogger(Logger):
             self._run.log(lambda: {key: make(import_wandb()), STEP: at}, what=key)
 
     # Helpers ----------------------------------------------------------------------------------------
+
+    def _update_config(self, run: WandbRun, values: Mapping[str, Any]) -> None:
+        run.do(lambda: run.run.config.update(values, allow_val_change=True))
 
     def _open(self, trainer: "Trainer") -> None:
         """Open the run, where this process has one and it is not open yet."""
@@ -303,22 +306,27 @@ class WandbLogger(Logger):
             return
         self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
         if not run_is_new:
-            self._run.update_config(config_of(trainer, self._module, self.config))
+            self._update_config(self._run, config_of(trainer, self._module, self.config))
         # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume for example.
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
-        for name, mode in monitored(trainer).items():
-            self._run.define_metric(name, step_metric=STEP, summary=f"last,{mode}")
+        summaries = {name: {"summary": f"last,{mode}"} for name, mode in monitored(trainer).items()}
+
+        def define() -> None:
+            run.define_metric(STEP)
+            for name, options in {"*": {}, **summaries}.items():
+                run.define_metric(name, step_metric=STEP, **options)
+
+        self._run.do(define)
 
     def _conclude(self, trainer: "Trainer", run: WandbRun) -> None:
         """Send the best values and the checkpoints that are kept at the end of training."""
-        for i, callback in enumerate(trainer.checkpoint_callbacks):
-            best, score = callback.best_model_path, callback.best_model_score
-            if score is not None:
-                first = {} if i else {"best/checkpoint": Path(best).name}
-                run.update_summary({f"best/{callback.monitor}": score, **first})
-            kept = {True: [*callback.best_k_models, callback.last_model_path], "best": [best]}.get(self.log_model, [])
-            for path in sorted({path for path in kept if path}, key=lambda path: Path(path).name):
+        bests = {}
+        for callback in reversed(trainer.checkpoint_callbacks):
+            if callback.best_model_score is not None:
+                bests[f"best/{callback.monitor}"] = callback.best_model_score
+                bests["best/checkpoint"] = Path(callback.best_model_path).name
+        run.do(lambda: run.run.summary.update(bests))
+        for callback, path, _ in sorted(kept_checkpoints(trainer), key=lambda kept: Path(kept[1]).name):
+            if self.log_model is True or (self.log_model == "best" and path == callback.best_model_path):
                 self._upload(trainer, callback, Path(path), lasts=True)
 
     def _upload(self, trainer: "Trainer", callback: "ModelCheckpoint", path: Path, *, lasts: bool) -> None:
@@ -326,14 +334,9 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
             return
         self._sent.add(str(path))
-        # A callback of the user's own may have written it, of which nothing else is known.
-        known, writers = getattr(callback, "best_k_models", {}), trainer.checkpoint_callbacks
-        marks = {
-            "latest": getattr(callback, "last_model_path", str(path)),
-            "best": getattr(callback, "best_model_path", ""),
-        }
+        marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
         aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
-        metadata = {"monitor": getattr(callback, "monitor", None), "score": known.get(str(path))}
-        index = next((i for i, writer in enumerate(writers) if writer is callback), len(writers))
+        metadata = {"monitor": callback.monitor, "score": callback.best_k_models.get(str(path))}
+        index = trainer.checkpoint_callbacks.index(callback)
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)

@@ -3,11 +3,12 @@
 `owner` is what was called, as a user writes it.
 """
 
+import contextlib
 import datetime
 import importlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,7 @@ def integer(name: str, value: Any, *, low: int, also: Sequence[Any] = (), owner:
     if any(type(value) is type(x) and value == x for x in also):
         return also[0]
     rule = f"takes an int of at least {low}{''.join(f' or {x!r}' for x in also)}"
-    _number(name, value, rule, owner, kinds=(int, np.integer))
-    require(value >= low, name, value, rule, owner=owner)
-    return int(value)
+    return _number(name, value, rule, owner, lambda x: x >= low, kinds=(int, np.integer))
 
 
 def boolean(name: str, value: Any, *, owner: str = "Trainer") -> bool:
@@ -68,25 +67,18 @@ def one_of(name: str, value: Any, allowed: Sequence[str], *, owner: str = "Train
 def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
     """Return a number of batches, or a fraction of them."""
     rule = "takes an int of at least 0 (batches) or a float from 0.0 to 1.0 (a fraction)"
-    _number(name, value, rule, owner)
-    is_int = isinstance(value, (int, np.integer))
-    require(value >= 0 and (is_int or value <= 1.0), name, value, rule, owner=owner)
-    return int(value) if is_int else float(value)
+    return _number(name, value, rule, owner, lambda x: 0 <= x <= (math.inf if isinstance(x, int) else 1.0))
 
 
 def number(name: str, value: Any, *, low: float = -math.inf, owner: str = "Trainer") -> float:
     """Return a finite number of at least `low`."""
     rule = "takes a number" if low == -math.inf else f"takes a number of at least {low:g}"
-    _number(name, value, rule, owner)
-    require(low <= value and math.isfinite(value), name, value, rule, owner=owner)
-    return float(value)
+    return float(_number(name, value, rule, owner, lambda x: low <= x and math.isfinite(x)))
 
 
 def positive(name: str, value: Any, *, owner: str = "Trainer", rule: str = "takes a number above 0 or None") -> float:
     """Return a finite number above 0."""
-    _number(name, value, rule, owner)
-    require(0 < value < math.inf, name, value, rule, owner=owner)
-    return float(value)
+    return float(_number(name, value, rule, owner, lambda x: 0 < x < math.inf))
 
 
 def seconds(name: str, value: Any, *, owner: str = "Trainer") -> float:
@@ -99,18 +91,14 @@ def seconds(name: str, value: Any, *, owner: str = "Trainer") -> float:
 def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     """Return the seconds of a timedelta, a dict of its arguments, or "DD:HH:MM:SS"."""
     rule, parts = "takes a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'", value
-    if isinstance(value, str):
-        if not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
-        parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.strip().split(":")), strict=True))
+    if isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
+        parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.split(":")), strict=True))
     if isinstance(parts, dict):
-        try:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # another key, NaN, or too many days
             parts = datetime.timedelta(**parts)
-        except (TypeError, ValueError, OverflowError):  # another key, NaN, or more days than it can hold
-            raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.") from None
-    if not isinstance(parts, datetime.timedelta):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
-    require(parts.total_seconds() >= 0, name, value, "takes a duration of at least 0", owner=owner)
+    kind = ArgumentError if isinstance(value, (str, dict, datetime.timedelta)) else ArgumentTypeError
+    if not isinstance(parts, datetime.timedelta) or parts < datetime.timedelta():
+        raise kind(f"{owner}({name}=...) {rule}, of at least 0, got {shown(value)}.")
     return parts.total_seconds()
 
 
@@ -121,19 +109,16 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
         require(seconds > 0, name, value, "takes a duration above 0", owner=owner)
         return datetime.timedelta(seconds=seconds)
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
-    _number(name, value, rule, owner)
-    is_int = isinstance(value, (int, np.integer))
-    require(bool(value >= 1 if is_int else 0.0 < value <= 1.0), name, value, rule, owner=owner)
-    return int(value) if is_int else float(value)
+    return _number(name, value, rule, owner, lambda x: x >= 1 if isinstance(x, int) else 0.0 < x <= 1.0)
 
 
 def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
-    if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes a list or tuple of strings or ints, got {shown(value)}.")
-    if not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
+    several = isinstance(value, (list, tuple, set, frozenset))
+    if not several or not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
         raise ArgumentTypeError(
-            f"{owner}({name}=...) takes strings, and ints for places in a tuple, got {shown(value)}."
+            f"{owner}({name}=...) takes a list or tuple of strings, or of ints for places in a tuple, got "
+            f"{shown(value)}."
         )
     return tuple(value)
 
@@ -141,17 +126,20 @@ def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, .
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
-def _number(name: str, value: Any, rule: str, owner: str, kinds: tuple[type, ...] = _NUMBERS) -> None:
-    """Refuse what is no number, with advice where it is given as text."""
+def _number(
+    name: str,
+    value: Any,
+    rule: str,
+    owner: str,
+    is_allowed: Callable[[int | float], bool],
+    kinds: tuple[type, ...] = _NUMBERS,
+) -> int | float:
+    """Return a number as an int or a float; refuse what is none, or not allowed."""
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.{_as_text(name, value)}")
-
-
-def _as_text(name: str, value: Any) -> str:
-    """Return what to do about a number that is given as text, as a shell or a file does."""
-    if not isinstance(value, str) or not re.fullmatch(r"-?\d*\.?\d+(e-?\d+)?", value.strip()):
-        return ""
-    return f" Pass the number: {name}={'int' if value.strip().lstrip('-').isdecimal() else 'float'}(text)."
+        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    number = int(value) if isinstance(value, (int, np.integer)) else float(value)
+    require(is_allowed(number), name, value, rule, owner=owner)
+    return number
 
 
 def import_package(name: str, *, owner: str, install: str, kind: type[JaxlitError] = LoggerError) -> Any:

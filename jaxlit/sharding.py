@@ -1,6 +1,5 @@
 """Shardings by hand, for the user's own loops: the functions that the strategies are made of."""
 
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -57,14 +56,13 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
             f"{shown(shape)}."
         )
     product = math.prod(size for size in sizes.values() if size != -1)
-    for axis, size in sizes.items():
-        if size == -1 and len(devices) % product == 0:
-            sizes[axis] = len(devices) // product
-    if math.prod(sizes.values()) != len(devices):
+    left, rest = divmod(len(devices), product)
+    if rest or (left > 1 and -1 not in sizes.values()):
         raise ArgumentError(
-            f"{owner}: {dict(shape)} has {'a multiple of ' if -1 in sizes.values() else ''}{product} devices, and "
-            f"there are {len(devices)}. Its sizes must multiply to the number of devices."
+            f"{owner}: the sizes of {dict(shape)} do not multiply to {len(devices)}, the number of devices. Change one "
+            "of them, or give -1 for one."
         )
+    sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
     automatic = (AxisType.Auto,) * len(sizes)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
@@ -93,14 +91,12 @@ def first_devices(count: int | None) -> list[jax.Device]:
 
 def _over_slices(sizes: list[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
     """Order devices of several slices, whose network between them is slow: the first axis that can goes over them."""
-    over = next((i for i, size in enumerate(sizes) if size % slices == 0), None)
-    if over is None:
-        raise ArgumentError(
-            f"A mesh of sizes {sizes} has no axis that divides into the {slices} slices of its devices."
-        )
-    between = [slices if i == over else 1 for i in range(len(sizes))]
-    within = [size // n for size, n in zip(sizes, between, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(within, between, devices)
+    between, within = [1] * len(sizes), sizes
+    for axis, size in enumerate(sizes):
+        if size % slices == 0:
+            between[axis], within[axis] = slices, size // slices
+            return mesh_utils.create_hybrid_device_mesh(within, between, devices)
+    raise ArgumentError(f"A mesh of sizes {sizes} has no axis that divides into the {slices} slices of its devices.")
 
 
 def rows(mesh: Mesh, axes: str | Sequence[str] = "data") -> NamedSharding:
@@ -215,7 +211,7 @@ def place_state(
         state: A pytree of arrays: `nnx.state(module)`, an optimizer's state.
         mesh: The mesh.
         how: "replicate", or "shard": each array along its largest dim that divides by the size of `axes`; if none
-            does, along two that do together, or over a part of the devices.
+            does, along several that do together, or over a part of the devices.
         axes: The mesh axis, or several together, that "shard" splits over.
         min_size: The most elements of an array that "shard" does not split.
 
@@ -267,8 +263,8 @@ def by_size(
 ) -> NamedSharding:
     """Return the sharding of an array whose dims have no names: over as many devices as its sizes allow.
 
-    Its largest dim that divides by the number of devices is split. If none does, two dims that divide together are, or
-    else dims that divide by a part of the devices, and several devices hold each part.
+    Its largest dim that divides by the number of devices is split. If none does, several dims that divide together are,
+    or else dims that divide by a part of the devices, and several devices hold each part.
 
     Args:
         x: The array, or its shape and dtype.
@@ -290,27 +286,21 @@ def by_size(
 def _over_factors(
     shape: Sequence[int], free: Sequence[int], mesh: Mesh, axes: Sequence[str], parts: int
 ) -> NamedSharding:
-    """Split one or two dims into factors of the number of devices, on a mesh whose axis is divided into these."""
-    best: dict[int, int] = {}
-    for dims in (*((d,) for d in free), *itertools.permutations(free, 2)):
-        factors, left = {}, parts
-        for dim in dims:
-            factors[dim] = math.gcd(shape[dim], left)
-            left //= factors[dim]
-        if math.prod(factors.values()) > math.prod(best.values()):
-            best = factors
-    place = [mesh.axis_names.index(axis) for axis in axes]
-    adjacent = place == list(range(place[0], place[0] + len(place)))  # or the devices would be in another order
-    if not best or not adjacent:
+    """Split dims into factors of the number of devices, on a mesh whose axis is divided into these."""
+    factors = dict[int, int]()
+    for dim in free:
+        if (factor := math.gcd(shape[dim], parts)) > 1:
+            factors[dim], parts = factor, parts // factor
+    begin = mesh.axis_names.index(axes[0])
+    around = slice(begin, begin + len(axes))
+    # Where the axes are not neighbours, the devices would be in another order.
+    if not factors or mesh.axis_names[around] != tuple(axes):
         return NamedSharding(mesh, P())
-    counts = [*best.values(), parts // math.prod(best.values())]
-    names = [f"{axes[0]}.{i}" for i in range(len(counts))]
-    around = slice(place[0], place[-1] + 1)
-    sizes, axis_names = list(mesh.axis_sizes), list(mesh.axis_names)
-    sizes[around], axis_names[around] = counts, names
+    counts, sizes, axis_names = [*factors.values(), parts], list(mesh.axis_sizes), list(mesh.axis_names)
+    sizes[around], axis_names[around] = counts, [f"{axes[0]}.{i}" for i in range(len(counts))]
     divided = Mesh(mesh.devices.reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
-    name_of = dict(zip(best, names, strict=False))
-    return NamedSharding(divided, P(*(name_of.get(dim) for dim in range(max(best) + 1))))
+    name_of = dict(zip(factors, axis_names[begin:], strict=False))
+    return NamedSharding(divided, P(*map(name_of.get, range(max(factors) + 1))))
 
 
 def split_dim(dim: int, axes: Sequence[str]) -> P:
@@ -325,9 +315,6 @@ def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]
             f"{shown(mesh)}."
         )
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if len(set(axes)) < len(axes):
-        raise ArgumentError(f"jl.sharding.{owner}(axes=...) names an axis twice: {axes}.")
-    if not axes or (unknown := [axis for axis in axes if axis not in mesh.axis_names]):
-        given = unknown if axes else axes
-        raise ArgumentError(f"jl.sharding.{owner}(axes=...) takes axes of the mesh {dict(mesh.shape)}, got {given}.")
+    if not axes or not {*axes} <= {*mesh.axis_names}:
+        raise ArgumentError(f"jl.sharding.{owner}(axes=...) takes axes of the mesh {dict(mesh.shape)}, got {axes}.")
     return axes

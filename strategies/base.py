@@ -110,9 +110,15 @@ class Strategy(Configured, ABC):
             devices: How many over all processes, None for all.
 
         Raises:
-            ArgumentError: There are fewer, or a process would be left without its share.
+            ArgumentError: There are fewer, or a process would be left without its share; or a replica strategy splits
+                rows by a `batch_spec`.
         """
-        given = self._given_mesh
+        given, name = self._given_mesh, type(self).__name__
+        if self.per_replica and type(self).batch_spec is not Strategy.batch_spec:
+            raise ArgumentError(
+                f"{name}.batch_spec splits a batch, and each replica sees entire rows. Take a strategy whose step sees "
+                "the entire batch: subclass DDP, or FSDP with body='auto'."
+            )
         if not isinstance(given, Mesh):
             self.mesh = self._build_mesh(sharding.first_devices(devices))
         elif devices in (None, given.size):
@@ -124,7 +130,7 @@ class Strategy(Configured, ABC):
             )
         if (count := jax.process_count()) == 1:
             return
-        name, per_process = type(self).__name__, Counter(d.process_index for d in self.mesh.devices.flat)
+        per_process = Counter(d.process_index for d in self.mesh.devices.flat)
         if not self.several_processes:
             raise ArgumentError(
                 f"{name} trains in one process, and there are {count}. Use strategy='ddp', 'fsdp' or 'shard_map', "

@@ -95,7 +95,7 @@ class FSDP(Strategy):
         """Choose the devices and build the mesh.
 
         Raises:
-            ArgumentError: The explicit body cannot run on this mesh, or with a `batch_spec` of a subclass.
+            ArgumentError: The explicit body cannot run on this mesh.
         """
         super().setup(devices)
         if not self.per_replica:
@@ -104,11 +104,6 @@ class FSDP(Strategy):
             raise ArgumentError(
                 f"FSDP(body='explicit') takes a mesh of one axis, got {dict(self.mesh.shape)}. Leave replicas and "
                 "other axes out, or take body='auto'."
-            )
-        if type(self).batch_spec is not Strategy.batch_spec:
-            raise ArgumentError(
-                f"{type(self).__name__}.batch_spec splits a batch, and with body='explicit' each device sees entire "
-                "rows. Take body='auto'."
             )
         self._explicit = ExplicitBody(self.mesh, str(next(iter(self.batch_axes))))
 

@@ -20,7 +20,7 @@ from jaxlit.pipeline.layers import Layers
 from jaxlit.pipeline.marks import marking
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
-from jaxlit.pipeline.report import StageFacts, stage_table, with_residuals
+from jaxlit.pipeline.report import StageFacts, stage_table
 from jaxlit.pipeline.schedules import SCHEDULES, Schedule
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.training import Microbatched, placement_of
@@ -65,6 +65,7 @@ class Pipeline(Strategy):
 
     Raises:
         ArgumentError: A value is out of its set.
+        ArgumentTypeError: `inner` is no strategy, or its step sees the rows of one device.
 
     Example:
         >>> import jaxlit as jl
@@ -104,11 +105,18 @@ class Pipeline(Strategy):
         self.accum_dtype, self.loss_reduction = jax.numpy.dtype(accum_dtype), loss_reduction
         valid = jax.numpy.issubdtype(self.accum_dtype, jax.numpy.floating)
         check.require(valid, "accum_dtype", accum_dtype, "takes a floating dtype such as 'float32'", owner=name)
-        self._schedule, self._inner, self._layers = schedule, inner, Layers(layers, owner=name)
+        self._schedule, self._layers = schedule, Layers(layers, owner=name)
         self.sizes: Any = self.balance
         self._facts: list[StageFacts] = []
         self._step: Microbatched | None = None
-        self._check_inner()
+        if isinstance(inner, str):
+            inner = _INNER[check.one_of("inner", inner, [*_INNER], owner=name)]()
+        if not isinstance(inner, Strategy) or isinstance(inner, Pipeline) or inner.per_replica:
+            raise ArgumentTypeError(
+                f"{name}(inner=...) takes a strategy whose step sees the entire batch, such as 'fsdp', 'ddp' or "
+                f"TensorParallel(...), not the rows of one device, got {inner!r}."
+            )
+        self._inner = inner
         self.use_mesh(mesh)
 
     # The mesh ---------------------------------------------------------------------------------------
@@ -125,9 +133,8 @@ class Pipeline(Strategy):
                 f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
                 "Give a divisor, or Trainer(devices=...)."
             )
-        inner, count = self._check_inner(), device_count // stages
-        given: Any = inner._given_mesh
-        shape: Any = inner.mesh_shape(count) if given is None else getattr(given, "shape", given)
+        given: Any = self._inner._given_mesh
+        shape: Any = getattr(given, "shape", given) or self._inner.mesh_shape(device_count // stages)
         return {"stage": stages} | dict(shape)
 
     def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
@@ -143,10 +150,13 @@ class Pipeline(Strategy):
                 f"{self.mesh.axis_names}."
             )
         ranks, others = self.mesh.shape["stage"], [axis for axis in self.mesh.axis_names if axis != "stage"]
-        if self.stages not in (None, ranks):
+        given = self._schedule
+        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
+        if (self.stages or ranks, self.schedule.num_ranks) != (ranks, ranks):
             raise ArgumentError(
-                f"{type(self).__name__}(stages={self.stages}) takes a mesh whose axis 'stage' has that size, got a "
-                f"mesh of {ranks} stages. Leave stages out: the mesh says how many."
+                f"{type(self).__name__}(stages={self.stages}, schedule={self.schedule!r}) takes as many "
+                f"stages in the mesh and ranks in the schedule, got a mesh of {ranks} stages and a schedule of "
+                f"{self.schedule.num_ranks} ranks. Leave stages out where you give a mesh."
             )
         grid = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index("stage"), 0)
         grid, axes = (grid, others) if others else (grid[:, None], ["data"])
@@ -157,21 +167,13 @@ class Pipeline(Strategy):
         # On an abstract mesh its constraints hold for each rank.
         self._abstract: Any = copy.copy(self.inner)
         self._abstract.mesh = self.inner.mesh.abstract_mesh
-        given = self._schedule
-        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
-        if self.schedule.num_ranks != ranks:
-            raise ArgumentError(
-                f"{type(self).__name__}(schedule={self.schedule!r}) is of {self.schedule.num_ranks} ranks, and the "
-                f"mesh has {ranks} stages. Give stages={self.schedule.num_ranks} with as many devices, or a schedule "
-                f"of {ranks} ranks."
-            )
         simulate(self.schedule, self.num_microbatches)  # refuses an incomplete schedule before anything is compiled
         last = self.schedule.rank_of(self.schedule.num_stages - 1)
         self.places = Places(meshes, last, self._jit)
 
     def _inner_on(self, mesh: Mesh) -> Any:
         """Return the strategy within a rank, on a rank's mesh."""
-        inner = copy.copy(self._check_inner())
+        inner = copy.copy(self._inner)
         if self._given_mesh is None:  # its axes are the strategy's own
             inner._given_mesh = mesh
         else:
@@ -180,23 +182,6 @@ class Pipeline(Strategy):
         inner.setup()
         inner.step_program = self.step_program  # type: ignore[method-assign]  # with marks, and of one microbatch
         return inner
-
-    def _check_inner(self) -> Strategy:
-        """Return the strategy within a rank as it was given.
-
-        Raises:
-            ArgumentTypeError: It is none, or its step sees the rows of one device.
-        """
-        given = self._inner
-        if isinstance(given, str):
-            check.one_of("inner", given, [*_INNER], owner=type(self).__name__)
-            given = _INNER[given]()
-        if not isinstance(given, Strategy) or isinstance(given, Pipeline) or given.per_replica:
-            raise ArgumentTypeError(
-                f"{type(self).__name__}(inner=...) takes a strategy whose step sees the entire batch, such as 'fsdp', "
-                f"'ddp' or TensorParallel(...), not the rows of one device, got {given!r}."
-            )
-        return given
 
     @property
     def replicated(self) -> NamedSharding:
@@ -308,8 +293,8 @@ class Pipeline(Strategy):
         if not self._facts:
             return first
         residuals = None if self._step is None else self._step.residuals
-        facts = self._facts if residuals is None else with_residuals(self._facts, residuals())
-        return f"{first}\n{stage_table(facts, self.schedule, self.num_microbatches)}"
+        kept = residuals and residuals()
+        return f"{first}\n{stage_table(self._facts, kept, self.schedule, self.num_microbatches)}"
 
 
 _INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}

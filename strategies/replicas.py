@@ -16,7 +16,6 @@ from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
 from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError
 from jaxlit.programs.cost import trace
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, ReplicatedBatch
@@ -66,19 +65,6 @@ class PerReplica(Strategy, ABC):
         owner = type(self).__name__
         self.sync_batchnorm = check.boolean("sync_batchnorm", sync_batchnorm, owner=owner)
         self.loss_reduction = check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=owner)
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        """Refuse a subclass with its own `batch_spec`: a replica has entire rows.
-
-        Raises:
-            ArgumentError: The class defines one.
-        """
-        super().__init_subclass__(**arguments)
-        if cls.batch_spec is not Strategy.batch_spec:
-            raise ArgumentError(
-                f"{cls.__name__}.batch_spec splits a batch, and each replica sees entire rows. Subclass DDP or FSDP, "
-                "whose step sees the entire batch."
-            )
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the replicated state, and each replica's own accumulation window."""

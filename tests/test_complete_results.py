@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -172,7 +173,9 @@ def test_a_fit_leaves_no_thread_file_handler_or_listener() -> None:
     def run(epochs: int) -> None:
         loggers = [jl.callbacks.CSVLogger(), jl.callbacks.JSONLLogger()]
         given = {"logger": loggers, "prefetch": 2, "data_timeout": 60, "hang_timeout": 60, "resume": "auto"}
-        fit(Linear(), BATCHES, BATCHES[:2], default_root_dir="run", max_epochs=epochs, **given)
+        rows = [{name: x[0] for name, x in batch.items()} for batch in random(64, rows=1)]
+        train = grain.MapDataset.source(rows).batch(4)  # which jaxlit reads ahead in threads, left in mid-epoch
+        fit(Linear(), train, BATCHES[:2], default_root_dir="run", max_steps=4 * epochs, **given)
 
     run(1)  # what libraries start once a process stays
     before = surroundings()

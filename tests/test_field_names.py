@@ -98,16 +98,14 @@ def test_a_callback_refuses_an_argument_that_it_does_not_have() -> None:
         def __init__(self, *given: Any, **named: Any) -> None:
             self.given = given, named
 
-    refuses(
-        ArgumentTypeError, lambda: cast(Any, Mine)(foldr=1), r"no argument 'foldr'. Did .* 'folder'\? It has folder.$"
-    )
-    refuses(
-        ArgumentTypeError,
-        lambda: cast(Any, Mine)(save_dir="x"),
-        r"Mine has no argument 'save_dir'. Rows are in the",
-    )
-    refuses(ArgumentTypeError, lambda: cast(Any, Plain)(rate=1), r"Plain has no argument 'rate'. It has none.$")
-    refuses(ArgumentTypeError, lambda: cast(Any, Plain)(3), r"Plain takes no arguments, got 3. Define __init__")
+    mine, plain = cast(Any, Mine), cast(Any, Plain)
+    for call, words in (
+        (lambda: mine(foldr=1), r"no argument 'foldr'. Did .* 'folder'\? It has folder.$"),
+        (lambda: mine(save_dir="x"), "Mine has no argument 'save_dir'. Rows are in the"),
+        (lambda: plain(rate=1), "Plain has no argument 'rate'. It has none.$"),
+        (lambda: plain(3), "Plain takes no arguments, got 3. Define __init__"),
+    ):
+        refuses(ArgumentTypeError, call, words)
     assert Free(1, rate=2).given == ((1,), {"rate": 2})
     assert copy.deepcopy(Free(3)).given == ((3,), {}) and isinstance(
         pickle.loads(pickle.dumps(jl.Callback())), jl.Callback

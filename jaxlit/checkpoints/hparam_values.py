@@ -6,9 +6,11 @@ up in the modules that are loaded, and only in those of the class that is built,
 
 import dataclasses
 import functools
+import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from jaxlit.shown import shown
 
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
+_MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
 _PLAIN = (bool, int, float, str, list, tuple, dict)
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
@@ -79,57 +82,49 @@ def decode(x: Any, cls: type) -> Any:
     Raises:
         NotKeptError: It was not kept, or its name now means nothing, or something else.
     """
-    if isinstance(x, list):
-        return [decode(value, cls) for value in x]
-    if not isinstance(x, dict):
-        return x
-    if _KIND not in x:
-        return {key: decode(value, cls) for key, value in x.items()}
-    kind: Any = x[_KIND]
-    value: Any = x.get(_VALUE)
+    return _from_inside(x, functools.partial(_value_of, cls=cls))
+
+
+def _from_inside(x: Any, hook: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return a JSON value with every dict replaced by `hook(dict)`, the inner ones first."""
+    return json.loads(json.dumps(x), object_hook=hook)
+
+
+def _value_of(node: dict[str, Any], cls: type) -> Any:
+    """Return the value of a node, whose parts are values already."""
+    kind, value = node.get(_KIND), node.get(_VALUE)
+    if kind is None:
+        return node
     try:
         if kind == "name":
             return _named(value, cls)  # "package.module:Class.method"
-        if kind == "dtype":
-            return np.dtype(value)
-        if kind == "scalar" and issubclass(scalar := np.dtype(x["dtype"]).type, (np.bool_, np.number)):
-            return scalar(decode(value, cls))
-        if kind == "float":
-            return float(value)
-        if kind == "tuple":
-            return tuple(decode(value, cls))
-        if kind == "dict":
-            return {decode(key, cls): decode(item, cls) for key, item in value}
+        if kind == "scalar" and issubclass(scalar := np.dtype(node["dtype"]).type, (np.bool_, np.number)):
+            return scalar(value)
+        if kind in _MAKERS:
+            return _MAKERS[kind](value)
         if kind == "dataclass":
-            made = _named(x["name"], cls)
+            made = _named(node["name"], cls)
             if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
-                return made(**{key: decode(item, cls) for key, item in value.items()})
+                return made(**value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotKeptError(_dotted(value) if kind == "name" else shown(x)) from error
-    raise NotKeptError(value if kind == "not kept" else shown(x))
+        raise NotKeptError(_dotted(value) if kind == "name" else shown(node)) from error
+    raise NotKeptError(value if kind == "not kept" else shown(node))
 
 
 def readable(x: Any) -> Any:
     """Return a value as JSON for people to read: "jax.nn.relu" for a function."""
     try:
-        return _plain(encode(x))
+        return _from_inside(encode(x), _plain)
     except NotKeptError as error:
         return str(error)
 
 
-def _plain(x: Any) -> Any:
-    """Return what `encode` made without the marks that say what it was."""
-    if isinstance(x, list):
-        return [_plain(value) for value in x]
-    if not isinstance(x, dict):
-        return x
-    kind: Any = x.get(_KIND)
-    value: Any = x.get(_VALUE)
-    if kind == "dict":
-        return {str(_plain(key)): _plain(item) for key, item in value}
-    if kind is None or kind == "dataclass":
-        return {key: _plain(item) for key, item in (x if kind is None else value).items()}
-    return _dotted(value) if kind == "name" else _plain(value)
+def _plain(node: dict[str, Any]) -> Any:
+    """Return a node of `encode` without the marks that say what it was."""
+    value = node.get(_VALUE)
+    if node.get(_KIND) == "dict":
+        return {str(key): item for key, item in value}
+    return node if _KIND not in node else _dotted(value) if node[_KIND] == "name" else value
 
 
 def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -139,8 +134,6 @@ def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
 def _name_of(x: Any) -> str | None:
     """Return "module:name" of a function, a class or a member of an Enum; None if that leads to nothing or another."""
     of = type(x) if isinstance(x, Enum) else x
-    if not isinstance(of, type) and not callable(of):
-        return None
     module, name = getattr(of, "__module__", None), getattr(of, "__qualname__", None) or getattr(of, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         return None

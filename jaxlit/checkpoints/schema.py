@@ -96,6 +96,7 @@ STATE = {
 # What a checkpoint also has if training ended before a step that was not finite: the step, its batches in the epoch
 # (the first, and the one after the last), and the optimizer's arrays that are not finite.
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
+_OPTIONAL = {"added_hparams": dict, "accumulate_set": (_is_count, _is_count), "not_finite": NOT_FINITE}
 
 
 def check_state(state: Mapping[str, Any], where: str) -> None:
@@ -115,10 +116,8 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
         )
     for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
-    _check({key: state[key] for key in STATE}, STATE, where)
-    _check(state.get("added_hparams"), _maybe(dict), f"{where}['added_hparams']")
-    _check(state.get("accumulate_set"), _maybe((_is_count, _is_count)), f"{where}['accumulate_set']")
-    _check(state.get("not_finite"), _maybe(NOT_FINITE), f"{where}['not_finite']")
+    for key, schema in (*STATE.items(), *((key, _maybe(schema)) for key, schema in _OPTIONAL.items())):
+        _check(state.get(key), schema, f"{where}[{key!r}]")
     position = state["position"]
     for key in ("global_step", "epoch"):
         if position[key] != state[key]:

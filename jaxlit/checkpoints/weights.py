@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint
@@ -94,14 +95,14 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     """
     variables, wanted, generators = [], [], set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
+        name, value = f"module.{leaf_name(path)}", variable.get_value()
         if isinstance(variable, nnx.RngState) and not draws:
-            generators.add(f"module.{leaf_name(path)}")
+            generators.add(name)
             continue
-        value = variable.get_value()
-        dtype = f"key<{jax.random.key_impl(value)}>" if is_key(value) else str(value.dtype)
-        shape = jax.random.key_data(value).shape if is_key(value) else value.shape
-        variables.append(variable)
-        wanted.append((f"module.{leaf_name(path)}", tuple(shape), dtype))
+        impl = jax.random.key_impl(value) if is_key(value) else None
+        data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
+        variables.append((variable, data, impl))
+        wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
     skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
     pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
     name = type(module).__name__
@@ -114,15 +115,13 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     report(checkpoint, rows, name, strict)
     target = {}
     for i, k in pairs.items():
-        value = variables[k].get_value()
-        data = jax.random.key_data(value) if is_key(value) else jax.numpy.asarray(value)
+        data = variables[k][1]
         # An array that is committed to no device stays so: a mesh of several processes takes no other.
         target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
     for i, array in checkpoint.arrays(target).items():
-        variable = variables[pairs[i]]
-        old = variable.get_value()
-        array = array if target[i] is not None else jax.numpy.asarray(array, None if is_key(old) else old.dtype)
-        variable.set_value(jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if is_key(old) else array)
+        variable, data, impl = variables[pairs[i]]
+        array = jnp.asarray(array, data.dtype)
+        variable.set_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
 
 
 def _float(*dtypes: str) -> bool:

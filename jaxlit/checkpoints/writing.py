@@ -22,8 +22,8 @@ from jaxlit.distributed.exchange import agree
 from jaxlit.errors import ArgumentError, CheckpointError
 
 
-class Saving:
-    """A checkpoint that is being written.
+class Saving(Background[None]):
+    """A checkpoint that is being written, by a thread for which the end of the process waits.
 
     Attributes:
         path: Where it will be.
@@ -32,31 +32,10 @@ class Saving:
         was_awaited: Whether anybody has waited for it.
     """
 
-    def __init__(self, path: Path, order: int) -> None:
-        self.path, self.order, self.seconds, self.was_awaited = path, order, 0.0, False
-        self._writer: Background[None] | None = None
-
-    def start(self, finish: Callable[[], None]) -> None:
-        """Run `finish` in a thread, for which the end of the process waits."""
-
-        def run() -> None:
-            begun = time.monotonic()
-            try:
-                finish()
-            finally:
-                self.seconds = time.monotonic() - begun
-
-        self._writer = Background("jaxlit-checkpoint", run, daemon=False).start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is written, or has failed."""
-        return self._writer is None or self._writer.is_done
-
-    def join(self) -> None:
-        """Wait until it is written, or has failed."""
-        if self._writer is not None:
-            self._writer.join()
+    def __init__(self, path: Path, order: int, finish: Callable[[], None]) -> None:
+        super().__init__("jaxlit-checkpoint", finish, daemon=False)
+        self.path, self.order, self.was_awaited = path, order, False
+        self._begun, self.seconds = time.monotonic(), 0.0
 
     def wait(self) -> None:
         """Wait until it is written, and raise what went wrong; in several processes all must come here.
@@ -65,8 +44,12 @@ class Saving:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         self.join()
-        self.was_awaited, error = True, self._writer and self._writer.error
+        self.was_awaited, error = True, self.error
         raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
+
+    def _run(self) -> None:
+        super()._run()
+        self.seconds = time.monotonic() - self._begun
 
 
 def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
@@ -90,7 +73,6 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     _check_path(path)
     token = agree("the checkpoint's temporary name", token)[0]
     temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
-    saving = Saving(path, order)
     text = _as_json(state)
     try:
         if leads:
@@ -124,7 +106,8 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
             raise
         quiet.end(failed=False)
 
-    saving.start(finish)
+    saving = Saving(path, order, finish)
+    saving.start()
     return saving
 
 

@@ -75,36 +75,26 @@ class Agreement:
         argument, loader, rows = self._argument, self._loader, num_rows(batch)
         shared = type(loader) is ArrayLoader
         kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
-        mine = {
-            "kinds": kinds,
-            "rows": rows,
-            "length": length_of(loader),
-            "last": last,
-            "digest": _digest(batch),
-            "loader": loader.fingerprint if shared else {},
-        }
+        kinds |= loader.fingerprint if shared else {}
+        mine = {"kinds": kinds, "rows": rows, "length": length_of(loader), "last": last, "digest": _digest(batch)}
         rows_of = agree(f"the first batch of {argument}", mine)
         for process, theirs in enumerate(rows_of):
-            between = f"between process {process} (was) and process {jax.process_index()} (is)"
             if what := differences(theirs["kinds"], kinds):
                 raise DataError(
-                    f"{argument}: dtype and shape of a row differ {between}: {what}. Build the same loader everywhere."
+                    f"{argument}: the loader differs between process {process} (was) and process {jax.process_index()} "
+                    f"(is): {what}. Build the same one everywhere; a jl.ArrayLoader with all the arrays and the same "
+                    "seed takes its own share of each batch."
                 )
-            if what := differences(theirs["loader"], mine["loader"]):
-                raise DataError(
-                    f"{argument}: the ArrayLoader differs {between}: {what}. Give every process all the arrays and the "
-                    "same arguments, seed included: it takes its own share of each batch."
-                )
-        lengths, sizes = [theirs["length"] for theirs in rows_of], [theirs["rows"] for theirs in rows_of]
-        same_rows = len(set(sizes)) == 1 or shared or all(theirs["last"] for theirs in rows_of)
-        if len(set(lengths)) > 1 or len({theirs["last"] for theirs in rows_of}) > 1 or not same_rows:
+        sizes, lengths, lasts = ([theirs[key] for theirs in rows_of] for key in ("rows", "length", "last"))
+        same_rows = len(set(sizes)) == 1 or shared or all(lasts)
+        if len({*zip(lengths, lasts, strict=True)}) > 1 or not same_rows:
             raise DataError(
                 f"{argument}: the processes differ in the number of batches or in the rows of the first one: batches "
                 f"{lengths}, rows {sizes}, by process. Give each the same: leave the remainder of the data out when "
                 "you share it, by drop_remainder=True say."
             )
         distinct = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
-        if not shared and distinct and len({theirs["digest"] for theirs in rows_of}) == 1:
+        if not shared and distinct and all(theirs["digest"] == mine["digest"] for theirs in rows_of):
             raise DataError(
                 f"{argument}: every process reads the same rows. Give each its share: "
                 "dataset[jax.process_index()::jax.process_count()] of a grain dataset, before it is batched, "

@@ -50,28 +50,21 @@ class ArrayLoader:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        if not leaves:
-            raise ArgumentError(f"ArrayLoader(arrays, ...) takes a pytree of arrays, got {shown(arrays)}.")
-        sizes = {}
-        for path, x in leaves:
-            if not getattr(x, "shape", ()):
-                where = leaf_name(path) or "arrays"
-                raise ArgumentError(
-                    f"ArrayLoader(arrays, ...): {where} must be an array with rows, got {type(x).__name__}. "
-                    "Pass numpy arrays whose first dim is the row."
-                )
-            sizes[leaf_name(path)] = x.shape[0]
-        if len(set(sizes.values())) > 1:
-            raise ArgumentError(f"ArrayLoader(arrays, ...): leading sizes differ: {sizes}. Give each the same rows.")
+        leaves = jax.tree.leaves(arrays)
+        sizes = {x.shape[0] if getattr(x, "shape", ()) else None for x in leaves}
+        if len(sizes) != 1 or None in sizes:
+            raise ArgumentError(
+                f"ArrayLoader(arrays, ...) takes a pytree of arrays with the same number of rows, got {shown(arrays)}. "
+                "Pass numpy arrays whose first dim is the row."
+            )
         self.batch_size = check.integer("batch_size", batch_size, low=1, owner="ArrayLoader")
         self.seed = check.integer("seed", seed, low=0, owner="ArrayLoader")
         self.arrays, self.shuffle, self.drop_remainder = arrays, bool(shuffle), bool(drop_remainder)
-        self.num_rows = next(iter(sizes.values()))
+        self.num_rows = sizes.pop()
         # A plain view of a memory map is indexed faster than the map, and reads from the disk as late.
         # A pandas column is indexed by its labels, so it is made an array as well.
         ours = lambda x: isinstance(x, (np.ndarray, jax.Array)) or hasattr(x, "to_numpy")  # noqa: E731
-        self._leaves = [np.asarray(x) if ours(x) else x for _, x in leaves]
+        self._leaves = [np.asarray(x) if ours(x) else x for x in leaves]
         self._treedef = jax.tree.structure(arrays)
         self._epoch, self._next, self._start = 0, 0, 0
 
@@ -80,14 +73,7 @@ class ArrayLoader:
         return full + (rest > 0 and not self.drop_remainder)
 
     def __repr__(self) -> str:
-        if "_treedef" not in vars(self):  # it is not made yet, or its arguments were refused
-            return object.__repr__(self)
-        count, rest = len(self), self.num_rows % self.batch_size
-        last = f", {'without ' if self.drop_remainder else 'the last of '}{rest}{' rows' * self.drop_remainder}"
-        return (
-            f"<{type(self).__name__}: {self.num_rows:,} rows, batch_size={self.batch_size}, shuffle={self.shuffle}, "
-            f"{count:,} batch{'es' * (count != 1)}{last if rest else ''}>"
-        )
+        return f"<{type(self).__name__}: {self.num_rows:,} rows, {len(self):,} batches of {self.batch_size}>"
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order the next iteration takes."""

@@ -27,11 +27,6 @@ class DataModule(KeepsHparams):
             return super().__getattribute__(name)
         raise no_such_name("DataModule", name, dir(self), called=type(self).__name__)
 
-    def __repr__(self) -> str:
-        hooks = [x for x in vars(DataModule) if x.endswith("_dataloader")]
-        own = [x for x in hooks if getattr(type(self), x, None) is not vars(DataModule)[x] or x in vars(self)]
-        return f"<{type(self).__name__}: DataModule with {', '.join(own) or 'no loaders'}>"
-
     trainer: Any = None
     """The `Trainer` that runs it, from the start of a run on."""
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.core.replica import abstract_batch
+from jaxlit.data.array_loader import differences
 from jaxlit.data.copies import copied
 from jaxlit.errors import DataError, did_you_mean
-from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.leaf_names import leaf_name
 from jaxlit.shown import shown
 
 _logger = logging.getLogger("jaxlit")
@@ -58,8 +59,8 @@ class Intake:
         debug: bool = False,
     ) -> None:
         self.argument, self.blamed, self._prepare, self._prepared_by = argument, argument, prepare, prepared_by
-        self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
         self._debug = debug
+        self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
         self._last, self._kind = None, _Kind({}, (), as_is=False)
@@ -99,7 +100,7 @@ class Intake:
             self._refuse_nan(kind, arrays)
         host = to_step = treedef.unflatten(arrays)
         if self._host_keys:
-            host = _put_back(to_step, batch, self._host_keys)
+            host = _put_back(to_step, batch)
         for i, name in kind.narrowed:
             arrays[i] = self._narrow(arrays[i], name)
         return host, treedef.unflatten(arrays)
@@ -108,10 +109,9 @@ class Intake:
         """Check a batch of a new kind."""
         check_batch(batch, self.argument)
         named, taken = named_leaves(batch), abstract_batch(jax.tree.map(np.asarray, batch))
-        pairs = list(zip(named, jax.tree.leaves(taken), strict=True))
-        # As the step takes it: int64 and int32 compile it once.
-        shown = {name: f"{x.dtype}{list(x.shape)}" for (name, _), x in pairs}
-        narrowed = tuple((i, name) for i, ((name, x), y) in enumerate(pairs) if np.asarray(x).dtype != y.dtype)
+        dtypes = [x.dtype for x in jax.tree.leaves(taken)]  # as the step takes it: int64 and int32 compile it once
+        shown = {name: f"{dtype}{list(np.shape(x))}" for (name, x), dtype in zip(named, dtypes, strict=True)}
+        narrowed = tuple((i, name) for i, (name, x) in enumerate(named) if np.asarray(x).dtype != dtypes[i])
         plain = all(type(x) is np.ndarray for _, x in named)
         kind = _Kind(shown, narrowed, as_is=plain and not narrowed and not self._debug)
         treedef = jax.tree.structure(batch)
@@ -126,22 +126,20 @@ class Intake:
         """Refuse another structure, and count what makes the step compile again."""
         first, last = next(iter(self._kinds.values())), next(reversed(self._kinds.values()))
         if treedef != self._treedef:
-            missing, added = first.shown.keys() - kind.shown.keys(), kind.shown.keys() - first.shown.keys()
-            parts = [f"{what} {', '.join(sorted(x))}" for what, x in (("missing", missing), ("new", added)) if x]
+            what = differences(first.shown, kind.shown)
             raise DataError(
-                f"{self.argument}: the structure of the batch changed: {'; '.join(parts) or treedef}. Give every "
-                "batch the same keys and nesting."
+                f"{self.argument}: the structure of the batch changed: {what or treedef}. Give every batch the same "
+                "keys and nesting."
             )
         again = len({tuple(k.shown.items()) for k in (*self._kinds.values(), kind)}) - 1
-        changed = {name: (last.shown[name], now) for name, now in kind.shown.items() if last.shown[name] != now}
-        what = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        what = differences(last.shown, kind.shown)
         if self._max_recompiles is not None and again > self._max_recompiles:
             raise DataError(
                 f"{self.argument}: a batch of another shape or dtype, {what}, would compile the step again, and "
                 f"Trainer(max_recompiles={self._max_recompiles}) allows that {self._max_recompiles} times. Pad the "
                 "batches to a few sizes, or raise max_recompiles."
             )
-        if again >= 3 and (again & (again - 1) == 0 or again == 3):  # 3, 4, 8, 16, ...
+        if again >= 3 and (again + 1).bit_count() == 1:  # 3, 7, 15, ...
             _logger.warning(
                 "%s: batches of %d shapes or dtypes so far, each compiles the step again. The newest: %s. Pad them to "
                 "a few sizes; Trainer(max_recompiles=...) refuses more.",
@@ -151,20 +149,14 @@ class Intake:
             )
 
     def _without_host_keys(self, batch: Any) -> Any:
-        if type(batch) not in (tuple, list) and not isinstance(batch, dict):
+        known = batch if isinstance(batch, dict) else range(len(batch) if type(batch) in (tuple, list) else 0)
+        if missing := [key for key in self._host_keys if key not in known]:
+            hint = did_you_mean(str(missing[0]), [k for k in known if isinstance(k, str)])
             raise DataError(
-                f"{self.argument}: Trainer(host_keys={self._host_keys}) needs batches that are dicts or tuples, got "
-                f"{type(batch).__name__}. Give dicts, or leave host_keys out."
+                f"{self.argument}: the batch has no {missing[0]!r}, which Trainer(host_keys=...) names; it is a "
+                f"{type(batch).__name__} with {', '.join(map(repr, known)) or 'no keys'}.{hint} Give dicts or tuples "
+                "that all have it, or leave it out of host_keys."
             )
-        known = batch if isinstance(batch, dict) else range(len(batch))
-        for key in self._host_keys:
-            if key not in known:
-                hint = did_you_mean(str(key), [k for k in known if isinstance(k, str)])
-                raise DataError(
-                    f"{self.argument}: the batch has no {key!r}, which Trainer(host_keys=...) names; it is a "
-                    f"{type(batch).__name__} with {', '.join(map(repr, known))}.{hint} Give it in every batch, or "
-                    "leave it out of host_keys."
-                )
         if isinstance(batch, dict):
             return {k: v for k, v in batch.items() if k not in self._host_keys}
         # None is no leaf: each part keeps its place, and the step unpacks the batch as hooks do.
@@ -176,25 +168,21 @@ class Intake:
         Raises:
             DataError: One does not fit: jax itself would wrap it around, or make it infinite, without a warning.
         """
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        dtype, lost = jax.dtypes.canonicalize_dtype(x.dtype), ()
+        with np.errstate(over="ignore"):
+            narrow = x.astype(dtype)
         if x.dtype.kind in "iu":
             info = np.iinfo(dtype)
             if x.size and (x.min() < info.min or x.max() > info.max):
-                beyond = int(x.max()) if x.max() > info.max else int(x.min())
-                raise DataError(
-                    f"{self.argument}: {name} is {x.dtype} and holds {beyond}, which would wrap around as {dtype}. Map "
-                    "such ids to smaller ones, or set jax_enable_x64."
-                )
-            return x.astype(dtype)
-        with np.errstate(over="ignore"):
-            narrow = x.astype(dtype)
-        if not np.isfinite(narrow).all() and (np.isinf(narrow) & ~np.isinf(x)).any():
-            most = np.abs(x[np.isfinite(x)]).max()
+                lost = x[narrow != x]
+        elif (infinite := np.isinf(narrow)).any():
+            lost = x[infinite & np.isfinite(x)]
+        if len(lost):
             raise DataError(
-                f"{self.argument}: {name} is {x.dtype} and holds {most:.3g}, which would become infinite as {dtype}. "
-                "Scale it, or set jax_enable_x64."
+                f"{self.argument}: {name} is {x.dtype} and holds {lost[0]}, which would wrap around or become infinite "
+                f"as {dtype}. Map ids to smaller ones, scale numbers, or set jax_enable_x64."
             )
-        if x.ndim and not self._warned:
+        if x.dtype.kind not in "iu" and x.ndim and not self._warned:
             self._warned = True
             _logger.warning("%s: %s is %s and is cast to %s in every batch.", self.argument, name, x.dtype, dtype)
         return narrow
@@ -202,9 +190,8 @@ class Intake:
     def _refuse_nan(self, kind: _Kind, arrays: Sequence[np.ndarray]) -> None:
         for name, x in zip(kind.shown, arrays, strict=True):
             if not np.issubdtype(x.dtype, np.integer) and x.dtype != bool and (bad := x != x).any():
-                where = tuple(int(i[0]) for i in np.nonzero(bad))
                 raise DataError(
-                    f"{self.argument}: {name}{list(where) if where else ''} is NaN, as are {int(bad.sum())} of its "
+                    f"{self.argument}: {name}{np.argwhere(bad)[0].tolist() or ''} is NaN, as are {bad.sum()} of its "
                     f"{x.size} numbers. Clean the data, or mask it in the step."
                 )
 
@@ -227,39 +214,26 @@ def check_batch(batch: Any, where: str) -> None:
     Raises:
         DataError: Naming the leaf, what it holds, and what to do.
     """
-    leaves = named_leaves(batch)
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list)
     if not leaves:
         raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
-    for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list):
-        if _is_number_list(node):
-            raise DataError(
-                f"{where}: batch{''.join(map(_subscript, path))} is a list of Python numbers, which jax takes for as "
-                "many scalars. Make it an array, by np.asarray; if it is a row's, batch the rows."
-            )
     sizes: dict[str, int] = {}
-    for name, leaf in leaves:
-        if is_key(leaf):
-            raise DataError(f"{where}: {name} holds PRNG keys. Give jax.random.key_data(...), and wrap it in the step.")
+    for path, leaf in leaves:
+        name = _name(path)
+        if _is_number_list(leaf):
+            raise DataError(
+                f"{where}: {name} is a list of Python numbers, which jax takes for as many scalars. Make it an array, "
+                "by np.asarray; if it is a row's, batch the rows."
+            )
         x = np.asarray(leaf)
-        if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
-            if leaf is batch:
-                raise DataError(
-                    f"{where} gave a {type(leaf).__name__}, which is no pytree to jax. Give a dict, a tuple or a "
-                    "registered dataclass of arrays, for example dict(batch)."
-                )
-            kind = {"O": type(leaf).__name__, "U": "strings", "S": "bytes"}.get(x.dtype.kind, x.dtype.name)
-            place = next(path[0] for path, x in jax.tree_util.tree_leaves_with_path(batch) if x is leaf)
-            key = getattr(place, "key", getattr(place, "idx", None))
-            keep = f"Pass Trainer(host_keys=({key!r},)) to keep batch{_subscript(place)}"
+        is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_
+        if not (is_number and x.dtype.isnative and x.dtype.itemsize <= (16 if x.dtype.kind == "c" else 8)):
+            key = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
+            keep = f"Pass Trainer(host_keys=({key!r},)) to keep {_name(path[:1])}"
             way = keep if key is not None else "Make the batch a dict with host_keys to keep it"
             raise DataError(
-                f"{where}: {name} holds {kind}, which no device takes. {way} on the host, leave it out of "
-                "the batch, or encode it as numbers."
-            )
-        if not x.dtype.isnative or x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8):
-            order = "" if x.dtype.isnative else ", not in this computer's byte order"
-            raise DataError(
-                f"{where}: {name} is {x.dtype}{order}, which no device takes. Cast it, such as by .astype(np.float32)."
+                f"{where}: {name} holds {shown(leaf, 60)}, which no device takes. {way} on the host, leave it out "
+                "of the batch, or make it numbers of at most 64 bits."
             )
         if x.ndim:
             sizes[name] = x.shape[0]
@@ -277,11 +251,11 @@ def check_batch(batch: Any, where: str) -> None:
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
 
 
-def _put_back(to_step: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
+def _put_back(to_step: Any, batch: Any) -> Any:
     """Return a step's batch joined with what stays on the host, in the order of the batch."""
     if isinstance(batch, dict):
-        return {k: batch[k] if k in host_keys else to_step[k] for k in batch}
-    return type(batch)(batch[i] if i in host_keys else x for i, x in enumerate(to_step))
+        return {**batch, **to_step}
+    return type(batch)(old if new is None else new for old, new in zip(batch, to_step, strict=True))
 
 
 def _is_number_list(x: Any) -> bool:
@@ -290,8 +264,11 @@ def _is_number_list(x: Any) -> bool:
 
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:
     """Return the leaves of a batch, each with its name as a user writes it: `batch['x'][0]`."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [("batch" + "".join(map(_subscript, path)), leaf) for path, leaf in leaves]
+    return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+
+
+def _name(path: Sequence[Any]) -> str:
+    return "batch" + "".join(map(_subscript, path))
 
 
 def _subscript(entry: Any) -> str:

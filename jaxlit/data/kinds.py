@@ -47,18 +47,11 @@ def check_loader(loader: Any, argument: str) -> None:
     Raises:
         ArgumentTypeError: Naming what was given.
     """
-    if isinstance(loader, (str, bytes, dict, type)) or _is_array(loader) or not _is_iterable(loader):
-        what = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
-        hint = "Wrap arrays as jl.ArrayLoader(arrays, batch_size)."
-        if not _is_array(loader):
-            hint = "Pass a jl.ArrayLoader, a grain dataset of batches, or another iterable of batches."
-        given = what if isinstance(loader, type) else f"{what} {shown(loader, 60)}"
-        raise ArgumentTypeError(f"{argument} is no loader: got {given}. {hint}")
-    if isinstance(loader, (list, tuple)) and _are_columns(loader):
-        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in loader)
+    are_columns = isinstance(loader, (list, tuple)) and _are_columns(loader)
+    if are_columns or isinstance(loader, (str, bytes, dict, type)) or _is_array(loader) or not _is_iterable(loader):
         raise ArgumentTypeError(
-            f"{argument} is no loader: got a {type(loader).__name__} of arrays that are no batches of one kind, "
-            f"{kinds}. Wrap arrays as jl.ArrayLoader((x, y), batch_size)."
+            f"{argument} is no loader: got {shown(loader, 60)}. Pass a grain dataset of batches or another iterable of "
+            "batches of one kind; wrap arrays as jl.ArrayLoader(arrays, batch_size), several as (x, y)."
         )
 
 
@@ -116,21 +109,16 @@ def doubt_of(source: Source, element: Any) -> str | None:
     A Python float under a name, such as a temperature, is one that all rows share. A fraction is taken for a label
     only where the loader is a sequence. Returns None where there is no doubt.
     """
-    leaves = [(np.asarray(x), isinstance(element, Mapping) and type(x) is float) for x in _leaves(element)]
-    if isinstance(source, GrainSource):
-        if source.makes_batches or not any(x.ndim == 0 for x, _ in leaves):
-            return None
-        return (
-            f"{source.argument} has no stage that makes batches, and its first element holds a number next to arrays: "
-            "is it a single sample? Then add .batch(batch_size)."
-        )
-    labels = "iuf" if _is_sequence(source.loader) else "iu"
-    has_label = any(x.ndim == 0 and x.dtype.kind in labels and not shared for x, shared in leaves)
-    if isinstance(source, ArraySource) or not has_label or all(x.ndim == 0 for x, _ in leaves):
+    leaves = _leaves(element)
+    kinds = "iuf" if source.is_grain or _is_sequence(source.loader) else "iu"
+    numbers = [x for x in leaves if np.ndim(x) == 0]
+    labels = [x for x in numbers if np.asarray(x).dtype.kind in kinds]
+    labels = [x for x in labels if not (isinstance(element, Mapping) and type(x) is float)]
+    if isinstance(source, ArraySource) or source.makes_batches or not labels or len(numbers) == len(leaves):
         return None
     return (
         f"{source.argument} gives a number next to an array, {shown(element, 60)} first, which all rows of the batch "
-        f"share. If these are rows, batch them, by {_BY_STACKING}."
+        f"share. If these are rows, batch them, by {'.batch(32)' if source.is_grain else _BY_STACKING}."
     )
 
 

@@ -13,6 +13,7 @@ from jaxlit.data.source import Source, length_of, located
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 from jaxlit.notes import noting_place
+from jaxlit.shown import shown
 
 _logger = logging.getLogger("jaxlit")
 
@@ -44,14 +45,12 @@ class Loaders:
         if isinstance(first, DataModule) and datamodule is None:
             datamodule, given = first, {**given, stage: (None, argument)}
         if datamodule is not None and not isinstance(datamodule, DataModule):
-            kind = f"the class {datamodule.__name__}" if isinstance(datamodule, type) else type(datamodule).__name__
-            raise ArgumentTypeError(f"Trainer.{verb}(datamodule=...) takes a jl.DataModule object, got {kind}.")
-        for loaders, argument in given.values():
+            raise ArgumentTypeError(f"Trainer.{verb}(datamodule=...) takes a jl.DataModule, got {shown(datamodule)}.")
+        for loaders, argument in given.values():  # refused before anything is set up
             if loaders is not None and datamodule is not None:
                 raise ArgumentError(
                     f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
                 )
-        for loaders, argument in given.values():  # refused before anything is set up
             each_loader(loaders, f"Trainer.{verb}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
         # By argument: a loader that a hook makes again keeps its intake, so that its batches are compared with the old.
@@ -147,16 +146,11 @@ class Loaders:
         each = each_loader(loaders, where)
         if stage == "training" and len(each) > 1:
             raise ArgumentError(f"{where} takes one loader, got {len(each)}. Join them, for example by grain's mix.")
-        limits = [limit_of(self._limits[stage], *one, limit_name) for one in each]
-        pairs = [
-            (self._source(*one, stage, idx, limit), limit)
-            for idx, (one, limit) in enumerate(zip(each, limits, strict=True))
-        ]
-        for source, limit in pairs:
-            asked = self._limits[stage]
-            if isinstance(asked, int) and limit is not None and limit < asked:
-                text = "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches."
-                _logger.warning(text, limit_name, asked, source.argument, limit)
+        pairs = []
+        for idx, one in enumerate(each):
+            limit = limit_of(self._limits[stage], *one, limit_name)
+            source = self._source(*one, stage, idx, limit)
+            pairs.append((source, limit))
             if stage != "training" and limit is None and source.is_endless:
                 raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
         return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
@@ -201,19 +195,11 @@ def limit_of(limit: int | float, loader: Any, where: str, argument: str) -> int 
     length = length_of(loader)
     if isinstance(limit, int):
         return limit if length is None else min(limit, length)
-    if limit == 1.0:
-        return length
-    if limit == 0.0:
-        return 0
-    if length is None:
+    if limit in (0.0, 1.0):
+        return length if limit else 0
+    if length is None or 0 < length * limit < 1:
         raise ArgumentError(
-            f"Trainer({argument}={limit}) is a fraction, but {where} has no length. "
-            "Give the number of batches as an int."
+            f"Trainer({argument}={limit}) is a fraction, and {where} has "
+            f"{'no length' if length is None else f'{length} batches'}. Give the number of batches as an int."
         )
-    count = int(length * limit)
-    if count == 0 and length:
-        raise ArgumentError(
-            f"Trainer({argument}={limit}) of {length} batches is less than one. "
-            f"Give at least {1 / length:.3g}, or an int."
-        )
-    return count
+    return int(length * limit)

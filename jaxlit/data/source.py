@@ -37,6 +37,9 @@ class Source(ABC):
     is_grain = False
     """Whether the loader is grain's."""
 
+    makes_batches = False
+    """Whether a stage of grain's makes batches of records."""
+
     is_shared = False
     """Whether every number of processes that share its rows gives the same batches."""
 
@@ -106,7 +109,7 @@ class Source(ABC):
             return self._continued(epoch)
         # The batches to keep begin with the first, also if training continues after it.
         start, self._start = self._start, None
-        return _after(self._keeping(epoch, self._keep), (start[1] or 0) if start else 0)
+        return self._keeping(epoch, self._keep, (start[1] or 0) if start else 0)
 
     def peek(self) -> list[Any]:
         """Draw the first batch ahead of time, and return it in a list; the first epoch begins with it all the same.
@@ -133,8 +136,12 @@ class Source(ABC):
             return [copied(batch) for batch, _ in self._kept[at or 0 :][:count]]
         if not self.may_go_back(at):
             return []
-        with contextlib.closing(_copies(self.draws(self._number(epoch), at), count)) as draws:
-            return list(draws)
+        draws = self.draws(self._number(epoch), at)
+        try:
+            return [copied(batch) for batch, _ in itertools.islice(draws, count)]
+        finally:
+            if isinstance(draws, Generator):  # it may hold threads and processes
+                draws.close()
 
     def may_go_back(self, at: Any) -> bool:
         """Return whether the iteration can be set back to a position, without much work."""
@@ -202,17 +209,18 @@ class Source(ABC):
     def _fingerprint(self) -> dict[str, Any]:
         return {"loader": type(self.loader).__name__, "length": self.length} | self.content()
 
-    def _keeping(self, epoch: int, count: int) -> Generator[tuple[Any, Any], None, None]:
+    def _keeping(self, epoch: int, count: int, start: int) -> Generator[tuple[Any, Any], None, None]:
         if self._kept is None:
             kept = []
             for i, (batch, _) in enumerate(itertools.islice(self._continued(epoch), count)):
                 kept.append((batch, i + 1))
                 self._kept = kept if len(kept) == count else None
-                yield copied(batch), i + 1
+                if i >= start:
+                    yield copied(batch), i + 1
             self._kept = kept
         else:
             # Copies: a hook that changes a batch in place changes it for one epoch.
-            yield from ((copied(batch), at) for batch, at in self._kept)
+            yield from ((copied(batch), at) for batch, at in self._kept[start:])
 
     def _continued(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         if not self.continues:
@@ -251,19 +259,6 @@ def located(error: BaseException, argument: str, epoch: int, batch: int) -> Base
     if "terminated unexpectedly" in str(error):  # grain's words for a worker process that is gone
         error.add_note("Most often a worker is killed because memory ran out: use fewer workers, or smaller buffers.")
     return error
-
-
-def _copies(draws: Iterator[tuple[Any, Any]], count: int) -> Generator[Any, None, None]:
-    try:
-        yield from (copied(batch) for batch, _ in itertools.islice(draws, count))
-    finally:
-        if isinstance(draws, Generator):  # it may hold threads and processes
-            draws.close()
-
-
-def _after(draws: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:
-    with contextlib.closing(draws):
-        yield from itertools.islice(draws, count, None)
 
 
 def _chained(first: Iterable[Any], rest: Iterable[Any]) -> Generator[Any, None, None]:

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,12 +40,17 @@ def initialize(
         >>> import jaxlit as jl
         >>> jl.distributed.initialize()  # alone, nothing happens
     """
-    given = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    is_complete = _check(given)
+    given = coordinator_address, num_processes, process_id
+    is_complete = None not in given
+    if is_complete:
+        fits = re.fullmatch(r".+:\d+", str(coordinator_address)) and 0 <= int(process_id or 0) < int(num_processes or 0)
+    else:
+        fits = given == (None, None, None)
+    if not fits:
+        raise ArgumentError(
+            "distributed.initialize takes coordinator_address='host:port', num_processes and process_id, which counts "
+            f"from 0, got {', '.join(map(repr, given))}. Pass all three, or none to let jax detect them."
+        )
     if jax.distributed.is_initialized() or not (is_complete or _cluster_is_present()):
         return
     if jax_runs():
@@ -56,9 +61,7 @@ def initialize(
     if coordinator_address is not None and process_id:
         _wait_for(coordinator_address, timeout)
     try:
-        jax.distributed.initialize(
-            **given, local_device_ids=local_device_ids, initialization_timeout=max(1, round(timeout))
-        )
+        jax.distributed.initialize(*given, local_device_ids, initialization_timeout=max(1, round(timeout)))
     except RuntimeError as error:
         raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
 
@@ -96,32 +99,6 @@ def shard_options(*, drop_remainder: bool = True) -> Any:
     import grain
 
     return grain.sharding.ShardOptions(jax.process_index(), jax.process_count(), drop_remainder)
-
-
-def _check(given: Mapping[str, Any]) -> bool:
-    """Refuse the arguments that name the processes unless all or none are given; return whether they are.
-
-    Raises:
-        ArgumentError: Some are missing, or one is out of its range.
-    """
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
-        raise ArgumentError(
-            f"distributed.initialize got {', '.join(k for k in given if k not in missing)} without "
-            f"{', '.join(missing)}. Pass all three, or none to let jax detect them."
-        )
-    address, count, process = (given[name] for name in ("coordinator_address", "num_processes", "process_id"))
-    if address is not None and not re.fullmatch(r".+:\d+", address):
-        raise ArgumentError(
-            f"distributed.initialize(coordinator_address=...) takes 'host:port', got {address!r}. Choose a "
-            "port that is free on process 0's computer."
-        )
-    if count is not None and process is not None and not 0 <= process < count:
-        raise ArgumentError(
-            f"distributed.initialize(process_id={process}, num_processes={count}): the id counts from 0, so "
-            f"it is at most {count - 1}."
-        )
-    return not missing
 
 
 def _wait_for(address: str, timeout: float) -> None:

@@ -132,11 +132,8 @@ class Hooks:
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
-        for owner in (*callbacks, module, *([datamodule] if datamodule else [])):
+        for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
-        for name in ("trace_step", "on_trace"):
-            if callable(getattr(type(module), name, None)):
-                raise ModuleError(f"{type(module).__name__}.{name} would never be called. Put it into a Callback.")
         for name in vars(Callback):
             if name.startswith("on_") or name in ("setup", "teardown"):
                 self._find(name)  # a wrong signature is refused now, not in the middle of training
@@ -144,21 +141,19 @@ class Hooks:
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
         if name not in self.bound:
-            self.bound[name] = Hook(self, name, [TimedFunction(*pair) for pair in self._find(name)])
+            self.bound[name] = Hook(self, name, self._find(name))
         return self.bound[name]
 
-    def _find(self, name: str) -> list[tuple[Any, Callable[..., Any]]]:
-        # The sort is stable: callbacks that run last keep their order after the module.
-        late = name in ("on_train_epoch_end", "on_safe_point")
-        owners = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
-        hooks: list[tuple[bool, Any, Any]] = [(c.runs_last and late, c, _of_callback(c, name)) for c in owners]
+    def _find(self, name: str) -> list[TimedFunction]:
+        owners: list[Any] = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
         if callable(getattr(type(self.module), name, None)):
-            hooks.append((False, self.module, _without_trainer(self.module, name)))
-        data = self.datamodule
+            owners.append(self.module)
+        if name in ("on_train_epoch_end", "on_safe_point"):
+            owners.sort(key=lambda c: isinstance(c, Callback) and c.runs_last)  # stable: those keep their order
         # Loader hooks return something, so their users call them.
-        if name in ("prepare_data", "setup", "teardown", "on_exception") and data is not None:
-            hooks.insert(0, (False, data, _without_trainer(data, name)))
-        return [(owner, function) for _, owner, function in sorted(hooks, key=lambda x: x[0])]
+        if name in ("prepare_data", "setup", "teardown", "on_exception") and self.datamodule is not None:
+            owners.insert(0, self.datamodule)
+        return [TimedFunction(owner, _adapted(owner, name)) for owner in owners]
 
     def __call__(self, name: str, *args: Any) -> None:
         """Call every hook of this name."""
@@ -218,13 +213,15 @@ def _nothing(*_: Any) -> None:
 
 def _refuse_gone(owner: Any) -> None:
     # If nothing called a hook of Lightning, the model would train without the hook's work, silently.
-    for name, remedy in advice("hook").items():
-        if callable(getattr(type(owner), name, None)):
-            raise ModuleError(f"{type(owner).__name__}.{name} would never be called. {remedy}")
-    for name in dir(type(owner)):
+    gone = dict(advice("hook"))
+    if not isinstance(owner, Callback):
+        gone |= dict.fromkeys(("trace_step", "on_trace"), "Put it into a Callback.")
+    for name in (x for x in dir(type(owner)) if callable(getattr(type(owner), x, None))):
+        hint = f" {gone[name]}" if name in gone else ""
         # A user's helper may begin with on_ as well: only a name that is nearly a hook is a misspelling.
-        helper = name.startswith("on_") and name not in _HOOKS and callable(getattr(type(owner), name, None))
-        if helper and (hint := did_you_mean(name, _HOOKS, 0.9)):
+        if not hint and name.startswith("on_") and name not in _HOOKS:
+            hint = did_you_mean(name, _HOOKS, 0.9)
+        if hint:
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called.{hint}")
     if getattr(owner, "automatic_optimization", True) is False:
         raise ModuleError(
@@ -241,12 +238,11 @@ def overrides(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
-def _of_callback(callback: Callback, hook: str) -> Callable[..., Any]:
-    method = fitting(callback, hook)
-    return method if hook not in _WITHOUT_MODULE else lambda trainer, module, *args: method(trainer, *args)
-
-
-def _without_trainer(owner: Any, hook: str) -> Callable[..., Any]:
+def _adapted(owner: Any, hook: str) -> Callable[..., Any]:
+    """Return a hook that takes the trainer and the module first, whatever of them the owner's method takes."""
+    if isinstance(owner, Callback):
+        method = fitting(owner, hook)
+        return method if hook not in _WITHOUT_MODULE else lambda trainer, module, *args: method(trainer, *args)
     method = fitting(owner, hook, [name for name in _arguments(hook) if name not in ("trainer", "module")])
     return lambda trainer, module, *args: method(*args)
 
@@ -269,14 +265,11 @@ def fitting(owner: Any, hook: str, arguments: list[str] | None = None) -> Callab
         ModuleError: It takes others.
     """
     method, arguments = getattr(owner, hook), _arguments(hook) if arguments is None else arguments
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a builtin may have none
-        return method
-    for given in (arguments, arguments[:-1] if arguments[-1:] == ["dataloader_idx"] else arguments):
+    signature = inspect.signature(method)
+    for left_out in (0, 1) if arguments[-1:] == ["dataloader_idx"] else (0,):
         with contextlib.suppress(TypeError):
-            signature.bind(*given)
-            return method if given is arguments else lambda *args: method(*args[:-1])
+            signature.bind(*arguments[: len(arguments) - left_out])
+            return (lambda *args: method(*args[:-1])) if left_out else method
     raise ModuleError(
         f"{type(owner).__name__}.{hook}{signature} is called with ({', '.join(arguments)}). Give it these arguments."
     )

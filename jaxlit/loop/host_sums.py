@@ -35,10 +35,6 @@ class Total:
         if len(self.waiting) >= 64:
             self._fold()
 
-    def copy(self) -> "Total":
-        """Return a copy, which later values do not change."""
-        return replace(self, waiting=list(self.waiting))
-
     def __float__(self) -> float:
         self._fold()
         assert self.total is not None
@@ -49,7 +45,7 @@ class Total:
     def state_dict(self) -> dict[str, Any]:
         """Return the sum so far; waits for the device."""
         self._fold()
-        return {"metric": asdict(self.metric), "hook": self.hook, "total": self.total, "weight": self.weight}
+        return {name: x for name, x in asdict(self).items() if name != "waiting"}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Total":
@@ -57,16 +53,16 @@ class Total:
         return cls(**{**state, "metric": Metric(**state["metric"])})
 
     def _fold(self) -> None:
-        kind = self.metric.reduce_fx
+        reduce, is_mean = _REDUCE.get(self.metric.reduce_fx, operator.add), self.metric.reduce_fx == "mean"
         for waiting, share in self.waiting:
             value, weight = float(waiting), float(share)
-            value = value * weight if kind == "mean" else value
-            self.total = value if self.total is None else _REDUCE.get(kind, operator.add)(self.total, value)
+            value = value * weight if is_mean else value
+            self.total = value if self.total is None else reduce(self.total, value)
             self.weight += weight
         self.waiting.clear()
 
 
-Logged = tuple[dict[str, Total], dict[str, Total]]  # of the window, of the epoch
+Logged = tuple[dict[str, Total], ...]  # of the window, of the epoch
 
 
 class HostLog:
@@ -173,8 +169,7 @@ class HostLog:
         """Return what hooks have logged of the window and of the epoch, for `go_back`; None if they log nothing."""
         if not (self.window or self._epoch):
             return None
-        window, epoch = ({k: total.copy() for k, total in totals.items()} for totals in (self.window, self._epoch))
-        return window, epoch
+        return tuple({k: replace(x, waiting=[*x.waiting]) for k, x in y.items()} for y in (self.window, self._epoch))
 
     def go_back(self, logged: Logged | None) -> None:
         """Forget what was logged since."""

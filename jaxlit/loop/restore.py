@@ -22,35 +22,42 @@ _METRICS = ("sums", "window.metrics")
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 
 
-def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, reset_optimizer: bool = False) -> None:
-    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to begin with, and how much of it must fit.
 
-    Args:
-        engine: The engine.
+    Attributes:
         checkpoint: A verified checkpoint.
         strict: Refuse a checkpoint whose arrays are not exactly those of the engine. Otherwise those that fit are
             taken, and the others named.
         reset_optimizer: Leave the optimizer as it is at step 0.
+    """
+
+    checkpoint: Checkpoint
+    strict: bool = True
+    reset_optimizer: bool = False
+
+
+def load_engine(engine: Engine, resume: Resume) -> None:
+    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
 
     Raises:
         CheckpointError: It does not fit: a table says what differs.
     """
+    checkpoint, reset_optimizer = resume.checkpoint, resume.reset_optimizer
     saved, wanted = checkpoint.specs, engine.state.specs
-    evaluates = engine.evaluates_only
+    evaluates, filled = engine.evaluates_only, checkpoint.state["position"]["filled"]
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
-    empty = not checkpoint.state["position"]["filled"]
-
-    def host(name: str) -> bool:
-        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
-        fresh = (name == "loss_scale" and reset_optimizer) or (name.startswith("window.") and empty)
-        return _is_bookkeeping(name) and (name not in same or fresh)
-
     then, now = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
 
     def skip(name: str) -> bool:
-        needless = not name.startswith("module.") if evaluates else reset_optimizer and name.startswith("opt_state")
-        return needless or host(name) or _callback(name) in then ^ now
+        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
+        if evaluates:
+            return not name.startswith("module.")
+        fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
+        fresh = fresh or (name.startswith("window.") and not filled)
+        return fresh or (_is_bookkeeping(name) and name not in same) or _callback(name) in then ^ now
 
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
@@ -58,7 +65,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
-    report(checkpoint, rows, type(engine.module).__name__, strict, resumes=not evaluates)
+    report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
     again = {*(now - then), *(key for name, _, _ in rows if (key := _callback(name)))}
     pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
@@ -68,8 +75,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
     released = engine.state.release(pairs.values())
     target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
-    arrays = {k: read[i] for i, k in pairs.items()}
-    arrays |= {k: fit(read[i]) for i, (k, fit) in extra.items()}
+    arrays = {k: read[i] for i, k in pairs.items()} | {k: fit(read[i]) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
@@ -84,34 +90,36 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, *, strict: bool = True, 
 
 def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     position = checkpoint.state["position"]
+    stated, counted = [position[k] for k in ("global_step", "epoch", "batch_idx")], engine.state.counters()
     # Between epochs the arrays still count in the one before.
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
-    stated = tuple(position[k] for k in ("global_step", "epoch", "batch_idx"))[:count]
-    counted = tuple(engine.state.counters()[:count])
-    if stated != counted:
-        raise CheckpointError(f"{checkpoint.path} is of (step, epoch, batch) {stated}, and its arrays of {counted}.")
+    if stated[:count] != counted[:count]:
+        raise CheckpointError(
+            f"{checkpoint.path} is of (step, epoch, batch) {stated[:count]}, and its arrays of {counted[:count]}."
+        )
 
 
 def _callback(name: str) -> str | None:
     """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
-    match = _OF_CALLBACK.match(name)
-    return match[1] if match else None
+    return match[1] if (match := _OF_CALLBACK.match(name)) else None
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
-    saved, wanted, replicas = checkpoint.specs, engine.state.specs, engine.strategy.replica.stack_size
-    table, places = table_of(checkpoint.state["metrics"]), {name: k for k, (name, _, _) in enumerate(wanted)}
-    conversions: dict[int, Any] = {}
-    filled, was = checkpoint.state["position"]["filled"], checkpoint.state["window_replicas"]
-    for i, (name, _, _) in enumerate(saved):
+    state, replicas, conversions = checkpoint.state, engine.strategy.replica.stack_size, dict[int, Any]()
+    table, places = table_of(state["metrics"]), {name: k for k, (name, _, _) in enumerate(engine.state.specs)}
+    for i, (name, _, _) in enumerate(checkpoint.specs):
         of_window = name.startswith("window")
-        if not _is_bookkeeping(name) or name in same or (of_window and not filled):  # an empty one stays as it is
+        # An empty window stays as it is.
+        if not _is_bookkeeping(name) or name in same or (of_window and not state["position"]["filled"]):
             continue
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
         elif name in places:  # a sum over rows: the first replica gets the sum of all
-            conversions[i] = places[name], partial(_refit, was=was if of_window else replicas, replicas=replicas)
+            conversions[i] = (
+                places[name],
+                partial(_refit, was=state["window_replicas"] if of_window else replicas, replicas=replicas),
+            )
     return conversions
 
 
@@ -124,12 +132,3 @@ def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
 
 def _is_bookkeeping(name: str) -> bool:
     return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))
-
-
-@dataclass(frozen=True)
-class Resume:
-    """A checkpoint to begin with, and how much of it must fit."""
-
-    checkpoint: Checkpoint
-    strict: bool = True
-    reset_optimizer: bool = False

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, read
+from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.intake import named_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.loop.restore import load_engine
+from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run, Start
-from jaxlit.loop.snapshot import load_position
 
 _logger = logging.getLogger("jaxlit")
 
@@ -71,8 +72,8 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
     """
     engine, position = run.engine, run.position
     if isinstance(to, Checkpoint):
-        load_engine(engine, to)
-        was = load_position(to.state)
+        load_engine(engine, Resume(to))
+        was = Position(**to.state["position"])
         _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
         same_epoch = position.go_back(was)
         # The arrays count as their checkpoint does, but the batches since then stay used.
@@ -84,9 +85,8 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.results.history.clear(was.global_step)
     else:
         if to.filled and run.resume is not None:  # only the checkpoint has the gradients of that window
-            resume = run.resume
-            saved = read(resume.checkpoint.path)  # it may be deleted or damaged by now
-            load_engine(engine, saved, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
+            saved = read(run.resume.checkpoint.path)  # it may be deleted or damaged by now
+            load_engine(engine, replace(run.resume, checkpoint=saved))
         else:
             engine.go_back(to.step, position.epoch, to.batch_idx)
         position.move_before(to.step, to.batch_idx, to.filled, to.data)
@@ -148,30 +148,28 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     if not after or after[0].step != bad:
         return
     start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
-    reloaded = start.filled > 0 and run.resume is not None
+    reloaded = start.filled > 0 and run.resume is not None and not run.resume.reset_optimizer
     rewind(run, start, "")
-    run.not_finite = {"step": bad, "epoch": position.epoch, "batches": [start.batch_idx, end], "optimizer": []}
+    took = None
     if isinstance(error, NonFiniteError):
         text, took = _diagnose(run, start.batch_idx, end)
-        before = run.resume.checkpoint.state.get("not_finite") if run.resume is not None else None
-        again = before is not None and before["step"] == bad
-        second = "\nIt is the second time: training was resumed right before this step." * again
-        error.args = (f"{error}{text}{second}",)
-    else:
-        took = engine.diagnose.took(None)
-    if not (reloaded and run.resume is not None and not run.resume.reset_optimizer):
-        run.not_finite["optimizer"] = took
+        before = run.resume and run.resume.checkpoint.state.get("not_finite")
+        second = "\nIt is the second time: training was resumed right before this step."
+        error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
+    took = [] if reloaded else engine.diagnose.took(None) if took is None else took
+    batches = [start.batch_idx, end]
+    run.not_finite = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": took}
 
 
-def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
+def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
     """Run the batches of a step again on the last good parameters.
 
     Returns:
-        What is not finite, and the names of the optimizer's arrays that contain it.
+        What is not finite, and the names of the optimizer's arrays that contain it, None if they are not known.
     """
-    engine, diagnose = run.engine, run.engine.diagnose
+    engine = run.engine
     if jax.process_count() > 1 or run.control.interrupted:  # a user who interrupts waits for the end
-        return "", diagnose.took(None)
+        return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
         assert run.train is not None
@@ -180,34 +178,30 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str]]:
         pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:
             raise LookupError("the loader cannot be set back to it")
-        results = diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])
+        results = engine.diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])
     except Exception as error:
-        return f"\n{which} could not be run again: {error!r:.300}", diagnose.took(None)
-    is_bad = [not (np.isfinite(loss) and not names) for loss, names in results]
-    if not any(is_bad):
+        return f"\n{which} could not be run again: {error!r:.300}", None
+    bad = [k for k, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
+    if not bad:
         window = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
             f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): {window}the "
-            "loader gave other data, the step draws other numbers each time, or gradients overflow when added up.",
-            diagnose.took(None),
-        )
-    first_bad = is_bad.index(True)
-    (loss, names), rows = results[first_bad], _not_finite(pairs[first_bad][0])
-    lost = any(not np.isfinite(x) for x, _ in results)
+            "loader gave other data, the step draws other numbers each time, or gradients overflow when added up."
+        ), None
+    (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])
+    is_finite = all(np.isfinite(x) for x, _ in results)  # else the step has changed nothing
     gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (
-        f"\nBatch {first + first_bad}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that "
-        f"are not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}.",
-        [] if lost else diagnose.took({name for _, names in results for name in names}),
-    )
+        f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that "
+        f"are not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}."
+    ), engine.diagnose.took({name for _, names in results for name in names}) if is_finite else []
 
 
 def _not_finite(batch: Any) -> list[str]:
     """Return the leaves of a batch that are not finite, with their rows."""
     texts = []
     for name, leaf in named_leaves(batch):
-        x = np.asarray(leaf)
-        if not jnp.issubdtype(x.dtype, jnp.inexact) or np.isfinite(x).all():
+        if not jnp.issubdtype((x := np.asarray(leaf)).dtype, jnp.inexact) or np.isfinite(x).all():
             continue
         rows = np.nonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0].tolist() if x.ndim else []
         shown = ", ".join(map(str, rows[:_MOST_ROWS])) + ", ..." * (len(rows) > _MOST_ROWS)

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxlit.checkpoints.position import Evaluation, Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
+from jaxlit.core.stage import Stage
 from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.source import Source
@@ -59,6 +62,7 @@ Loader = tuple[Source, int | None]  # and its limit in batches
 class Setup:
     """What a run has before its loaders are open and its engine is made, as in `prepare_data` and `setup`."""
 
+    stage: Stage
     settings: Settings
     control: Control
     module: TrainModule
@@ -66,20 +70,22 @@ class Setup:
     results: Results
     position: Position
     loaders: Loaders
-    max_in_flight: int  # steps that may be dispatched and not finished
-    clock: Clock
+    resume: Resume | None  # the checkpoint that the run begins with
+    take_ownership: bool  # whether the engine may overwrite the module's arrays
     accumulate_given: int  # the Trainer's argument, before any hook
     train: Loader | None = None
     val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
     val_every: int | None = None  # batches between validations; None for the end of the epoch
+    clock: Clock = field(default_factory=lambda: Clock(jax.process_count() > 1))
     compiles: CompileLog = field(default_factory=CompileLog)
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
 
-    def end_clock(self) -> None:
-        """Stop the clock: the run is over."""
-        self.ended = self.ended or time.monotonic()
+    @property
+    def is_fit(self) -> bool:
+        """Whether the run is a fit."""
+        return self.stage.verb == "fit"
 
     @property
     def seconds(self) -> float:
@@ -152,12 +158,16 @@ class Run(Setup):
     seen_bad_step: int = -1
     starts: list[Start] = field(default_factory=list)  # of the steps that were not checked yet
     not_finite: dict[str, Any] | None = None  # the bad step that training ends before, see `jaxlit.loop.rewind`
-    resume: Resume | None = None  # the checkpoint that training continues from
     limits: list[Limit] = field(default_factory=list)  # of time
     is_timed: bool = False  # something waits for a time; an attribute, because each step reads it
     _next_validation: float | None = None  # seconds of the clock, if the interval is a time
     _stop_logged: bool = False
     _signal_printed: bool = False
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be dispatched and not finished."""
+        return self.settings.steps_in_flight(self.engine.strategy.mesh.size)
 
     @property
     def progress(self) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from jaxlit import checks as check
 from jaxlit.core.precision import PRECISIONS
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.shown import shown
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
 # What a trial of a few batches does once, whatever the other arguments say.
@@ -184,10 +183,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "data_timeout": _or_none(check.seconds),
     "hang_timeout": _or_none(check.seconds),
     "max_in_flight": _int(1, "auto"),
-    "debug": check.boolean,
-    "enable_checkpointing": check.boolean,
-    "enable_progress_bar": check.boolean,
-    "enable_model_summary": check.boolean,
+    **dict.fromkeys(("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean),
 }
 
 
@@ -202,32 +198,17 @@ def _check_combinations(s: Settings) -> None:
             f"Trainer(check_val_every_n_epoch=None, val_check_interval={s.val_check_interval}) counts across epochs, "
             "where a fraction has no meaning. Give val_check_interval as an int or a duration."
         )
-    for least, most in (("min_epochs", "max_epochs"), ("min_steps", "max_steps")):
-        low, high = getattr(s, least), getattr(s, most)
-        if high is not None and low > high >= 0:
-            raise ArgumentError(
-                f"Trainer({least}={low}, {most}={high}): the least is more than the most. Lower {least}."
-            )
     if s.gradient_clip_algorithm is not None and s.gradient_clip_val is None:
         raise ArgumentError(
             f"Trainer(gradient_clip_algorithm={s.gradient_clip_algorithm!r}) clips nothing without gradient_clip_val. "
             "Pass it, or leave both out."
-        )
-    if s.resume is None:
-        return
-    if not isinstance(s.resume, (str, Path)) or not str(s.resume):
-        raise ArgumentTypeError(f"Trainer(resume=...) takes 'auto', a path or None, got {shown(s.resume)}.")
-    if s.resume in ("last", "best"):
-        raise ArgumentError(
-            f"Trainer(resume={s.resume!r}): 'auto' continues from the newest checkpoint in default_root_dir. Pass it, "
-            f"a path, or fit(ckpt_path={s.resume!r})."
         )
     if s.resume == "auto" and s.default_root_dir is None:
         raise ArgumentError(
             "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
             "Trainer(default_root_dir=...)."
         )
-    if s.fast_dev_run:
+    if s.resume is not None and s.fast_dev_run:
         raise ArgumentError(
             f"Trainer(resume={str(s.resume)!r}, fast_dev_run={s.fast_dev_run}): a trial of a few batches starts again. "
             "Leave one of them out."

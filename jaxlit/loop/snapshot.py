@@ -35,30 +35,31 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
     engine, strategy = run.engine, run.engine.strategy
-    position = {name: getattr(run.position, name) for name in plain_fields(Position)}
-    latest, pending, data = run.results.latest, run.pending, run.loaders.datamodule
+    pending, data, ask_for = run.pending, run.loaders.datamodule, run.hooks.failed.ask
     hparams, added = hparams_of(run.module).saved()
-    table = [asdict(metric) for metric in engine.training_table.metrics]
+    known = keyed(run.hooks.callbacks, run.hooks.failed)
+    states = {key: ask_for(callback, "state_dict", callback.state_dict) for key, callback in known.items()}
     state = {
         "format": FORMAT,
         "global_step": run.position.global_step,
         "epoch": run.position.epoch,
-        "position": position,
+        "position": _plain(run.position),
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
         "arrays": engine.state.specs,
         "optimizer": engine.state.optimizer_kind,
-        "metrics": table,
+        "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
-        "latest": _pack(latest),
+        "latest": _pack(run.results.latest),
         # A row is read one step late: without this one a resume would lose it.
         "pending": pending and [_pack(pending[0]), {k: float(v) for k, v in pending[1].items()}, pending[2]],
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
-        "callbacks": _states(run),
-        "datamodule": {} if data is None else run.hooks.failed.ask(data, "state_dict", data.state_dict),
+        # Without that of a callback that fails to return it and is disabled.
+        "callbacks": {key: x for key, x in states.items() if x is not None},
+        "datamodule": {} if data is None else ask_for(data, "state_dict", data.state_dict),
         "module": {"class": type(run.module).__name__, "hparams": hparams},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
@@ -85,11 +86,6 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         ) from None
 
 
-def load_position(state: Mapping[str, Any]) -> Position:
-    """Return how far training was."""
-    return Position(**state["position"])
-
-
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
     saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
@@ -98,7 +94,7 @@ def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     for owner, kept in owners:
         try:
             run.hooks.failed.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{type(owner).__name__}.load_state_dict cannot take what the checkpoint keeps: {error!r}. It was "
                 "saved by another version of it, or is damaged. Leave the callback out, or resume from another one."
@@ -123,16 +119,14 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
     if saved is None or saved["idx"] != idx:
         return
     theirs, processes = saved["states"], jax.process_count()
-    was = len(theirs)
-    if was == processes:  # each process continues with its share
+    if len(theirs) == processes:  # each process continues with its share
         source.load_state_dict(theirs[jax.process_index()])
         return
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
         raise DataError(
-            f"{source.argument}: the checkpoint is from the middle of an epoch in {was} process{'es' * (was > 1)}, and "
-            f"there {'are' if processes > 1 else 'is'} {processes} now, which do not know where this kind of loader "
-            "continues. Resume with as many processes, use a jl.ArrayLoader or a grain MapDataset, or resume from the "
-            "end of an epoch."
+            f"{source.argument}: {len(theirs)} processes wrote the checkpoint in the middle of an epoch, and "
+            f"{processes} cannot continue in this kind of loader. Resume with as many processes, use a jl.ArrayLoader "
+            "or a grain MapDataset, or resume from the end of an epoch."
         )
     # The fingerprint of another kind of loader is of each process's share.
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
@@ -147,19 +141,15 @@ def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
     return 1 < given == run.accumulate_given == run.settings.accumulate_grad_batches
 
 
-def load_accumulation(run: Run, state: Mapping[str, Any]) -> None:
-    """Continue with the window of the epoch, and with the number that hooks had set, unless the Trainer has another."""
-    keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
-    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else given
-    if keeps and (numbers := state.get("accumulate_set")):
-        run.hooks.trainer.accumulate_grad_batches = numbers[1]
-
-
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, the metrics, the row that was not read yet, and a validation that was cut."""
     table = table_of(state["metrics"])
     run.resumed = True
-    load_accumulation(run, state)
+    # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
+    keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
+    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else given
+    if keeps and (numbers := state.get("accumulate_set")):
+        run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
@@ -186,14 +176,6 @@ def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback
     return keys
 
 
-def _states(run: Run) -> dict[str, Any]:
-    """Return the states of the callbacks, without that of a callback that fails to return it and is disabled."""
-    failed = run.hooks.failed
-    known = keyed(run.hooks.callbacks, failed).items()
-    states = {key: failed.ask(callback, "state_dict", callback.state_dict) for key, callback in known}
-    return {key: state for key, state in states.items() if state is not None}
-
-
 def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of the loaders, of every process."""
     position, now = run.position, run.evaluation
@@ -212,14 +194,15 @@ def _loaders(run: Run) -> dict[str, Any]:
 def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
     if now is None:
         return None
-    saved: dict[str, Any] = {k: getattr(now, k) for k in plain_fields(Evaluation)}
-    saved |= {"sums": None, "metrics": []}
-    if now.sums is not None and now.table is not None:
-        table, count = now.sums
-        # The columns with them: a step that logs other metrics since must not add to these.
-        saved["sums"] = [_pack(table), int(fetch(count))]
-        saved["metrics"] = [asdict(metric) for metric in now.table.metrics]
-    return saved
+    if now.sums is None or now.table is None:
+        return _plain(now) | {"sums": None, "metrics": []}
+    # The columns with them: a step that logs other metrics since must not add to these.
+    sums = [_pack(now.sums[0]), int(fetch(now.sums[1]))]
+    return _plain(now) | {"sums": sums, "metrics": [asdict(metric) for metric in now.table.metrics]}
+
+
+def _plain(x: Position | Evaluation) -> dict[str, Any]:
+    return {name: getattr(x, name) for name in plain_fields(type(x))}
 
 
 def _pack(array: Any) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checks import is_int
 from jaxlit.core.log import metric_of
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
@@ -35,7 +34,8 @@ class Tracing:
         self._hooks = hooks
         self._every: list[tuple[Callback, int]] = []
         for callback in hooks.callbacks:
-            if overrides(callback, "trace_step") and (every := _interval(callback, log_every)):
+            every = log_every if callback.trace_every_n_steps is None else callback.trace_every_n_steps
+            if every and overrides(callback, "trace_step"):
                 fitting(callback, "trace_step")
                 self._every.append((callback, every))
         self.next, self._checked = -1, False
@@ -99,13 +99,3 @@ class Tracing:
         self.seen = self.seen[len(seen) :]
         for callback, step, values in seen:
             self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
-
-
-def _interval(callback: Callback, log_every: int) -> int:
-    every = callback.trace_every_n_steps
-    if every is None:
-        return log_every
-    name = f"{type(callback).__name__}.trace_every_n_steps"
-    if not is_int(every, low=0):
-        raise ModuleError(f"{name} takes an int of at least 0, or None for log_every_n_steps, got {shown(every)}.")
-    return every

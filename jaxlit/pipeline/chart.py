@@ -1,10 +1,8 @@
-"""Schedules as text: a chart of one, and a table of all."""
+"""Schedules as text."""
 
-from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.schedules import SCHEDULES, Schedule
+from jaxlit.pipeline.schedules import Schedule
 from jaxlit.pipeline.simulator import LATENCY, simulate
 from jaxlit.pipeline.tasks import Kind, flat
-from jaxlit.table import table
 
 _LETTER = {Kind.FWD: "F", Kind.BWD: "B", Kind.BWD_INPUT: "I", Kind.BWD_WEIGHT: "W"}
 
@@ -41,26 +39,3 @@ def chart(schedule: Schedule, num_microbatches: int) -> str:
     rows = (" ".join(f"{label:<{width}}" for label in line).rstrip() for line in lines)
     places = len(str(len(lines) - 1))
     return "\n".join(f"rank {rank:>{places}}  {row}" for rank, row in enumerate(rows))
-
-
-def comparison(ranks: int, num_microbatches: int, comm: float = 0.0) -> str:
-    """Return a table of all schedules that have a name.
-
-    Args:
-        ranks: Ranks of the pipeline.
-        num_microbatches: Into how many microbatches a batch is split.
-        comm: How long it takes to send an array to another rank, in forward passes of a rank.
-    """
-    rows, notes = [("schedule", "stages", "bubble", "time", "live")], list[str]()
-    for name, make in SCHEDULES.items():
-        schedule = make(ranks)
-        try:
-            simulation = simulate(schedule, num_microbatches, comm=comm)
-        except ArgumentError as error:
-            rows.append((name, str(schedule.num_stages), "-", "-", "-"))
-            notes.append(str(error))
-            continue
-        live = max(simulation.peak_live) * ranks / schedule.num_stages
-        cells = f"{schedule.num_stages}", f"{simulation.bubble:.1%}", f"{simulation.makespan:g}", f"{live:g}"
-        rows.append((name, *cells))
-    return "\n".join([*table(rows), *notes])

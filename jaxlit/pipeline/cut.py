@@ -29,12 +29,10 @@ class Input:
 
     Attributes:
         role: What it is.
-        stage: The stage that holds it, None if the cut decides.
         update: The index of the output that replaces it, None if it does not change.
     """
 
     role: Role
-    stage: int | None = None
     update: int | None = None
 
 
@@ -68,14 +66,14 @@ class Cut:
         pieces: That of each stage.
         home_of: The stage that holds each input, None for those of the batch and those that nothing uses.
         made_at: The stage that makes each output.
-        sizes: How many of the parts between marks each stage has; None where no mark counts.
+        sizes: How many of the parts between marks each stage has.
     """
 
     closed: ClosedJaxpr
     pieces: list[Piece]
     home_of: list[int | None]
     made_at: list[int]
-    sizes: list[int] | None = None
+    sizes: list[int]
 
     def runner(self, piece: Piece) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
         """Return a function of a piece's (inputs, ins) to its (outs, results)."""
@@ -101,7 +99,7 @@ def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(args) if mark_of(eqn) else bind(eqn, args)
 
 
-def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any = None) -> Cut:
+def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any) -> Cut:
     """Cut a program into stages.
 
     What depends on the batch and on weights, or comes after a mark, is computed once: where the latest of its
@@ -112,18 +110,16 @@ def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balanc
         closed: The program, its calls written out.
         inputs: What each of its inputs is.
         num_stages: Stages.
-        balance: How marks become stages, see `segments_of`; None to ignore marks and go by the inputs' stages.
+        balance: How marks become stages, see `segments_of`.
 
     Raises:
         ArgumentError: There are too few marks, one is where no program can be cut, or state is updated on one stage
             and read on another.
     """
-    segments = None if balance is None else segments_of(closed.jaxpr, num_stages, balance)
+    segments = segments_of(closed.jaxpr, num_stages, balance)
     # The first cut finds which stage uses each weight; the second places what is computed from weights alone.
-    first = _Cutting(closed, inputs, num_stages, segments, [x.stage for x in inputs], pins=False)
-    first.cut()
-    second = _Cutting(closed, inputs, num_stages, segments, first.homes(), pins=True)
-    return second.cut()
+    first = _Cutting(closed, inputs, num_stages, segments, None).cut()
+    return _Cutting(closed, inputs, num_stages, segments, first.home_of).cut()
 
 
 class _Place(NamedTuple):
@@ -143,13 +139,12 @@ class _Cutting:
         closed: ClosedJaxpr,
         inputs: Sequence[Input],
         num_stages: int,
-        segments: Segments | None,
-        homes: Sequence[int | None],
-        *,
-        pins: bool,
+        segments: Segments,
+        homes: Sequence[int | None] | None,
     ) -> None:
         self.closed, self.jaxpr, self.inputs = closed, closed.jaxpr, inputs
-        self.last, self.segments, self.known, self.pins = num_stages - 1, segments, homes, pins
+        self.last, self.segments, self.pins = num_stages - 1, segments, homes is not None
+        self.known = homes or [None] * len(inputs)
         self.stage: dict[Any, int] = {}  # of values that are computed once
         self.weights: dict[Any, frozenset[int]] = {}  # the inputs of values that depend on weights alone
         self.effects: dict[int, int] = {}  # the stage of equations that print or call back, by their identity
@@ -161,12 +156,11 @@ class _Cutting:
         wanted = self._wanted()
         for piece in reversed(self.pieces):  # a stage asks the ones before it, so the last comes first
             self._collect(piece, wanted)
-        homes = self.homes()
+        homes = [self._home(i, given) for i, given in enumerate(self.inputs)]
         made_at = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
         for piece in self.pieces:
             piece.results = [i for i, stage in enumerate(made_at) if stage == piece.stage or i in self._updates(piece)]
-        stages = None if self.segments is None else self.segments.stages
-        sizes = None if stages is None else [stages.count(piece.stage) for piece in self.pieces]
+        sizes = [self.segments.stages.count(piece.stage) for piece in self.pieces]
         return Cut(self.closed, self.pieces, homes, made_at, sizes)
 
     # Where equations go -----------------------------------------------------------------------------
@@ -177,7 +171,7 @@ class _Cutting:
             if given.role is Role.WEIGHT:
                 values[var] = _Place(weights=frozenset([i]))
             elif given.role is Role.BATCH:
-                values[var] = _Place(given.stage, of_batch=True)
+                values[var] = _Place(of_batch=True)
         read = lambda x, values: _NOWHERE if isinstance(x, Literal) else values.get(x, _NOWHERE)  # noqa: E731
         walk(self.jaxpr.eqns, values, self._place_equation, read)
         self.stage = {var: x.stage for var, x in values.items() if x.stage is not None}
@@ -187,7 +181,7 @@ class _Cutting:
         placed = [x.stage for x in given if x.stage is not None]
         roots = frozenset[int]().union(*(x.weights for x in given))
         of_batch = any(x.of_batch for x in given)
-        mark = None if self.segments is None else self.segments.stage_after(eqn)
+        mark = self.segments.stage_after(eqn)
         # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
         if placed or mark is not None or (roots and of_batch):
             # The latest operand decides: activations only go forward through the stages.
@@ -267,13 +261,10 @@ class _Cutting:
 
     # Which stage holds an input ---------------------------------------------------------------------
 
-    def homes(self) -> list[int | None]:
-        """Return the stage that holds each input: the first that uses it, unless it is known."""
-        return [self._home(i, given) for i, given in enumerate(self.inputs)]
-
     def _home(self, place: int, given: Input) -> int | None:
-        if given.stage is not None or given.role is Role.BATCH:
-            return given.stage
+        """Return the stage that holds an input: the first that uses it, unless it is known."""
+        if given.role is Role.BATCH:
+            return None
         users = [piece.stage for piece in self.pieces if place in piece.inputs]
         if (known := self.known[place]) in users:
             return known

@@ -1,7 +1,7 @@
 """Runs a batch through a pipeline: forward and backward passes of its microbatches, in the order of a schedule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +32,6 @@ class Microbatch:
     shape: Any
 
 
-@dataclass
-class Made:
-    """The results of the passes over a batch.
-
-    Attributes:
-        written: The newest arrays of what the step writes, in the order of `Passes.written`.
-        grads: The sum of each parameter's gradients, in the order of `Passes.params`.
-        tables: Each microbatch's table.
-        outputs: The outputs of each microbatch.
-    """
-
-    written: list[Any] = field(default_factory=list)
-    grads: list[Any] = field(default_factory=list)
-    tables: list[Any] = field(default_factory=list)
-    outputs: list[list[Any]] = field(default_factory=list)
-
-
 class StageSet:
     """The programs of all stages, for microbatches of one shape.
 
@@ -65,6 +48,9 @@ class StageSet:
         self.users = {x: [(u, cut.pieces[u].ins.index(x)) for u in cut.users(x)] for x in self.producer}
         self.of_state = [{i for i in p.inputs if i < num_leaves} for p in cut.pieces]
         self.of_batch = [[i for i in p.inputs if i >= num_leaves] for p in cut.pieces]
+
+
+_Boxes = dict[tuple[int, int], dict[int, list[Any]]]  # by (stage, microbatch): arrays by slot, several of a cotangent
 
 
 class BatchRun:
@@ -95,13 +81,18 @@ class BatchRun:
         # By (stage, microbatch). Each entry is removed by the task that uses it, which bounds the memory: a schedule's
         # peak of live microbatches is the most entries of `kept` at a time.
         self.kept: dict[tuple[int, int], Kept] = {}
-        self.inbox: dict[tuple[int, int], list[Any]] = {}  # the arrays that a stage was sent for a microbatch
-        self.cotangents: dict[tuple[int, int], dict[int, list[Any]]] = {}
+        self.inbox: _Boxes = {}  # the arrays that a stage was sent for a microbatch
+        self.cotangents: _Boxes = {}
         self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
         self.results: dict[tuple[int, int], Any] = {}  # outputs by microbatch and index
 
-    def run(self, order: Sequence[Task | FusedTask]) -> Made:
-        """Run the tasks in an order in which none waits for a later one."""
+    def run(self, order: Sequence[Task | FusedTask]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
+        """Run the tasks in an order in which none waits for a later one.
+
+        Returns:
+            The newest arrays of what the step writes, in the order of `Passes.written`; the sum of each parameter's
+            gradients, in the order of `Passes.params`; each microbatch's table; and by output those of each microbatch.
+        """
         run = {
             Kind.FWD: self.forward,
             Kind.BWD: self.backward,
@@ -122,7 +113,7 @@ class BatchRun:
         tables = [self.results[mb, 1 + n] for mb in range(len(self.microbatches))]
         rest = range(2 + n, len(cut.made_at))
         outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in rest]
-        return Made(written, self._grads(), tables, outputs)
+        return written, self._grads(), tables, outputs
 
     # Tasks ------------------------------------------------------------------------------------------
 
@@ -186,13 +177,13 @@ class BatchRun:
         # Popped: a microbatch's arrays are freed once the last stage that uses them has them.
         first, batch = self.sets[task.mb].num_leaves, self.batch.pop(key, {})
         inputs = [state[i] if i < first else batch[i] for i in stage.piece.inputs]
-        return stage, inputs, self.inbox.pop(key, [])
+        return stage, inputs, [x for _, (x,) in sorted(self.inbox.pop(key, {}).items())]
 
     def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
         stage, key = self._stage(task), (task.stage, task.mb)
         # A value that several stages use has a cotangent from each; the program adds them up.
-        parts = self.cotangents.pop(key, {k: [] for k in stage.outs})
-        return stage, self.kept.pop(key), [parts[k] for k in stage.outs]
+        parts = self.cotangents.pop(key, {})
+        return stage, self.kept.pop(key), [parts.get(k, []) for k in stage.outs]
 
     def _results(self, task: Task, results: Sequence[Any]) -> None:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
@@ -205,23 +196,22 @@ class BatchRun:
 
     def _push(self, task: Task, outs: Sequence[Any]) -> None:
         """Send the results of a pass to the stages that use them."""
-        # One transfer for all receivers: starting one costs more than its bytes.
-        which, to = self.sets[task.mb], []
-        for var, x in zip(self._stage(task).piece.outs, outs, strict=True):
-            to += [(stage, k, x) for stage, k in which.users[var]]
-        sent = self.places.send([x for _, _, x in to], [self.rank_of(stage) for stage, _, _ in to])
-        for (stage, k, _), x in zip(to, sent, strict=True):
-            box = self.inbox.setdefault((stage, task.mb), [None] * len(which.stages[stage].piece.ins))
-            box[k] = x
+        users, pairs = self.sets[task.mb].users, zip(self._stage(task).piece.outs, outs, strict=True)
+        self._send(self.inbox, task.mb, [(user, x) for var, x in pairs for user in users[var]])
 
     def _push_back(self, task: Task, sent: Sequence[Any]) -> None:
         """Send gradients to the stages that made the values."""
-        which, stage = self.sets[task.mb], self._stage(task)
-        to = [which.producer[stage.piece.ins[k]] for k in stage.ins]
-        arrays = self.places.send(sent, [self.rank_of(s) for s, _ in to])
-        for (s, k), x in zip(to, arrays, strict=True):
-            box = self.cotangents.setdefault((s, task.mb), {j: [] for j in which.stages[s].outs})
-            box[k].append(x)
+        producer, stage = self.sets[task.mb].producer, self._stage(task)
+        self._send(
+            self.cotangents, task.mb, [(producer[stage.piece.ins[k]], x) for k, x in zip(stage.ins, sent, strict=True)]
+        )
+
+    def _send(self, boxes: _Boxes, mb: int, arrays: list[tuple[tuple[int, int], Any]]) -> None:
+        """Send arrays to the stages and slots that they come with."""
+        # One transfer for all receivers: starting one costs more than its bytes.
+        sent = self.places.send([x for _, x in arrays], [self.rank_of(stage) for (stage, _), _ in arrays])
+        for ((stage, slot), _), x in zip(arrays, sent, strict=True):
+            boxes.setdefault((stage, mb), {}).setdefault(slot, []).append(x)
 
     # The beginning and the end ----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Marks that are put into a model for the user: after the layers that a list holds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,28 +44,20 @@ class Layers:
     def _layers(self, module: Any) -> list[Any]:
         if self.layers is None:
             return []
-        if not isinstance(self.layers, str):
-            return [self._module_at(module, path) for path in self.layers]
-        value = self._at(module, self.layers)
-        try:
-            layers = [*value]
-        except TypeError:
-            layers = []
-        modules = [x for x in layers if isinstance(x, nnx.Module)]  # functions between them cannot be marked
-        if len(modules) < 2 or not all(callable(x) for x in layers):
+        if isinstance(self.layers, str):
+            value = self._at(module, self.layers)
+            layers = [*value] if isinstance(value, Iterable) else [value]
+            chosen = [x for x in layers if isinstance(x, nnx.Module)][:-1]  # functions between them cannot be marked
+            known = chosen and all(map(callable, layers))
+        else:
+            chosen = layers = [self._at(module, path) for path in self.layers]
+            known = all(isinstance(x, nnx.Module) for x in layers)
+        if not known:
             raise ArgumentError(
-                f"{self.owner}(layers={self.layers!r}) names a {type(value).__name__}, and takes a list of modules "
-                "that are called one after the other."
+                f"{self.owner}(layers={self.layers!r}) names {', '.join(type(x).__name__ for x in layers)}. Give "
+                "the path of a list of modules that are called one after the other, or the paths of modules."
             )
-        return list({id(x): x for x in modules[:-1]}.values())  # one that is called twice marks both calls
-
-    def _module_at(self, module: Any, path: str) -> Any:
-        value = self._at(module, path)
-        if not isinstance(value, nnx.Module):
-            raise ArgumentError(
-                f"{self.owner}(layers={self.layers!r}): {path} is a {type(value).__name__}. Name modules."
-            )
-        return value
+        return list({id(x): x for x in chosen}.values())  # one that is called twice marks both calls
 
     def _at(self, module: Any, path: str) -> Any:
         value = module

@@ -24,9 +24,9 @@ class _Part:
     turn: int
     rank: int
     eqns: list[Any] = field(default_factory=list)
-    given: list[Any] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)  # those that it may overwrite come first
     made: list[Any] = field(default_factory=list)
-    donated: list[bool] = field(default_factory=list)
+    num_donated: int = 0
     away: list[int] = field(default_factory=list)  # indices into `given` of arrays on another rank
     run: Callable[..., Any] | None = None
 
@@ -105,12 +105,9 @@ class _Plan:
 
     def _body(self, part: _Part) -> Callable[..., Any]:
         jaxpr, consts = self.closed.jaxpr, self.closed.consts
-        donated = [x for x, d in zip(part.given, part.donated, strict=True) if d]
-        others = [x for x, d in zip(part.given, part.donated, strict=True) if not d]
 
-        def body(given: list[Any], rest: list[Any]) -> list[Any]:
-            values = dict(zip(jaxpr.constvars, consts, strict=True))
-            values.update(zip([*donated, *others], [*given, *rest], strict=True))
+        def body(donated: list[Any], rest: list[Any]) -> list[Any]:
+            values = dict(zip([*jaxpr.constvars, *part.given], [*consts, *donated, *rest], strict=True))
             walk(part.eqns, values)
             return [values[x] for x in part.made]
 
@@ -123,10 +120,9 @@ class _Plan:
             sent = self.of.places.send([arrays[k] for k in part.away], [part.rank] * len(part.away))
             for k, x in zip(part.away, sent, strict=True):
                 arrays[k] = x
-            donated = [x for x, d in zip(arrays, part.donated, strict=True) if d]
-            rest = [x for x, d in zip(arrays, part.donated, strict=True) if not d]
             assert part.run is not None
-            values.update(zip(part.made, part.run(donated, rest), strict=True))
+            made = part.run(arrays[: part.num_donated], arrays[part.num_donated :])
+            values.update(zip(part.made, made, strict=True))
         results = self._results(values)
         kept = {id(x) for x in results}
         for i in self.of.donate:  # also those that no part could overwrite
@@ -224,32 +220,23 @@ def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
     for x in jaxpr.outvars:
         if not isinstance(x, Literal) and x not in inputs:
             wanted[at.get(x, (home, 0))][x] = None
-    parts = {key: _Part(key[1], key[0]) for key in keys}
+    parts: list[_Part] = []
     for key in reversed(keys):
-        _fill(parts[key], key, jaxpr, placing, wanted)
-    ordered = [parts[key] for key in keys if parts[key].eqns]
-    _donate(ordered, jaxpr, donate, at)
-    return ordered
 
+        def takes(eqn: Any, used: list[Any], key: Any = key) -> bool:
+            return placing.effects.get(id(eqn)) == key or any(at.get(x, key) == key for x in used)
 
-def _fill(
-    part: _Part,
-    key: tuple[int, int],
-    jaxpr: Any,
-    placing: _Placing,
-    wanted: dict[tuple[int, int], dict[Any, None]],
-) -> None:
-    at, effects, needed = placing.at, placing.effects, dict(wanted[key])
-    eqns = walk_back(
-        jaxpr.eqns, needed, lambda eqn, used: effects.get(id(eqn)) == key or any(at.get(x, key) == key for x in used)
-    )
-    made = {x for eqn in eqns for x in eqn.outvars}
-    held, inputs = set(jaxpr.constvars), set(jaxpr.invars)
-    part.eqns, part.made = eqns, list(wanted[key])
-    part.given = [x for x in needed if x not in made and x not in held]
-    for x in part.given:
-        if x not in inputs:
-            wanted[at[x]][x] = None
+        needed = dict(wanted[key])
+        eqns = walk_back(jaxpr.eqns, needed, takes)
+        computed = {*jaxpr.constvars, *(x for eqn in eqns for x in eqn.outvars)}
+        given = [x for x in needed if x not in computed]
+        for x in given:
+            if x not in inputs:
+                wanted[at[x]][x] = None
+        if eqns:
+            parts.insert(0, _Part(key[1], key[0], eqns, given, list(wanted[key])))
+    _donate(parts, jaxpr, donate, at)
+    return parts
 
 
 def _donate(parts: Sequence[_Part], jaxpr: Any, donate: set[Any], at: dict[Any, tuple[int, int]]) -> None:
@@ -259,9 +246,11 @@ def _donate(parts: Sequence[_Part], jaxpr: Any, donate: set[Any], at: dict[Any, 
     for part in parts:
         last |= dict.fromkeys(part.given, part)
     for part in parts:
-        room = Counter((x.aval.shape, x.aval.dtype) for x in part.made)
+        room, donated = Counter((x.aval.shape, x.aval.dtype) for x in part.made), []
         for x in part.given:
             fits = x in donate and x not in kept and last[x] is part and at.get(x, (None, 0))[0] == part.rank
-            kind = x.aval.shape, x.aval.dtype
-            part.donated.append(fits and room[kind] > 0)
-            room[kind] -= part.donated[-1]
+            if fits and room[kind := (x.aval.shape, x.aval.dtype)] > 0:
+                donated.append(x)
+                room[kind] -= 1
+        part.given = [*donated, *(x for x in part.given if x not in donated)]
+        part.num_donated = len(donated)

@@ -1,8 +1,7 @@
 """The stages of a pipeline as a table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,23 +12,18 @@ from jaxlit.programs.flops import count_flops
 from jaxlit.table import size, table
 
 
-@dataclass(frozen=True)
-class StageFacts:
+class StageFacts(NamedTuple):
     """What is known about a stage.
 
     Attributes:
-        stage: Its index.
         names: The parameters that it holds.
         params: Their elements.
         flops: Operations of a forward pass of one microbatch.
-        residuals: Bytes that a microbatch keeps for its backward pass; None until the step is built.
     """
 
-    stage: int
-    names: list[str] = field(default_factory=list)
-    params: int = 0
-    flops: int = 0
-    residuals: int | None = None
+    names: list[str]
+    params: int
+    flops: int
 
 
 def facts_of(cut: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequence[Any]) -> list[StageFacts]:
@@ -45,25 +39,27 @@ def facts_of(cut: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequ
     for piece in cut.pieces:
         mine = [i for i, stage in enumerate(stages) if stage == piece.stage]
         flops = count_flops(cut.closed.jaxpr.replace(eqns=piece.eqns)).count
-        facts.append(StageFacts(piece.stage, [names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
+        facts.append(StageFacts([names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
     return facts
 
 
-def with_residuals(facts: Sequence[StageFacts], residuals: Sequence[int]) -> list[StageFacts]:
-    """Return the facts with the bytes that a microbatch keeps on each stage."""
-    return [replace(one, residuals=num_bytes) for one, num_bytes in zip(facts, residuals, strict=True)]
+def stage_table(
+    facts: Sequence[StageFacts], residuals: Sequence[int] | None, schedule: Schedule, num_microbatches: int
+) -> str:
+    """Return a row for each stage, and the predicted bubble.
 
-
-def stage_table(facts: Sequence[StageFacts], schedule: Schedule, num_microbatches: int) -> str:
-    """Return a row for each stage, and the predicted bubble."""
+    Args:
+        facts: Of each stage.
+        residuals: Bytes that a microbatch keeps on each for its backward pass; None until the step is built.
+        schedule: The schedule.
+        num_microbatches: Into how many microbatches a batch is split.
+    """
     simulation = simulate(schedule, num_microbatches)
     rows = [("stage", "rank", "layers", "params", "GFLOP", "kept a microbatch", "live at most")]
-    for one in facts:
-        rank = schedule.rank_of(one.stage)
-        kept = "-" if one.residuals is None else size(one.residuals)
-        live = str(simulation.peak_live[rank])
-        gflop = f"{one.flops / 1e9:.3g}"
-        rows.append((str(one.stage), str(rank), layers_of(one.names), f"{one.params:,}", gflop, kept, live))
+    for stage, (names, params, flops) in enumerate(facts):
+        rank, kept = schedule.rank_of(stage), "-" if residuals is None else size(residuals[stage])
+        figures = f"{params:,}", f"{flops / 1e9:.3g}", kept, str(simulation.peak_live[rank])
+        rows.append((str(stage), str(rank), layers_of(names), *figures))
     lines = "\n".join(table(rows, texts=3))
     return f"{lines}\npredicted bubble {simulation.bubble:.1%}: the part of their time in which ranks wait"
 

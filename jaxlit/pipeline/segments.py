@@ -1,5 +1,6 @@
 """From marks in a program to the stages of a pipeline."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -118,16 +119,14 @@ def _costs(jaxpr: Any, marks: dict[int, int], parts: int) -> list[int]:
 def _by_cost(costs: list[int], stages: int) -> list[int]:
     """Return how many segments each stage has so that the most expensive stage is as cheap as possible."""
     total = [0, *itertools.accumulate(costs)]
-    # best[k][i]: the cheapest most expensive of k stages that have the first i segments, and where the last begins
-    best: list[list[tuple[float, int]]] = [[(0 if i == 0 else float("inf"), 0) for i in range(len(total))]]
-    for k in range(1, stages + 1):
-        row = [(float("inf"), 0)] * len(total)
-        for end in range(k, len(total)):
-            row[end] = min((max(best[-1][begin][0], total[end] - total[begin]), begin) for begin in range(k - 1, end))
-        best.append(row)
-    sizes, end = [], len(costs)
-    for k in range(stages, 0, -1):
-        begin = best[k][end][1]
-        sizes.append(end - begin)
-        end = begin
-    return sizes[::-1]
+
+    @functools.cache
+    def best(end: int, count: int) -> tuple[float, int, list[int]]:
+        """Return the cost of the most expensive of so many stages, where the last begins, and how many each has."""
+        if count == 1:
+            return total[end], 0, [end]
+        begins = range(count - 1, end)
+        cost, begin = min((max(best(begin, count - 1)[0], total[end] - total[begin]), begin) for begin in begins)
+        return cost, begin, [*best(begin, count - 1)[2], end - begin]
+
+    return best(len(costs), stages)[2]

@@ -146,31 +146,27 @@ class Stage:
     # In two parts: the gradients that the stage before waits for, and the rest ----------------------
 
     def _backward_input(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[list[Any], list[Any]]:
-        closed, args = self._traced_pull(kept, residuals, cotangents)
-        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
-        first, _, crossing = self._halves(closed.jaxpr)
+        (first, _), crossing, values, (_, sent) = self._halves(kept, residuals, cotangents)
         walk(first, values)
-        return [value_of(x, values) for x in closed.jaxpr.outvars[len(self.wrt) :]], [values[x] for x in crossing]
+        return [value_of(x, values) for x in sent], [values[x] for x in crossing]
 
     def _backward_weight(
         self, given: tuple[Any, Any, Any], crossing: list[Any], totals: list[Any], rows: Any, scale: Any
     ) -> list[Any]:
-        closed, args = self._traced_pull(*given)
-        _, second, names = self._halves(closed.jaxpr)
-        values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
+        (_, second), names, values, (grads, _) = self._halves(*given)
         values.update(zip(names, crossing, strict=True))
         walk(second, values)
-        return self._add(totals, [value_of(x, values) for x in closed.jaxpr.outvars[: len(self.wrt)]], rows, scale)
+        return self._add(totals, [value_of(x, values) for x in grads], rows, scale)
 
-    def _traced_pull(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[Any, list[Any]]:
-        args, treedef = jax.tree.flatten((kept, residuals, cotangents))
+    def _halves(self, *given: Any) -> tuple[Any, list[Any], dict[Any, Any], tuple[Any, Any]]:
+        """Return the equations of both parts, what the second needs of the first, the inputs, and the results."""
+        args, treedef = jax.tree.flatten(given)
         closed = jax.make_jaxpr(lambda *x: self._pull(*treedef.unflatten(x)))(*args)
-        return inline(closed, also=lambda _: True), args
-
-    def _halves(self, jaxpr: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the equations of both parts, and the values that the second needs of the first."""
-        count = len(self.wrt)
-        first = walk_back(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars[count:])))
-        is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(jaxpr.outvars[:count]))
+        jaxpr, consts = (closed := inline(closed, also=lambda _: True)).jaxpr, closed.consts
+        grads, sent = jaxpr.outvars[: len(self.wrt)], jaxpr.outvars[len(self.wrt) :]
+        first = walk_back(jaxpr.eqns, dict.fromkeys(variables(sent)))
+        is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(grads))
         second = walk_back([eqn for eqn in jaxpr.eqns if id(eqn) not in is_first], wanted)
-        return first, second, [x for eqn in reversed(first) for x in eqn.outvars if x in wanted]
+        crossing = [x for eqn in reversed(first) for x in eqn.outvars if x in wanted]
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        return (first, second), crossing, values, (grads, sent)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -124,18 +125,18 @@ class Microbatched:
         self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
         self._shapes: list[Any] = []
         self.residuals: Callable[[], list[int]] | None = None  # bytes of a microbatch that each stage keeps
-        self._combine = jax.jit(self._combined)
+        self._combine = jax.jit(partial(reduce, passes.step.table.combine))
 
     def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Run the program."""
         self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         microbatches = self._split(batch)
         sets = [self._set(x, batch) for x in microbatches]
-        made = BatchRun(self, leaves, microbatches, sets).run(self._order(len(microbatches)))
-        table = made.tables[0] if len(made.tables) == 1 else self._combine(made.tables)
-        rows = np.float32(sum(x.rows for x in microbatches))
-        outputs = self._joined(made.outputs, [x.rows for x in microbatches])
-        return self._finish(leaves, made.written, made.grads, rows, table, outputs)
+        run = BatchRun(self, leaves, microbatches, sets)
+        written, grads, tables, outputs = run.run(self._order(len(microbatches)))
+        rows = [x.rows for x in microbatches]
+        joined = self._joined(outputs, rows)
+        return self._finish(leaves, written, grads, np.float32(sum(rows)), self._combine(tables), joined)
 
     def _check_outputs(self) -> None:
         """Refuse outputs that cannot be joined from those of microbatches: neither rows nor numbers to average."""
@@ -195,12 +196,6 @@ class Microbatched:
         rows_of, treedef = jax.tree.flatten(self._outputs)
         pairs = zip(outputs, rows_of, strict=False)
         return treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
-
-    def _combined(self, tables: list[jax.Array]) -> jax.Array:
-        total = tables[0]
-        for table in tables[1:]:
-            total = self.passes.step.table.combine(total, table)
-        return total
 
     # Programs ---------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from html import escape
 
 import numpy as np
@@ -57,37 +58,32 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
     steps = np.concatenate([steps for steps, _ in curves.values()])
     logarithmic, number_of = spans_decades(finite), colors(curves)
     scale = np.log10 if logarithmic else np.asarray
-    low, high = (float(scale(x)) for x in (finite.min(), finite.max()))
+    low, high = scale([finite.min(), finite.max()]).tolist()
     room = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = low - room, high + room
     first, last = float(steps.min()), float(max(steps.max(), steps.min() + 1))
-
-    def x(step: float) -> float:
-        return _LEFT + (step - first) / (last - first) * (WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
+    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+    x = partial(np.interp, xp=(first, last), fp=(_LEFT, right))
+    y = partial(np.interp, xp=(low, high), fp=(bottom, _TOP))
 
     def label(anchor: str, x: str, y: str, text: str) -> str:
         return f'<text class="tick" text-anchor="{anchor}" x="{x}" y="{y}">{text}</text>'
 
     parts = []
     for tick in _ticks(low, high, integers=logarithmic):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(label("end", f"{_LEFT - 6}", f"{y(tick) + 4:.1f}", _short(10.0**tick if logarithmic else tick)))
     for tick in _ticks(first, last, integers=True):
-        parts.append(label("middle", f"{x(tick):.1f}", f"{HEIGHT - _BOTTOM + 18}", _short(tick)))
-    parts.append(label("end", f"{WIDTH - _RIGHT}", f"{HEIGHT - 4}", "step"))
+        parts.append(label("middle", f"{x(tick):.1f}", f"{bottom + 18}", _short(tick)))
+    parts.append(label("end", f"{right}", f"{HEIGHT - 4}", "step"))
     for name, curve in curves.items():
         color, (at, values) = f"var(--c{number_of[name]})", thinned(*curve)
         for piece in np.ma.clump_unmasked(np.ma.masked_invalid(values)):
-            points = [
-                (f"{x(s):.1f}", f"{y(float(scale(v))):.1f}") for s, v in zip(at[piece], values[piece], strict=True)
-            ]
-            line = f'<polyline class="curve" stroke="{color}" points="{" ".join(map(",".join, points))}">'
+            places = zip(x(at[piece]), y(scale(values[piece])), strict=True)
+            points = [f"{px:.1f},{py:.1f}" for px, py in places]
+            points *= 2 if len(points) == 1 else 1  # a line from a point to itself is a dot
+            line = f'<polyline class="curve" stroke="{color}" points="{" ".join(points)}">'
             parts.append(f"{line}<title>{escape(name)}</title></polyline>")
-            if len(at) < 30 or len(points) == 1:
-                parts += [f'<circle fill="{color}" r="2.6" cx="{px}" cy="{py}"/>' for px, py in points]
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 

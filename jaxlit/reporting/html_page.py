@@ -1,25 +1,16 @@
 """A page of HTML that loads no other file."""
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
-
-from jaxlit.table import count
 
 Cell = tuple[str, str]  # the text, and its class: "n" for a number, "n best" for the best, "" for text
 
 
 def number(value: float, note: str = "", *, best: bool = False) -> Cell:
     """Return a number as a cell, followed by a note."""
-    if not math.isfinite(value):  # numpy warns where infinity is divided
-        text = f"{value}"
-    elif value == value // 1 and abs(value) < 1e9:
-        text = f"{value:,.0f}"
-    else:
-        text = f"{value:.5g}" if abs(value) < 1e5 else count(value)
-    return text + note, "n best" if best else "n"
+    return f"{value:.6g}{note}", "n best" if best else "n"
 
 
 def page(title: str, parts: Sequence[str]) -> str:

@@ -41,10 +41,6 @@ class WandbRun:
         self._uploads: dict[str, Any] = {}  # artifacts by what they are of; the SDK sends them meanwhile
         self._queue = BackgroundQueue("wandb", self._fail)
 
-    def define_metric(self, name: str, **options: Any) -> None:
-        """Define the axis of a metric, or what its summary is."""
-        self._do(lambda: self.run.define_metric(name, **options))
-
     def log(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, what: str | None = None) -> None:
         """Send a row.
 
@@ -55,15 +51,7 @@ class WandbRun:
         Raises:
             WandbError: Something has failed, and `raises` is set.
         """
-        self._do(lambda: self.run.log(dict(row() if callable(row) else row)), what)
-
-    def update_config(self, values: Mapping[str, Any]) -> None:
-        """Set values of the config."""
-        self._do(lambda: self.run.config.update(dict(values), allow_val_change=True))
-
-    def update_summary(self, values: Mapping[str, Any]) -> None:
-        """Set values of the summary."""
-        self._do(lambda: self.run.summary.update(dict(values)))
+        self.do(lambda: self.run.log(dict(row() if callable(row) else row)), what)
 
     def log_checkpoint(
         self, path: Path, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
@@ -93,7 +81,7 @@ class WandbRun:
             if not self.run.offline:
                 self._uploads[path.name] = upload
 
-        self._do(send, path.name)
+        self.do(send, path.name)
 
     def finish(self, *, failed: bool) -> None:
         """Wait until everything is sent, in bounded time, and close the run.
@@ -146,7 +134,7 @@ class WandbRun:
         if self._finishes:
             end_run(self.run, failed=failed)
 
-    def _do(self, job: Callable[[], Any], what: str | None = None) -> None:
+    def do(self, job: Callable[[], Any], what: str | None = None) -> None:
         """Hand a job to the thread; `what` is what it sends, if a failure concerns that alone.
 
         Raises:

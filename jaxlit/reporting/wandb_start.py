@@ -78,7 +78,7 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
         "silent": True,
         **settings,
     }
-    known = {k: v for k, v in settings.items() if k in wandb.Settings.model_fields}
+    known = {k: v for k, v in settings.items() if k in wandb.Settings.model_fields}  # 0.22 has no finish_timeout
 
     def init() -> Any:
         if wandb.run is None:  # otherwise the user has set up the SDK already

@@ -59,7 +59,7 @@ def resolve_checkpoint(
     if wanted is None:
         return None
     if not isinstance(wanted, (str, Path)):
-        raise ArgumentTypeError(f"{argument} takes 'last', 'best' or a path, got {shown(wanted)}.")
+        raise ArgumentTypeError(f"{argument} takes 'auto', 'last', 'best' or a path, got {shown(wanted)}.")
     if wanted not in ("auto", "last", "best"):
         checkpoint, skipped = locate(wanted, argument)
     else:

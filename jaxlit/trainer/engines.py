@@ -1,7 +1,6 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ModuleError, did_you_mean
+from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.loop.failures import Failures
 from jaxlit.loop.hooks import fitting, overrides
-from jaxlit.loop.restore import Resume, load_engine
+from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Setup
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.snapshot import keyed
@@ -32,15 +31,6 @@ from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_model
 from jaxlit.trainer.opening import check_window
-
-
-@dataclass
-class _Built:
-    """The newest module that was built of a `lazy` one."""
-
-    model: lazy
-    module: TrainModule
-    seed: int | None  # that of its weights; None once a fit has trained them
 
 
 class Engines:
@@ -54,7 +44,8 @@ class Engines:
     def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
         use_compile_cache(compile_cache)
         self._strategy, self._kept = strategy, EvalCache()
-        self._built: _Built | None = None
+        # The newest module that was built of a lazy one, and the seed of its weights, None once a fit has trained them.
+        self._built: tuple[lazy, TrainModule, int | None] | None = None
 
     def module_of(
         self, model: TrainModule | lazy, stage: Stage, loaders: Loaders, settings: Settings
@@ -65,43 +56,37 @@ class Engines:
         """
         check_model(model, stage)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
-        last = self._built
-        known = last is not None and last.model is model and last.seed in (None, settings.seed)
-        if last is not None and known and stage.verb != "fit":
-            loaders.module = last.module
-            return last.module, False
+        if stage.verb != "fit" and self._built is not None:
+            known, loaders.module, seed = self._built
+            if known is model and seed in (None, settings.seed):
+                return loaders.module, False
         loaders.module = build(model, stage, loaders, self._strategy, settings)
         if isinstance(model, lazy):
-            self._built = _Built(model, loaders.module, settings.seed)
+            self._built = model, loaders.module, settings.seed
         return loaders.module, isinstance(model, lazy)
 
-    def make(
-        self, run: Setup, fitted: Engine | None, *, fitting: bool, take_ownership: bool, resume: Resume | None
-    ) -> Engine:
+    def make(self, run: Setup, fitted: Engine | None) -> Engine:
         """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
 
         Args:
             run: The run.
             fitted: The engine of the last fit.
-            fitting: Whether the run is one.
-            take_ownership: Whether the engine may overwrite the module's arrays.
-            resume: The checkpoint.
         """
-        built, settings = self._built, run.settings
-        if take_ownership:  # the engine gets its arrays, and may lose or overwrite them
+        built, resume = self._built, run.resume
+        if run.take_ownership:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
-        if fitting:
-            engine = self._of_fit(run, take_ownership)
+        if run.is_fit:
+            engine = self._of_fit(run)
         else:
-            engine = self.evaluator(run.module, settings, fitted, take_ownership=take_ownership)
+            engine = self.evaluator(run.module, run.settings, fitted, take_ownership=run.take_ownership)
         if resume is not None:
-            if fitting:
+            if run.is_fit:
                 check_window(resume.checkpoint, run)
             else:
                 self._kept.forget_sources()
-            load_engine(engine, resume.checkpoint, strict=resume.strict, reset_optimizer=resume.reset_optimizer)
-        if take_ownership and built is not None and (fitting or resume is None):
-            self._built, built.seed = built, None if fitting else built.seed
+            load_engine(engine, resume)
+        if run.take_ownership and built is not None and (run.is_fit or resume is None):
+            self._built = (*built[:2], None) if run.is_fit else built
         return engine
 
     def evaluator(
@@ -116,7 +101,7 @@ class Engines:
         given = module, self._strategy, Precision(settings.precision)
         return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
-    def _of_fit(self, run: Setup, take_ownership: bool) -> Engine:
+    def _of_fit(self, run: Setup) -> Engine:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
@@ -140,7 +125,12 @@ class Engines:
         )
         precision = Precision(settings.precision)
         return Engine(
-            run.module, self._strategy, plan, precision=precision, debug=settings.debug, take_ownership=take_ownership
+            run.module,
+            self._strategy,
+            plan,
+            precision=precision,
+            debug=settings.debug,
+            take_ownership=run.take_ownership,
         )
 
 
@@ -153,18 +143,16 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
         wrt: The filter of what is trained.
 
     Raises:
-        ArgumentError: A part has no trained parameter, two have the same, or nothing is left to train.
+        ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
     """
     freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
     parts, known = list[Part](), frozenset(names_in(module, wrt, ...))
     for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
         names, whose = frozenset(callback.names(module, wrt)), f"{type(callback).__name__}.names(...)"
-        wrong = sorted(map(str, names - known))
-        if wrong or not names:
-            hint = did_you_mean(wrong[0], known) if wrong else ""
+        if not names or not names <= known:
             raise ArgumentError(
-                f"{whose} takes names of trained parameters of {type(module).__name__}, got {shown(wrong)}.{hint} "
-                f"It has: {shown(sorted(known))}."
+                f"{whose} takes names of trained parameters of {type(module).__name__}, got "
+                f"{shown(sorted(names - known))}. It has: {shown(sorted(known))}."
             )
         if both := sorted(name for part in parts for name in part.names & names):
             raise ArgumentError(f"{whose} has {both[0]}, which another one has as well. Give each other parameters.")
@@ -182,15 +170,12 @@ def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, 
     """
     methods, keepers = ("init_arrays", "update_arrays"), {}
     for key, callback in keyed(callbacks, failed).items():
-        defined = [name for name in methods if overrides(callback, name)]
+        defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
         if len(defined) == 1:
-            name, (missing,) = type(callback).__name__, {*methods} - {*defined}
             raise ModuleError(
-                f"{name} defines {defined[0]} and no {missing}: a callback's arrays are made by one and changed by the "
-                f"other. Define {missing} too."
+                f"{type(callback).__name__} defines one of init_arrays and update_arrays: a callback's arrays are made "
+                "by the first and changed by the second. Define both."
             )
-        for name in defined:
-            fitting(callback, name)  # refused now: inside the traced step the error would be jax's
         if defined:
             keepers[key] = callback
     return keepers

@@ -1,14 +1,12 @@
 """Where the time of a run went, how its state is sharded, and what its programs cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
-from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run, Setup
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.collectives import Collective
@@ -23,7 +21,7 @@ from jaxlit.trainer.defaults import state_rows
 class HookTime:
     """How long one owner's hook kept the loop waiting, without hooks that ran inside it."""
 
-    owner: str  # the callback's class, the module's or the DataModule's; "Class:1" for the second of a class
+    owner: str  # the callback's class, the module's or the DataModule's
     hook: str
     calls: int
     seconds: float  # of all calls
@@ -67,9 +65,8 @@ class Explanation:
         if self.compile_seconds:
             each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
             lines.append(f"Compiling: {each}.")
-        tables = [_shardings(self.shardings), _programs(self.programs), _collectives(self.programs)]
-        blocks = [[*lines, *_hooks(self.hooks)], *(block for block in tables if len(block) > 1)]
-        return "\n\n".join("\n".join(block) for block in blocks)
+        hooks, *others = _tables(self)
+        return "\n\n".join("\n".join(block) for block in ([*lines, *hooks], *others) if len(block) > 1)
 
     __repr__ = __str__
 
@@ -83,15 +80,13 @@ def explain(run: Setup | None) -> Explanation:
     """
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from a hook.")
-    seconds, hooks = run.seconds, _times(run.hooks)
+    spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
+    hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
     if not isinstance(run, Run):  # its loops have not begun
-        return Explanation(hooks, seconds, dict(run.compiles.seconds))
-    # What jax has forgotten meanwhile is compiled again, which is not the run's.
-    with run.compiles.paused():
-        costs = [program.cost for program in run.engine.programs]
-    names = _numbered([(cost.name,) for cost in costs])  # those of several loaders have one name
-    programs = tuple(replace(cost, name=name) for name, cost in zip(names, costs, strict=True))
-    return Explanation(hooks, seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
+        return Explanation(hooks, run.seconds, dict(run.compiles.seconds))
+    with run.compiles.paused():  # what jax has forgotten meanwhile is compiled again, which is not the run's
+        programs = tuple(program.cost for program in run.engine.programs)
+    return Explanation(hooks, run.seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
 
 
 @out_of_meshes
@@ -104,74 +99,47 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
     return {name: flops for name, flops in counted if flops is not None}
 
 
-def _times(hooks: Hooks) -> list[HookTime]:
-    functions = hooks.functions()
-    owners = _numbered([(f.owner, hook) for hook, f in functions])
-    spent = [
-        HookTime(owner, hook, f.calls, f.seconds, f.longest)
-        for owner, (hook, f) in zip(owners, functions, strict=True)
-        if f.calls
-    ]
-    return sorted(spent, key=lambda hook: -hook.seconds)
-
-
-def _numbered(keys: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the name that each key begins with; of several equal keys as "name", "name:1" and so on."""
-    counts = [keys[:i].count(key) for i, key in enumerate(keys)]
-    return [f"{key[0]}:{count}" if count else key[0] for key, count in zip(keys, counts, strict=True)]
-
-
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
     if (state := engine.state.stored()) is None:
         return ()
     rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
-    of_module = (state.params, state.frozen)
-    other = (state.model_state, state.counters, state.sums, state.loss_scale, state.extras)
-    groups = {"(optimizer)": state.opt_state, "(window)": state.window, "(other)": other}
-    if not rows:
-        groups = {"(parameters)": of_module, **groups}
-    everything = jax.tree.leaves(state)
-    devices = devices_of(everything)
-    for name, tree in (*groups.items(), ("(all)", everything)):
+    groups = {
+        "(parameters)": () if rows else (state.params, state.frozen),
+        "(optimizer)": state.opt_state,
+        "(window)": state.window,
+        "(other)": (state.model_state, state.counters, state.sums, state.loss_scale, state.extras),
+        "(all)": state,
+    }
+    devices = devices_of(jax.tree.leaves(state))
+    for name, tree in groups.items():
         if leaves := jax.tree.leaves(tree):
             parts.append(StatePart(name, partition(leaves, devices), bytes_of(leaves), bytes_per_device(leaves)))
     return tuple(parts)
 
 
-# As text ------------------------------------------------------------------------------------------------
-
-
-def _hooks(hooks: Sequence[HookTime]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("owner", "hook", "calls", "total", "mean", "longest")]
-    for x in hooks:
-        times = (x.seconds, x.seconds / x.calls, x.longest)
-        rows.append((x.owner, x.hook, f"{x.calls:,}", *map(duration, times)))
-    return table(rows, texts=2)
-
-
-def _shardings(parts: Sequence[StatePart]) -> list[str]:
-    rows = [(x.name, x.partition, size(x.bytes), size(x.bytes_per_device)) for x in parts]
-    return table([("state", "partition", "global", "per device"), *rows], texts=2)
-
-
-def _programs(programs: Sequence[ProgramCost]) -> list[str]:
+def _tables(x: Explanation) -> list[list[str]]:
+    """Return the lines of each table, the head first."""
     columns = ("arguments", "outputs", "temporaries", "aliased")
-    rows: list[tuple[str, ...]] = [("program", "FLOP", *columns)]
-    for x in programs:
-        memory = ["-" if x.memory is None else size(getattr(x.memory, column)) for column in columns]
-        rows.append((x.name, "-" if x.flops is None else _least(x.flops, count(x.flops.count)), *memory))
-    return table(rows)
-
-
-def _collectives(programs: Sequence[ProgramCost]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("program", "collective", "calls", "result bytes")]
-    for program in programs:
-        sent = [(x.kind, _least(x, f"{x.calls:,}"), _least(x, size(x.bytes))) for x in program.collectives or ()]
+    hooks = [
+        (h.owner, h.hook, f"{h.calls:,}", *map(duration, (h.seconds, h.seconds / h.calls, h.longest))) for h in x.hooks
+    ]
+    states = [(s.name, s.partition, size(s.bytes), size(s.bytes_per_device)) for s in x.shardings]
+    programs, collectives = list[Sequence[str]](), list[Sequence[str]]()
+    for program in x.programs:
+        memory = ["-" if program.memory is None else size(getattr(program.memory, column)) for column in columns]
+        flops = "-" if program.flops is None else _least(program.flops, count(program.flops.count))
+        programs.append((program.name, flops, *memory))
         none = ("-",) * 3 if program.collectives is None else ("none", "0", "0 B")
-        rows += [(program.name, *cells) for cells in sent or [none]]
-    return table(rows, texts=2)
+        sent = [(c.kind, _least(c, f"{c.calls:,}"), _least(c, size(c.bytes))) for c in program.collectives or ()]
+        collectives += [(program.name, *cells) for cells in sent or [none]]
+    return [
+        table([("owner", "hook", "calls", "total", "mean", "longest"), *hooks], texts=2),
+        table([("state", "partition", "global", "per device"), *states], texts=2),
+        table([("program", "FLOP", *columns), *programs]),
+        table([("program", "collective", "calls", "result bytes"), *collectives], texts=2),
+    ]
 
 
-def _least(count: Flops | Collective, text: Any) -> str:
+def _least(count: Flops | Collective, text: str) -> str:
     return text if count.exact else f">= {text}"

@@ -15,7 +15,7 @@ from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, did_you_mean
+from jaxlit.errors import ArgumentError
 from jaxlit.trainer.defaults import callbacks_of, without
 from jaxlit.trainer.trainer import Trainer
 
@@ -215,19 +215,18 @@ class _RangeTest(Callback):
         self._names = [x for x in known if x == self._hyperparam or x.startswith(f"{self._hyperparam}/")]
         if not self._names:
             raise ArgumentError(
-                f"jl.lr_find(hyperparam={self._hyperparam!r}): the optimizer keeps no such hyperparameter."
-                f"{did_you_mean(self._hyperparam, known)} It keeps: {', '.join(known) or 'none'}. Build it in "
-                "configure_optimizers as optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)."
+                f"jl.lr_find(hyperparam={self._hyperparam!r}): the optimizer keeps no such hyperparameter. It keeps: "
+                f"{', '.join(known) or 'none'}. Build it in configure_optimizers as "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)."
             )
-        self._set_rate(trainer, 0)
+        trainer.hyperparams.update(dict.fromkeys(self._names, self.rates[0]))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._window.append(outputs["loss"])
         done, results = trainer.global_step, self.finder.results
         if done == len(results["lr"]):  # the step waits for other batches
             return
-        newest = float(np.mean(jax.device_get(self._window)))
-        self._window = []
+        newest, self._window = float(np.mean(jax.device_get(self._window))), []
         self._mean = _BETA * self._mean + (1 - _BETA) * newest
         loss = self._mean / (1 - _BETA**done)
         for name, value in (("lr", self.rates[done - 1]), ("loss", loss), ("step_loss", newest)):
@@ -235,13 +234,9 @@ class _RangeTest(Callback):
         if self._threshold is not None and not (math.isfinite(loss) and loss <= self._threshold * self._least):
             trainer.stop(f"the loss has grown at a rate of {self.rates[done - 1]:.3g}")
         elif done < len(self.rates):
-            self._set_rate(trainer, done)
+            trainer.hyperparams.update(dict.fromkeys(self._names, self.rates[done]))
         if done >= _SETTLED:
             self._least = min(self._least, loss)
-
-    def _set_rate(self, trainer: Any, step: int) -> None:
-        for name in self._names:
-            trainer.hyperparams[name] = self.rates[step]
 
 
 def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:

@@ -10,14 +10,13 @@ from jaxlit.core.step_module import is_in_eval_mode
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.restore import Resume
 from jaxlit.loop.run import Setup
 from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
 
-def open_fit(run: Setup, resume: Resume | None) -> None:
+def open_fit(run: Setup) -> None:
     """Open the loaders of a fit.
 
     Raises:
@@ -45,10 +44,10 @@ def open_fit(run: Setup, resume: Resume | None) -> None:
             "Pass a datamodule, or define train_dataloader in the module."
         )
     run.count_batches()
-    if resume is not None:
+    if run.resume is not None:
         for stage, pairs in (("training", [train]), ("validation", run.val)):
             for idx, (source, _) in enumerate(pairs):
-                snapshot.load_loader(source, resume.checkpoint.state, stage, idx)
+                snapshot.load_loader(source, run.resume.checkpoint.state, stage, idx)
         run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
@@ -97,14 +96,12 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     """Print that a checkpoint was written before a step that was not finite, and what happens now."""
     if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
         return
-    then = (
-        "nan_policy='ignore' trains on it now" if nan_policy == "ignore" else f"nan_policy={nan_policy!r} holds again"
+    first, end = bad["batches"]
+    took = f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
+    say(
+        f"resume: step {bad['step']} (epoch {bad['epoch']}, batches {first} to {end - 1}) was not finite: now it runs "
+        f"under nan_policy={nan_policy!r}.{took * bool(bad['optimizer'])}"
     )
-    took = (
-        bad["optimizer"] and f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
-    )
-    batches = "batches {} to {}".format(bad["batches"][0], bad["batches"][1] - 1)
-    say(f"resume: step {bad['step']} (epoch {bad['epoch']}, {batches}) was not finite: {then}.{took or ''}")
 
 
 def check_window(checkpoint: Checkpoint, run: Setup) -> None:

@@ -1,10 +1,9 @@
 """What a Trainer shows: its arguments as the runs use them, and what its runs have come to."""
 
-import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.traits import steps_of
-from jaxlit.control import Control
 from jaxlit.core.log import active_collector
 from jaxlit.core.module import TrainModule
 from jaxlit.core.reads import READS
@@ -27,7 +25,7 @@ from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.defaults import no_logger
+from jaxlit.trainer.defaults import callbacks_of, check_callbacks, no_logger
 from jaxlit.trainer.explanation import step_flops
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.session import Session
@@ -36,69 +34,145 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.early_stopping import EarlyStopping
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 
-ARGUMENTS = frozenset(Arguments.__annotations__)
 _FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"}  # arguments that stay as they were given
 _FIXED |= {"enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
 
 
 class TrainerProperties(Arguments):
-    """What a Trainer shows: its arguments as the runs use them, where one that is set holds from then on, and results.
-
-    Attributes:
-        settings: Every argument, checked and brought to one form; frozen.
-        strategy: The strategy, set up on its devices.
-        callbacks: All callbacks in order, those that the module adds at the end.
-        config: The arguments as they were given, as JSON values, for loggers.
-        module: The module of the newest run; `model` is the same.
-        saver: Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`.
-        should_stop: Whether a stop was asked for.
-        stop_reason: Why, as the first `stop` said.
-        interrupted: Whether Ctrl-C, SIGTERM or another signal has ended the run.
-        sanity_checking: Whether the validation that runs is the one before training.
-        num_training_batches: Batches of an epoch; inf if the loader has no length.
-        num_val_batches: Batches of each validation loader.
-        num_predict_batches: Batches of each loader that is predicted.
-        predict_outputs: What the predict step returns, as `jax.ShapeDtypeStruct`s, from its first batch on.
-        callback_metrics: Every logged metric; reading a key waits for the device.
-        logged_metrics: The metrics that go to loggers.
-        progress_bar_metrics: The metrics logged with `prog_bar=True`.
-        loss: The training loss of the bar; None if the step logs one for it.
-        history: Every logged metric's steps and values, also to plot; of the newest fit.
-        run_dir: The run's folder, made by the first write; `log_dir` is the same.
-    """
+    """What a Trainer shows: its arguments as the runs use them (one that is set holds from then on), and results."""
 
     _session: Session
-    settings: Settings
-    strategy: Strategy
-    callbacks: list[Callback]
-    config: dict[str, Any]
-    module: TrainModule | None
-    model: Any
-    saver: Saver
-    should_stop: bool
-    stop_reason: str | None
-    interrupted: bool
-    sanity_checking: bool
-    num_training_batches: int | float
-    num_val_batches: list[int | float]
-    num_predict_batches: list[int | float]
-    predict_outputs: Any
-    callback_metrics: MetricView
-    logged_metrics: MetricView
-    progress_bar_metrics: MetricView
-    loss: float | None
-    history: History
-    run_dir: Path
-    log_dir: Path
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(epoch={self.current_epoch}, global_step={self.global_step})"
+
+    @property
+    def settings(self) -> Settings:
+        """Every argument, checked and brought to one form; frozen."""
+        return self._session.settings
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, set up on its devices."""
+        return self._session.strategy
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """All callbacks in order, those that the module adds at the end."""
+        return self._session.callbacks
+
+    @callbacks.setter
+    def callbacks(self, value: Callback | Sequence[Callback] | None) -> None:
+        self._session.callbacks = check_callbacks(callbacks_of("callbacks", value))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments as they were given, as JSON values, for loggers."""
+        return self._session.config
+
+    @property
+    def module(self) -> TrainModule | None:
+        """The module of the newest run."""
+        return self._session.module
+
+    @property
+    def model(self) -> Any:
+        """The module of the newest run, as `module`."""
+        return self._session.module
+
+    @property
+    def saver(self) -> Saver:
+        """Writes checkpoints piece by piece, for callbacks such as `ModelCheckpoint`."""
+        return self._session.saver
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop was asked for; may be set."""
+        return self._session.control.should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._session.control.should_stop = value
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why, as the first `stop` said."""
+        return self._session.control.stop_reason
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C, SIGTERM or another signal has ended the run."""
+        return self._session.control.interrupted
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation that runs is the one before training."""
+        return self._session.control.sanity_checking
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches of an epoch; inf if the loader has no length."""
+        return self._session.control.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader."""
+        return self._session.control.num_val_batches
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each loader that is predicted."""
+        return self._session.control.num_predict_batches
+
+    @property
+    def predict_outputs(self) -> Any:
+        """What the predict step returns, as `jax.ShapeDtypeStruct`s, from its first batch on."""
+        return self._session.control.predict_outputs
+
+    @property
+    def callback_metrics(self) -> MetricView:
+        """Every logged metric; reading a key waits for the device."""
+        return self._session.results.callback_metrics
+
+    @property
+    def logged_metrics(self) -> MetricView:
+        """The metrics that go to loggers."""
+        return self._session.results.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> MetricView:
+        """The metrics logged with `prog_bar=True`."""
+        return self._session.results.progress_bar_metrics
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of the bar; None if the step logs one for it."""
+        return self._session.results.loss
+
+    @property
+    def history(self) -> History:
+        """Every logged metric's steps and values, also to plot; of the newest fit."""
+        return self._session.results.history
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, made by the first write."""
+        return self._session.folder.path
+
+    @property
+    def log_dir(self) -> Path:
+        """The run's folder, as `run_dir`."""
+        return self._session.folder.path
 
     @property
     def log_every_n_steps(self) -> int:
         """Optimizer steps between logged rows, 0 for none."""
         every = self._session.settings.log_every_n_steps
         return self._session.control.log_every if isinstance(every, str) else every
+
+    @log_every_n_steps.setter
+    def log_every_n_steps(self, value: int | str) -> None:
+        self._session.set("log_every_n_steps", value)
 
     @property
     def datamodule(self) -> Any:
@@ -221,17 +295,13 @@ def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get
 
 
-_PLACES = {name: f"settings.{name}" for name in ARGUMENTS}  # in the session, of what has no property above
-_PLACES |= {field.name: f"control.{field.name}" for field in dataclasses.fields(Control)}
-_PLACES |= {name: name for name in ("settings", "strategy", "callbacks", "config", "module", "saver")}
-_PLACES |= {"model": "module", "run_dir": "folder.path", "log_dir": "folder.path", "mesh": "strategy.mesh"}
-for _name in TrainerProperties.__annotations__ | Arguments.__annotations__:
-    if _name not in vars(TrainerProperties) and _name != "_session":
-        _place = operator.attrgetter(f"_session.{_PLACES.get(_name, f'results.{_name}')}")
-        setattr(TrainerProperties, _name, property(_place))
+for _name in Arguments.__annotations__.keys() - vars(TrainerProperties).keys():
+    _get = operator.attrgetter("_session.strategy.mesh" if _name == "mesh" else f"_session.settings.{_name}")
+    _set = lambda trainer, value, name=_name: trainer._session.set(name, value)  # noqa: E731
+    setattr(TrainerProperties, _name, property(_get, _set, doc=f"The argument `{_name}`, as the runs use it."))
 for _name, _value in [*vars(TrainerProperties).items()]:
     if isinstance(_value, property) and _value.fget is not None:
-        setattr(TrainerProperties, _name, property(_noting(_name, _value.fget), doc=_value.__doc__))
+        setattr(TrainerProperties, _name, property(_noting(_name, _value.fget), _value.fset, doc=_value.__doc__))
 
 
 def check_settable(trainer: Any, name: str, value: Any) -> None:
@@ -245,13 +315,13 @@ def check_settable(trainer: Any, name: str, value: Any) -> None:
             f"Trainer.{name} is fixed when a Trainer is made, and would be set to {shown(value)}. Make another one "
             f"with Trainer({name}=...)."
         )
-    known = hasattr(type(trainer), name)
-    if isinstance(getattr(type(trainer), name, None), property) and name not in {*ARGUMENTS, "should_stop"}:
+    known = getattr(type(trainer), name, None)
+    if isinstance(known, property) and known.fset is None:
         raise AttributeError(
             f"Trainer.{name} is a result of the runs, and would be set to {shown(value)}. Set an argument of the "
             "Trainer instead, or call what changes it: fit, validate, test, predict, stop."
         )
-    if known:
+    if hasattr(type(trainer), name):
         return
     text = advice("Trainer").get(name, "") or did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")])
     if text:

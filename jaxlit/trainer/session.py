@@ -2,11 +2,10 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-
-import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
@@ -25,7 +24,6 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
-from jaxlit.loop.clock import Clock
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
@@ -41,7 +39,7 @@ from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
-from jaxlit.trainer.defaults import Given, callbacks_of, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
 from jaxlit.trainer.opening import check_loaders, check_training, open_fit, restore_callbacks, warn_of_bad_step
@@ -179,17 +177,12 @@ class Session:
     # A run ------------------------------------------------------------------------------------------
 
     def set(self, name: str, value: Any) -> None:
-        """Set an argument, a field of the control, or the callbacks, from now on."""
-        if name == "callbacks":
-            self.callbacks = check_callbacks(callbacks_of("callbacks", value))
-        elif name == "should_stop":
-            self.control.should_stop = value
-        else:
-            settings = self.settings.replace(name, value)
-            check_accumulation(self.active, settings)
-            self.settings = settings
-            if self.current is not None:
-                self.current.settings = settings
+        """Set an argument, from now on."""
+        settings = self.settings.replace(name, value)
+        check_accumulation(self.active, settings)
+        self.settings = settings
+        if self.current is not None:
+            self.current.settings = settings
 
     def run(
         self,
@@ -211,11 +204,11 @@ class Session:
             take_ownership: Whether the engine may overwrite the module's arrays.
             resume: A checkpoint to begin with.
         """
-        before, fitting = (self.fitted, self.position, self.module), stage.verb == "fit"
+        before = self.fitted, self.position, self.module
         outer = attach(module, self._trainer)
-        position = self._reset(module, loaders, resume, fitting=fitting)
+        self.running, self.current, self.module = True, None, module
         try:
-            self.current = run = self._set_up(module, loaders, position)
+            self.current = run = self._set_up(module, stage, loaders, take_ownership, resume)
             with run.compiles, self._watchdog() as watchdog:
                 results, error = None, None
                 try:
@@ -223,16 +216,17 @@ class Session:
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
                     run.hooks("setup", stage.verb)
                     # After setup, where a callback makes what its state goes into, before the hooks of loaders.
-                    if fitting and resume is not None:
+                    if run.is_fit and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
                     try:
-                        results = self._run_loops(run, stage, work, take_ownership, resume, watchdog)
+                        results = self._run_loops(run, work, watchdog)
                     finally:
                         self.current.close()
                 except BaseException as raised:
                     error = explained(raised, self.current)
                     # Every callback is called and torn down, whatever another one raises meanwhile.
                     run.hooks.call_all("on_exception", error, error)
+                # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
                 error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
                 if error is not None:
                     raise error
@@ -242,32 +236,12 @@ class Session:
             raise
         finally:
             if self.current is not None:
-                self.current.end_clock()
+                self.current.ended = time.monotonic()
             self.running = False
             if self.fitted is None and before[0] is not None:  # a fit that could not begin keeps the last one's results
                 self.fitted, self.position, self.module = before
             if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)
-
-    def _reset(self, module: TrainModule, loaders: Loaders, resume: Resume | None, *, fitting: bool) -> Position:
-        """Forget what the run before has left, and return where the new one begins."""
-        self.running, self.current, self.module = True, None, module
-        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
-        if loaders.datamodule is not None:
-            loaders.datamodule.trainer = self._trainer
-        self.results.clear()
-        self.media.begin()
-        tell_anew()
-        if fitting:
-            self.results.history.clear()
-            self.fitted, self.position = None, Position()
-            self.control.should_stop, self.control.stop_reason = False, None
-        if resume is None:
-            return self.position
-        position = snapshot.load_position(resume.checkpoint.state)
-        if fitting:  # an evaluation of a checkpoint leaves the training where it is
-            self.position = position
-        return position
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(
@@ -285,7 +259,23 @@ class Session:
             raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
         self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
-    def _set_up(self, module: TrainModule, loaders: Loaders, position: Position) -> Setup:
+    def _set_up(
+        self, module: TrainModule, stage: Stage, loaders: Loaders, take_ownership: bool, resume: Resume | None
+    ) -> Setup:
+        """Forget what the run before has left, and return what the new one begins with."""
+        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
+        if loaders.datamodule is not None:
+            loaders.datamodule.trainer = self._trainer
+        self.results.clear()
+        self.media.begin()
+        tell_anew()
+        if stage.verb == "fit":
+            self.results.history.clear()
+            self.fitted, self.position = None, Position()
+            self.control.should_stop, self.control.stop_reason = False, None
+        position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
+        if stage.verb == "fit":  # an evaluation of a checkpoint leaves the training where it is
+            self.position = position
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
@@ -296,38 +286,30 @@ class Session:
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
         for logger in loggers:
             logger.attach(self._trainer, self.media)
-        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
         return Setup(
+            stage=stage,
             settings=self.settings,
             control=self.control,
             module=module,
-            hooks=hooks,
+            hooks=Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position),
             results=self.results,
             position=position,
             loaders=loaders,
-            max_in_flight=self.settings.steps_in_flight(self.strategy.mesh.size),
-            clock=Clock(jax.process_count() > 1),
+            resume=resume,
+            take_ownership=take_ownership,
             accumulate_given=self.settings.accumulate_grad_batches,
         )
 
-    def _run_loops(
-        self,
-        setup: Setup,
-        stage: Stage,
-        work: Callable[[Run], Any],
-        take_ownership: bool,
-        resume: Resume | None,
-        watchdog: Watchdog,
-    ) -> Any:
-        hooks, fitting = setup.hooks, stage.verb == "fit"
+    def _run_loops(self, setup: Setup, work: Callable[[Run], Any], watchdog: Watchdog) -> Any:
+        hooks, fitting, resume = setup.hooks, setup.is_fit, setup.resume
         # Before the optimizer, whose schedule may ask how long training is.
         if fitting:
-            open_fit(setup, resume)
+            open_fit(setup)
         else:
-            setup.val = setup.loaders.open(stage.name, required=True)
+            setup.val = setup.loaders.open(setup.stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
-        engine = self._engines.make(setup, self.engine, fitting=fitting, take_ownership=take_ownership, resume=resume)
+        engine = self._engines.make(setup, self.engine)
         tracing = Tracing(hooks, setup.log_every if fitting else 0)
         feeder = Feeder(
             self.strategy.shard_batch,
@@ -344,12 +326,11 @@ class Session:
         else:
             engine.state.count_from(run.position.global_step, run.position.epoch)
         # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
-        put_back = not (fitting or take_ownership)
-        hooks.live = ModuleSync(run.module, run.engine, lambda: hooks.log.hook, put_back=put_back)
+        put_back = not (fitting or setup.take_ownership)
+        hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
         with hooks.live.registered(), contextlib.closing(run.feeder):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
-                    run.resume = resume
                     snapshot.load_run(run, resume.checkpoint.state)
                     run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))

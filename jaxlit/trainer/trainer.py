@@ -152,14 +152,9 @@ class Trainer(TrainerProperties):
         self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            super().__setattr__(name, value)
-            return
-        check_settable(self, name, value)
-        if isinstance(getattr(type(self), name, None), property):  # one that has a setter, or an argument without one
-            self._session.set(name, value)
-        else:
-            super().__setattr__(name, value)
+        if not name.startswith("_"):
+            check_settable(self, name, value)
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if isinstance(known := getattr(type(self), name, None), property):

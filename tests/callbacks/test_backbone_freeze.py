@@ -269,7 +269,10 @@ class Own(BackboneFreeze):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (["inner/kernel"], r"Own\.names\(\.\.\.\) takes .* of Deep, got \['inner/kernel'\].*mean 'inner\.kernel'"),
+        (
+            ["inner/kernel"],
+            r"Own\.names\(\.\.\.\) takes .* of Deep, got \['inner/kernel'\]\. It has: .*'inner\.kernel'",
+        ),
         ((), r"takes names of trained parameters of Deep, got \[\]\. It has: \["),
     ],
 )

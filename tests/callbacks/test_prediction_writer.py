@@ -171,8 +171,8 @@ def test_two_processes_write_all_rows_in_order(tmp_path: Path) -> None:
 
 
 REFUSED: list[Any] = [
-    ("a scalar", lambda y: {"y": y, "mean": y.mean()}, "one row for each row.*'mean': None"),
-    ("other rows", lambda y: {"y": y, "half": y[:4]}, "one row for each row.*'half': 4"),
+    ("a scalar", lambda y: {"y": y, "mean": y.mean()}, r"one row for each row.*'mean': float32\[\]"),
+    ("other rows", lambda y: {"y": y, "half": y[:4]}, r"one row for each row.*'half': float32\[4"),
 ]
 
 
@@ -185,7 +185,7 @@ def test_outputs_without_a_row_for_each_row_are_refused(case: str, make: Any, wo
 def test_outputs_of_another_shape_in_a_later_batch_are_refused() -> None:
     batches = [random(1)[0], random(1, features=2)[0]]
     model = module(base=Linear, predict=lambda self, batch: batch["x"])
-    refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[3\].*\[2\].*Pad them")
+    refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[8, 2\].*\[3\].*Pad them")
 
 
 def test_host_keys_that_are_texts_are_refused_in_npy_files() -> None:

@@ -199,8 +199,7 @@ def test_the_best_epochs_are_marked(make_trainer, capsys):
     fit(trainer, *[None if score is None else {"val/accuracy": score} for score in scores])
     lines = epoch_lines(capsys)
     assert ["* best" in line for line in lines] == [True, False, True, False, False, True]
-    assert ["val/accuracy" in line for line in lines] == [score is not None for score in scores]
-    assert all("train/loss" in line for line in lines)
+    assert all("train/loss" in line and "val/accuracy" in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "stopping"])

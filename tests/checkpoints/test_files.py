@@ -248,7 +248,7 @@ LIES = [
     (1, [3, 1, 1], r"not as \w+\[3, 1, 1\]"),
     (2, "float64", r"not as float64\["),
     (2, "object", r"not as object\["),
-    (2, "nonsense", "has an array of 'nonsense', which is no dtype"),
+    (2, "nonsense", r"not as nonsense\["),
 ]
 
 

@@ -134,7 +134,7 @@ def data_of(count):
     ("change", "error", "words"),
     [
         (put("optimizer", value="x"), CheckpointError, r"does not fit Linear:(?s:.*)the optimizer +x +\(TraceState"),
-        (put("position", "phase", value=7), CheckpointError, r"batch\) \(3, 1, 0\), and its arrays of \(3, 0, 3\)"),
+        (put("position", "phase", value=7), CheckpointError, r"batch\) \[3, 1, 0\], and its arrays of \[3, 0, 3\]"),
         (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is none of this kind of loader"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
         (put("latest", "data", value=data_of(3)), CheckpointError, r"3 bytes for an array of shape \(2, 4\)"),

@@ -71,8 +71,8 @@ CASES = {
     ),
     "rows of a batch": (lambda i: cut(8 - 4 * i, 8, first=i, step=2), ("rows of the first one", "rows [8, 4]")),
     "number of batches": (lambda i: cut(*[8] * (3 - i), first=i, step=2), ("number of batches", "batches [3, 2]")),
-    "arrays": (lambda i: jl.ArrayLoader({k: x[i::2] for k, x in ROWS.items()}, 8), ("ArrayLoader differs", "arrays")),
-    "seeds": (lambda i: jl.ArrayLoader(ROWS, 8, shuffle=True, seed=i), ("ArrayLoader differs", "seed")),
+    "arrays": (lambda i: jl.ArrayLoader({k: x[i::2] for k, x in ROWS.items()}, 8), ("the loader differs", "the data")),
+    "seeds": (lambda i: jl.ArrayLoader(ROWS, 8, shuffle=True, seed=i), ("the loader differs", "seed")),
 }
 
 

@@ -136,15 +136,7 @@ def test_it_continues_exactly_where_its_state_was_taken(taken, shuffle):
 
 
 def test_a_repr_says_how_many_rows_and_batches_there_are():
-    x = np.zeros((1400, 2))
-    assert repr(jl.ArrayLoader(x, 64, shuffle=True)) == (
-        "<ArrayLoader: 1,400 rows, batch_size=64, shuffle=True, 22 batches, the last of 56>"
-    )
-    assert repr(jl.ArrayLoader(x, 64, drop_remainder=True)) == (
-        "<ArrayLoader: 1,400 rows, batch_size=64, shuffle=False, 21 batches, without 56 rows>"
-    )
-    assert repr(jl.ArrayLoader(x, 1400)) == "<ArrayLoader: 1,400 rows, batch_size=1400, shuffle=False, 1 batch>"
-    assert repr(jl.ArrayLoader.__new__(jl.ArrayLoader)).startswith("<jaxlit.data.array_loader.ArrayLoader object")
+    assert repr(jl.ArrayLoader(np.zeros((1400, 2)), 64)) == "<ArrayLoader: 1,400 rows, 22 batches of 64>"
 
 
 def test_it_refuses_the_state_of_another():
@@ -161,10 +153,10 @@ def test_it_refuses_the_state_of_another():
     ("arrays", "batch_size", "message"),
     [
         ({}, 4, "a pytree of arrays"),
-        ({"a": 1.0}, 4, "a must be an array with rows"),
-        ({"a": np.float32(1)}, 4, "a must be an array with rows"),
-        ({"a": {"b": "text"}}, 4, "a.b must be an array with rows"),
-        ({"a": np.ones(3), "b": np.ones(4)}, 4, r"leading sizes differ.*'a': 3.*'b': 4"),
+        ({"a": 1.0}, 4, r"same number of rows, got {'a': 1\.0}"),
+        ({"a": np.float32(1)}, 4, "first dim is the row"),
+        ({"a": {"b": "text"}}, 4, "got {'a': {'b': 'text'}}"),
+        ({"a": np.ones(3), "b": np.ones(4)}, 4, r"'a': float64\[3\], 'b': float64\[4\]"),
         *[(np.ones(3), x, f"batch_size=.*an int of at least 1, got {x}") for x in (0, -1, 2.0, True, None)],
     ],
 )

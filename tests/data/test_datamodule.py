@@ -226,7 +226,7 @@ def test_unusable_data_is_refused_before_any_hook(verb):
         words = rf"{where}\({argument}=\.\.\., datamodule=\.\.\.\)"
         refuses(ArgumentError, lambda: run(Mean(), datamodule=first, **given), words)  # noqa: B023
     refuses(JaxlitError, lambda: run(Mean(), first, datamodule=second), "datamodule")
-    for given, name in ((Data, "the class Data"), (numbered(1), "list"), ("data", "str"), (Mean(), "Mean")):
+    for given, name in ((Data, "<class .*Data"), (numbered(1), r"\["), ("data", "'data'"), (Mean(), "Mean")):
         words = rf"{where}\(datamodule=.*got {name}"
         refuses(ArgumentTypeError, lambda: run(Mean(), datamodule=given), words)  # noqa: B023
     hook = LOADERS[verb][0].removeprefix("data ")
@@ -287,7 +287,7 @@ def test_loaders_are_reloaded_every_n_epochs(every, at):
         (
             [{"x": np.zeros((8, 1), np.float32), "more": np.zeros(8)}],
             DataError,
-            r"structure of the batch changed: new batch\['more'\]",
+            r"structure of the batch changed: batch\['more'\] was nothing",
         ),
     ],
 )
@@ -316,9 +316,3 @@ def test_a_reloaded_loader_closes_the_old_iteration_first():
     data = type("Reloads", (jl.DataModule,), {"train_dataloader": lambda self: next(loaders)})()
     fit(Mean(), data, max_epochs=2, limit_train_batches=2, reload_dataloaders_every_n_epochs=1)
     assert said == ["open 0", "closed 0", "open 1", "closed 1"]
-
-
-def test_a_repr_names_the_loaders_that_there_are():
-    data = type("Data", (jl.DataModule,), {"val_dataloader": lambda self: 1, "train_dataloader": lambda self: 1})
-    assert repr(data()) == "<Data: DataModule with train_dataloader, val_dataloader>"
-    assert repr(jl.DataModule()) == "<DataModule: DataModule with no loaders>"

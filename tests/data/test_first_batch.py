@@ -59,4 +59,4 @@ def test_a_lazy_module_is_built_after_its_loaders_are_checked(argument):
 def test_a_single_sample_of_grain_in_place_of_a_batch_is_doubted(caplog):
     rows = grain.MapDataset.source([{"x": np.ones(4, np.float32), "y": np.float32(k)} for k in range(3)])
     fit(Mean(), rows)
-    assert any("is it a single sample? Then add .batch(batch_size)" in message for message in warnings_of(caplog))
+    assert any("batch them, by .batch(32)" in message for message in warnings_of(caplog))

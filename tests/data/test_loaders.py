@@ -109,14 +109,14 @@ def test_an_endless_loader_ends_with_max_steps():
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        ("mnist", "got str 'mnist'.*jl.ArrayLoader"),
-        (np.ones((4, 2)), r"got ndarray.*Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
-        (jnp.ones((4, 2)), r"Wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
-        ((np.ones((4, 2)), np.ones(4)), r"got a tuple of arrays.*Wrap arrays as jl.ArrayLoader\(\(x, y\)"),
-        ([np.ones(4, np.float32), np.ones(4, np.int32)], r"got a list of arrays.*float32\[4\], int32\[4\]"),
-        ({"x": np.ones((4, 2))}, "got dict.*jl.ArrayLoader"),
-        (Mean, "got the class Mean.*jl.ArrayLoader"),
-        (3, "got int 3.*jl.ArrayLoader"),
+        ("mnist", "got 'mnist'.*jl.ArrayLoader"),
+        (np.ones((4, 2)), r"got float64\[4, 2\].*wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
+        (jnp.ones((4, 2)), r"wrap arrays as jl.ArrayLoader\(arrays, batch_size\)"),
+        ((np.ones((4, 2)), np.ones(4)), r"got .*float64\[4, 2\].*several as \(x, y\)"),
+        ([np.ones(4, np.float32), np.ones(4, np.int32)], r"got .*float32\[4\], int32\[4\]"),
+        ({"x": np.ones((4, 2))}, "got {.*jl.ArrayLoader"),
+        (Mean, "got <class .*Mean.*jl.ArrayLoader"),
+        (3, "got 3.*jl.ArrayLoader"),
     ],
 )
 def test_what_is_no_loader_is_refused_with_a_hint(loader, words):
@@ -160,7 +160,7 @@ def test_a_limit_of_0_trains_or_validates_nothing(limit):
 @pytest.mark.parametrize("which", ["train", "val"])
 def test_a_fraction_without_a_batch_is_refused(which):
     few, endless = (
-        rf"limit_{which}_batches=0\.01\) of 3 batches.*0\.333",
+        rf"limit_{which}_batches=0\.01\) is a fraction, and .* has 3 batches.*int",
         rf"limit_{which}_batches=0\.5.*no length.*int",
     )
     fit_refuses(ArgumentError, few, train=counted(2, 2, 2), val=counted(2, 2, 2), **{f"limit_{which}_batches": 0.01})
@@ -176,14 +176,7 @@ def test_a_limit_draws_no_batch_too_many():
     assert rows_of(seen_in(loader(), limit_train_batches=2, max_epochs=1).train[0]) == [0, 1, 2, 3]
 
 
-def test_a_limit_beyond_the_loader_warns_once(caplog):
-    limits = {f"limit_{which}_batches": 100 for which in ("train", "val", "test", "predict")}
-    trainer = make_trainer(max_epochs=3, **limits)
-    trainer.fit(Mean(), counted(2, 2, 2), counted(2, 2, 2))
-    trainer.test(Mean(), counted(2, 2, 2))
-    trainer.predict(Mean(), counted(2, 2, 2))
-    trainer.fit(Mean(), Stream(counted(2, 2, 2)))  # which is known after its first epoch
-    told = warnings_of(caplog)
-    arguments = [*limits, "limit_train_batches"]
-    assert all(name in text and "100" in text for name, text in zip(arguments, told, strict=True))
-    assert all("dataloaders=...)" in text and " 3 " in text for text in told)
+def test_a_limit_beyond_a_loader_without_a_length_warns_once(caplog):
+    make_trainer(max_epochs=3, limit_train_batches=100).fit(Mean(), Stream(counted(2, 2, 2)))
+    (told,) = warnings_of(caplog)
+    assert all(words in told for words in ("train_dataloaders=...) gave 3 batches", "limit_train_batches", "100"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kit import trainers
 from kit.batches import rows_of
-from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, shuffled
+from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
 from kit.inside import feeder_of, position_of
 from kit.journal import Batches, hooks
 from kit.modules import Mean
@@ -20,6 +20,7 @@ import jaxlit as jl
 from jaxlit.data.kinds import source_of
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
+from jaxlit.loop.snapshot import load_loader
 
 
 def fit(loader, val=None, *callbacks, **arguments):
@@ -212,6 +213,21 @@ def test_the_state_of_another_loader_is_refused():
             make_source(kind).load_state_dict(state)
     _, state = take(make_source("list"), 0, 2)
     refuses(DataError, lambda: source_of(batches()[:4], "loader").load_state_dict(state), "5.*4")
+
+
+def test_kept_batches_continue_after_the_last_used_one():
+    make = lambda: source_of(arrays(), "loader", keep=3)  # noqa: E731
+    expected, (_, state), fresh = take(make(), 0)[0], take(make(), 0, 1), make()
+    fresh.load_state_dict(state)
+    assert [take(fresh, epoch)[0] for epoch in (0, 1)] == [expected[1:], expected]
+
+
+def test_shares_of_a_dataset_that_two_processes_saved_continue_in_one():
+    rows = grain.MapDataset.source(records())
+    states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]
+    fresh = source_of(rows.batch(BATCH), "loader")
+    load_loader(fresh, {"loaders": {"training": {"idx": 0, "states": states}}}, "training", 0)
+    assert take(fresh, 0)[0] == take(source_of(rows.batch(BATCH), "loader"), 0)[0][2:]
 
 
 def test_another_array_loader_warns_between_epochs(caplog):

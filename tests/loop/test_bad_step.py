@@ -115,7 +115,9 @@ def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accu
         int(model.count[...]) == bad * accumulate
     )  # also what the good batches of a bad window have counted is undone
     assert names() == [f"step_{bad:08d}"]
-    note = saved_state(f"run/checkpoints/step_{bad:08d}")["not_finite"]
+    saved = saved_state(f"run/checkpoints/step_{bad:08d}")
+    note, position = saved["not_finite"], saved["position"]
+    assert position["total_batch_idx"] == position["batch_idx"] == bad * accumulate
     took = ["opt_state[0].trace.kernel"] if where == "gradient" else []
     assert note == {"step": bad, "epoch": 0, "batches": [bad * accumulate, (bad + 1) * accumulate], "optimizer": took}
     resumed = fit(Trapped(), batches, nan_policy="skip", resume="auto", **given)
@@ -271,10 +273,10 @@ def test_next_start_and_second_error_name_the_bad_step(capsys) -> None:
             fit(Mean(), spoilt(8, 3), **given)
         assert ("It is the second time: training was resumed right before this step." in str(raised.value)) == again
         assert "Batch 3, run again on these parameters, gave the same" in str(raised.value)
-        told = "resume: step 3 (epoch 0, batches 3 to 3) was not finite: nan_policy='raise' holds again"
+        told = "resume: step 3 (epoch 0, batches 3 to 3) was not finite: now it runs under nan_policy='raise'"
         assert (told in capsys.readouterr().out) == again
     fit(Mean(), spoilt(8, 3), nan_policy="skip", **given)
-    assert "batches 3 to 3) was not finite: nan_policy='skip' holds again" in capsys.readouterr().out
+    assert "batches 3 to 3) was not finite: now it runs under nan_policy='skip'" in capsys.readouterr().out
     fit(Mean(), spoilt(8, 3), nan_policy="skip", max_epochs=2, **given)
     assert "was not finite" not in capsys.readouterr().out
     given |= {"default_root_dir": "windows", "accumulate_grad_batches": 2}

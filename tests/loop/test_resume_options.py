@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from kit import journal as kit_journal
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean
+from kit.modules import Mean, module
 from kit.resume_model import (
     BATCH_SIZE,
     RaisesAt,
@@ -226,3 +227,11 @@ def test_another_accumulation_is_refused_inside_a_window() -> None:
             mean_fit(numbered(8), accumulate_grad_batches=accumulate, ckpt_path="at")
     trainer, _ = mean_fit(numbered(8), accumulate_grad_batches=2, max_epochs=3, ckpt_path="end")
     assert trainer.global_step == 3 + 3 + 4
+
+
+def test_a_validation_that_logs_another_metric_begins_its_mean() -> None:
+    save = hooks(on_validation_batch_end=lambda t, *args: args[-2] == 0 and t.save_checkpoint("half"))
+    kit_fit(Mean(), numbered(2), numbered(4), save, num_sanity_val_steps=0)
+    other = module(validation=lambda self, batch: self.log("other", jnp.mean(batch["x"])))
+    trainer = kit_fit(other, numbered(2), numbered(4), ckpt_path="half", num_sanity_val_steps=0)
+    assert float(trainer.callback_metrics["other"]) == np.mean([2, 3, 4])

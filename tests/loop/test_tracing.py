@@ -147,7 +147,6 @@ def fails(grads: Any) -> Any:
 
 REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
     "no dict": (ModuleError, r"Shows\.trace_step must return a dict of names and arrays, got", lambda: [shows(1.0)]),
-    "every": (ModuleError, r"Shows\.trace_every_n_steps takes an int of at least 0, .*got", lambda: [shows({}, -1)]),
     "a step's name": (LogError, "'loss', which training_step", lambda: [Sees(50, scalar="loss")]),
     "another's": (LogError, r"'grad', which Sees", lambda: [Sees(50), shows({"grad": jnp.zeros(())}, 70)]),
     "an error": (RuntimeError, "not today", lambda: [shows(fails)]),

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxlit as jl
-from jaxlit.pipeline.report import StageFacts, layers_of, stage_table, with_residuals
+from jaxlit.pipeline.report import StageFacts, layers_of, stage_table
 
 WIDTH, ROWS = 8, 12
 
@@ -52,12 +52,12 @@ def test_layers_are_told_by_their_list_and_places(names: list[str], told: str) -
 
 def test_a_table_has_a_row_for_each_stage() -> None:
     schedule = jl.strategies.Std1F1B(2)
-    facts = [StageFacts(0, ["a"], 1234, 2 * 10**9), StageFacts(1, ["b"], 5, 10**6)]
-    first, second, bubble = (line.split() for line in stage_table(facts, schedule, 4).splitlines()[1:])
+    facts = [StageFacts(["a"], 1234, 2 * 10**9), StageFacts(["b"], 5, 10**6)]
+    first, second, bubble = (line.split() for line in stage_table(facts, None, schedule, 4).splitlines()[1:])
     assert first == ["0", "0", "a", "1,234", "2", "-", "2"]
     assert second == ["1", "1", "b", "5", "0.001", "-", "1"]
     assert bubble[:3] == ["predicted", "bubble", f"{1 / 5:.1%}:"]  # (S - 1) / (M + S - 1)
-    kept = stage_table(with_residuals(facts, [2048, 10]), schedule, 4).splitlines()
+    kept = stage_table(facts, [2048, 10], schedule, 4).splitlines()
     assert [line.split()[5:7] for line in kept[1:3]] == [["2.0", "KiB"], ["10", "B"]]
 
 

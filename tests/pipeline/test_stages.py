@@ -74,6 +74,8 @@ def test_weights_are_not_among_what_a_microbatch_keeps(stages: list[Stage]) -> N
     assert a.shape not in [r.shape for r in (*residuals, *after)]
     kept = stages[1].keep([b, scale], [sent], after)
     assert kept.inputs[0] is b and kept.nbytes == sum(r.nbytes for r in (sent, *after))  # b is the state's own
+    unused = stages[0].keep([a, x], [], residuals).inputs[0]  # nothing waits for the gradient of the batch
+    assert (unused is None) == (stages[0]._remat is None)
 
 
 def test_gradients_flow_from_parameters_to_the_loss() -> None:

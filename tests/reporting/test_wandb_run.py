@@ -35,7 +35,7 @@ def fail(*args):
 def send(run, rows=1, timeout=30.0, **given):
     """Log rows to a run, which is then finished."""
     found = WandbRun(run, timeout, **({"raises": False} | given))
-    found.define_metric(STEP)
+    found.do(lambda: run.define_metric(STEP))
     for step in range(rows):
         found.log({"loss": 1.0, STEP: step})
     found.finish(failed=False)

@@ -106,7 +106,7 @@ def test_a_mesh_of_other_sizes_is_refused() -> None:
         def mesh_shape(self, device_count: int) -> dict[str, int]:
             return {"data": 2, "columns": 3}
 
-    with pytest.raises(ArgumentError, match=r"The mesh of Wrong: \{'data': 2, 'columns': 3\} has 6 devices.* are 8"):
+    with pytest.raises(ArgumentError, match=r"The mesh of Wrong: .*'columns': 3\} do not multiply to 8"):
         make_trainer(strategy=Wrong())
 
 

@@ -214,6 +214,10 @@ def test_a_moment_belongs_to_the_parameter_of_its_whole_path() -> None:
     params, shardings = {"w": shape, "inner": {"w": shape}}, {"w": rows, "inner": {"w": columns}}
     adam, _ = jl.strategies.like_params(jax.eval_shape(optax.adam(1.0).init, params), params, shardings, whole)
     assert adam.mu == adam.nu == shardings
+    factored = {"rows": jax.tree.map(lambda _: jax.ShapeDtypeStruct((8,), jnp.float32), params)}
+    assert jl.strategies.like_params(factored, params, shardings, whole) == {
+        "rows": {"w": whole, "inner": {"w": whole}}
+    }
 
 
 @pytest.mark.parametrize(

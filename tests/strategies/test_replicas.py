@@ -213,7 +213,7 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
 
 def test_a_batch_spec_of_a_replica_strategy_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"Own\.batch_spec splits a batch, and each replica sees entire rows"):
-        type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})
+        type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})().setup()
 
 
 def test_a_replica_has_one_body_for_each_of_its_two_programs() -> None:

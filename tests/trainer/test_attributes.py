@@ -15,6 +15,7 @@ from kit.trainers import fit, make_trainer
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.settings import Arguments
+from jaxlit.trainer.properties import TrainerProperties
 
 FIELDS = [*Arguments.__annotations__]
 FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
@@ -60,6 +61,12 @@ def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
         assert getattr(trainer, name) == value
         if name != "callbacks":  # which the Trainer itself has
             assert getattr(trainer.settings, name) == value
+
+
+def test_every_property_is_documented_at_run_time() -> None:
+    properties = {name: x for name, x in vars(TrainerProperties).items() if isinstance(x, property)}
+    assert properties.keys() >= {*FIELDS}
+    assert [name for name, x in properties.items() if not x.__doc__] == []
 
 
 @pytest.mark.parametrize(

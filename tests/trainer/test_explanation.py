@@ -65,6 +65,7 @@ def test_each_hook_has_calls_time_and_longest_call(clock) -> None:
     data = type("Data", (jl.DataModule,), {"setup": spend(5)} | loaders)()
     arguments = BARE | {"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0, "datamodule": data}
     model, twice = module(name="Timed", on_train_epoch_end=spend(3)), [slow(clock), slow(clock, 3.0)]
+    type(twice[1]).__name__ = "Slower"
     trainer = trainers.fit(model, None, None, quick(), *twice, **arguments)
     of_slow = {
         "on_train_batch_end": (8, 2 * (1 + 2 + 3 + 4), 4),
@@ -75,7 +76,7 @@ def test_each_hook_has_calls_time_and_longest_call(clock) -> None:
     }
     assert {key: spent for key, spent in times(trainer).items() if spent[1]} == {
         **{("Slow", hook): spent for hook, spent in of_slow.items()},
-        **{("Slow:1", hook): (calls, 3 * total, 3 * longest) for hook, (calls, total, longest) in of_slow.items()},
+        **{("Slower", hook): (calls, 3 * total, 3 * longest) for hook, (calls, total, longest) in of_slow.items()},
         ("Timed", "on_train_epoch_end"): (2, 6, 3),
         ("Data", "setup"): (1, 5, 5),
     }
@@ -110,7 +111,7 @@ def test_a_hook_inside_another_is_counted_once(clock, fails) -> None:
     def torn(*_: Any) -> None:
         clock.now += 7
 
-    twice = [hooks("Inside", on_save_checkpoint=inside, teardown=torn, on_exception=torn) for _ in range(2)]
+    twice = [hooks(x, on_save_checkpoint=inside, teardown=torn, on_exception=torn) for x in ("Inside", "Second")]
     trainer = make_trainer(hooks("Saves", on_train_epoch_end=save), *twice, max_epochs=2, **BARE)
     if fails:
         refuses(RuntimeError, lambda: trainer.fit(Mean(), numbered(4)), "no")
@@ -118,10 +119,10 @@ def test_a_hook_inside_another_is_counted_once(clock, fails) -> None:
         trainer.fit(Mean(), numbered(4))
     found, explanation = times(trainer), trainer.explain()
     assert found["Inside", "on_save_checkpoint"] == (2, 10, 5)
-    assert found["Inside:1", "on_save_checkpoint"] == ((1, 5, 5) if fails else (2, 10, 5))
+    assert found["Second", "on_save_checkpoint"] == ((1, 5, 5) if fails else (2, 10, 5))
     # What follows the error is left out.
     assert found["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
-    assert found["Inside", "teardown"] == found["Inside:1", "teardown"] == (1, 7, 7)
+    assert found["Inside", "teardown"] == found["Second", "teardown"] == (1, 7, 7)
     assert found.get(("Inside", "on_exception")) == ((1, 7, 7) if fails else None)
     assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
 

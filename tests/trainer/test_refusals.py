@@ -42,7 +42,6 @@ VALUES: list[tuple[Any, ...]] = [
     ("precision", PRECISIONS, "fp8-mixed", "float32", "bf16_mixed", 64, True, None),
     ("nan_policy", "'raise'.*'skip'.*'ignore'", "foo"),
     ("max_in_flight", "at least 1", 0),
-    ("resume", r"'auto'.*ckpt_path='last'", "last"),
     ("resume", "default_root_dir", "auto"),
     ("strategy", "Known: auto, single, ddp, fsdp", "abc"),
     ("strategy", r"Did you mean 'fsdp'\?.*Known:", "fspd"),
@@ -60,7 +59,7 @@ TYPES: list[tuple[Any, ...]] = [
     ("accumulate_grad_batches", INT, 0.5, {4: 2}),
     ("gradient_clip_val", NUMBER, "1", True),
     ("debug", "True or False", "yes"),
-    ("resume", "'auto', a path or None", 3),
+    ("resume", "'auto'.* a path", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
     ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),
     ("devices", INT, "abc", [0, 1]),
@@ -73,7 +72,6 @@ TYPES: list[tuple[Any, ...]] = [
 # Several that do not fit each other, or a value whose repr is not in the message.
 SEVERAL: list[tuple[Any, ...]] = [
     (Arg, {"max_epochs": None}, "Trainer.fit has no limit.*max_epochs.*max_steps.*max_time"),
-    (Arg, {"min_epochs": 2, "max_epochs": 1}, r"min_epochs\b.*\b2", r"max_epochs\b.*\b1"),
     (Arg, {"max_time": datetime.timedelta(seconds=-1)}, "max_time", "-1|negative", "positive|least"),
     (Arg, {"check_val_every_n_epoch": None, "val_check_interval": 0.5}, "every_n_epoch=None.*val_check_interval=0.5"),
     (Arg, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "foo"}, "gradient_clip_algorithm", "'foo'", "'norm'"),
