@@ -10,7 +10,7 @@ from kit.batches import sized
 from kit.inside import Metric
 from kit.journal import Rows
 from kit.modules import logging
-from kit.trainers import THREE, fit, thinned
+from kit.trainers import fit, thinned
 
 from jaxlit.core.device_sums import Table
 
@@ -85,11 +85,3 @@ def test_tables_are_refit_for_another_number_of_replicas(replicas: int | None) -
     found = table.refit(np.stack(parts), replicas)
     assert found.shape == (*([] if replicas is None else [replicas]), 2, 3)
     assert table.read(found) == [13 / 4, 1.0, 5.0]
-
-
-@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_logging_leaves_the_training_as_it_is(strategy: str) -> None:
-    models = [logging(log_all), logging()]
-    for model in models:
-        fit(model, BATCHES, strategy=strategy)
-    np.testing.assert_array_equal(np.asarray(models[0].w[...]), np.asarray(models[1].w[...]))

@@ -15,7 +15,6 @@ from kit.journal import hooks
 from kit.modules import Linear, module
 from kit.trainers import FOUR, fit, make_trainer, thinned
 
-import jaxlit as jl
 from jaxlit.errors import NonFiniteError
 
 BAD = 2  # the batch that holds a NaN
@@ -174,17 +173,6 @@ def test_optax_multi_steps_is_taken_as_a_transform() -> None:
 
 
 # What a step writes ----------------------------------------------------------------------------------------
-
-
-def test_a_write_to_a_frozen_parameter_in_a_step_is_kept() -> None:
-    def step(self: Any, batch: Any) -> Any:
-        self.bias[...] = self.bias[...] + 1.0
-        return self.loss(batch)
-
-    wrt = nnx.All(nnx.Param, nnx.PathContains("kernel"))
-    model = module(step, base=Linear, tx=jl.Optimizer(optax.sgd(0.1), wrt=wrt))
-    fit(model, random())
-    assert model.bias[...].tolist() == [3.0]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kit.refusals import refuses
 
 from jaxlit.engine.compiled_program import CompiledProgram
 
@@ -46,16 +45,3 @@ def test_it_holds_no_array_of_its_call() -> None:
     del state, x
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-
-
-def test_a_first_call_that_fails_is_none() -> None:
-    def call(x: Any) -> Any:
-        if x.shape == (1,):
-            raise ZeroDivisionError("no")
-        return x
-
-    program = CompiledProgram("step", jax.jit(call))
-    refuses(ZeroDivisionError, lambda: program.run(jnp.ones(1)), "no")
-    assert not program.ran
-    program.run(jnp.ones(2))
-    assert program.cost.memory is not None and program.cost.memory.arguments == 8
