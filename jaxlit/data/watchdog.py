@@ -72,14 +72,14 @@ class Watchdog:
     def _run(self, thread: Background[None], pause: float) -> None:
         seen, since = self._progress(), time.monotonic()
         while not thread.stopping.wait(pause):
+            watched, now = self._watched, time.monotonic()
             if (progress := self._progress()) != seen:
-                seen, since = progress, time.monotonic()
-            watched = self._watched
-            if watched is not None and self._data is not None and time.monotonic() - watched[0] > self._data:
+                seen, since = progress, now
+            if watched is not None and self._data is not None and now - watched[0] > self._data:
                 _, argument, epoch, batch = watched
                 what = f"{argument} gave no batch {batch} of epoch {epoch}"
                 self._bite(f"{what} within Trainer(data_timeout={self._data:g}) seconds.", self._data)
-            elif self._hang is not None and time.monotonic() - since > self._hang:
+            elif self._hang is not None and now - since > self._hang:
                 what = f"Nothing has moved for Trainer(hang_timeout={self._hang:g}) seconds"
                 self._bite(f"{what}, {self._place()}.", self._hang)
 
