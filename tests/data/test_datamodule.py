@@ -133,18 +133,6 @@ def test_loaders_see_what_prepare_data_and_setup_made():
     assert trainer.num_val_batches == [] and "on_validation_start" not in watch.names, "it has no val_dataloader"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_after_an_error_the_data_module_tears_down(verb):
-    def fail(*_):
-        raise error
-
-    error, data = RuntimeError("the first"), Data()
-    stage = {"fit": "train", "validate": "validation"}.get(verb, verb)
-    run = getattr(make_trainer(hooks(**{f"on_{stage}_batch_end": fail})), verb)
-    assert refuses(RuntimeError, lambda: run(Mean(), data)) is error
-    assert data.called[-2:] == [error, f"data teardown {verb}"]
-
-
 @pytest.mark.parametrize("hook", ["prepare_data", "setup", "train_dataloader", "val_dataloader", "teardown"])
 def test_after_an_error_in_the_data_module_all_tear_down(hook):
     def fail(*_):
