@@ -102,8 +102,8 @@ class Feeder:
             for k in itertools.count(start + 1):
                 if drawn is _END or drawn is _GIVEN_UP:
                     return
-                if isinstance(drawn, _Failure):
-                    raise located(drawn.error, source.argument, self._epoch(), k - 1)
+                if isinstance(drawn, BaseException):
+                    raise located(drawn, source.argument, self._epoch(), k - 1)
                 try:
                     host, batch = intake(drawn[0])
                 except Exception as error:
@@ -119,7 +119,7 @@ class Feeder:
                     self.example, batch = agreement(batch, drawn[1], last=following is _END)
                     placed = self._place(batch)
                 slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
-                if slow and following is not _END and not isinstance(following, _Failure):
+                if slow and following is not _END and not isinstance(following, BaseException):
                     stream = thread = _Thread(stream, depth, self._control)
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
@@ -135,7 +135,7 @@ class Feeder:
         return self._agreements[source]
 
     def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
-        """Return the next draw, `_END`, `_GIVEN_UP` or a `_Failure`, and count the time."""
+        """Return the next draw, `_END`, `_GIVEN_UP` or what was raised, and count the time."""
         start = time.perf_counter()
         self.drawn += 1
         if self._watchdog is not None:
@@ -150,7 +150,7 @@ class Feeder:
         except Interrupted:
             return _GIVEN_UP
         except Exception as error:  # raised when the batches before it are done
-            return _GIVEN_UP if control.interrupted else _Failure(error)
+            return _GIVEN_UP if control.interrupted else error
         finally:
             if self._watchdog is not None:
                 self._watchdog.rest()
@@ -161,14 +161,7 @@ class Feeder:
                 source.waited += seconds
 
 
-class _Failure:
-    """The error that a loader raised instead of a batch."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _Thread:
+class _Thread(Background[None]):
     """Draws from an iterator in a thread, a bounded number ahead.
 
     Args:
@@ -184,8 +177,8 @@ class _Thread:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._tokens.put(None)
-        self._thread = Background("jaxlit-prefetch", self._fill)
-        self._thread.start()
+        super().__init__("jaxlit-prefetch", self._fill)
+        self.start()
 
     def __iter__(self) -> "_Thread":
         return self
@@ -202,26 +195,26 @@ class _Thread:
             if item is _END:
                 self._out.put(_END)  # for the next call
                 raise StopIteration
-            if isinstance(item, _Failure):
-                raise item.error
+            if isinstance(item, BaseException):
+                raise item
             return item
 
     def close(self, patience: float) -> bool:
         """Stop the thread; return whether it has ended in so many seconds, so that the iterator is free."""
-        self._thread.stop()
+        self.stop()
         self._tokens.put(None)
-        return self._thread.join(patience)  # a thread that hangs in the loader ends with the process
+        return self.join(patience)  # a thread that hangs in the loader ends with the process
 
     def _fill(self) -> None:
         item = None
-        while item is not _END and not isinstance(item, _Failure):
+        while item is not _END and not isinstance(item, BaseException):
             self._tokens.get()
-            if self._thread.stopping.is_set():
+            if self.stopping.is_set():
                 return
             try:
                 item = next(self._stream, _END)
             except BaseException as error:  # raised again where the batch is asked for
-                item = _Failure(error)
+                item = error
             self._out.put(item)
 
 
