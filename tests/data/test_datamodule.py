@@ -22,42 +22,30 @@ LOADERS = {
 }
 
 
+def noting(what, *batches):
+    """Return a hook that writes down that it was called, and with which stage, and returns the batches."""
+
+    def hook(self, *stage):
+        self.called.append(" ".join(["data", what, *stage]))
+        return batches[0] if len(batches) == 1 else [*batches]
+
+    return hook
+
+
 class Data(jl.DataModule):
     """Writes down what it is asked for."""
 
     def __init__(self, called=None):
         self.called = [] if called is None else called
 
-    def note(self, what):
-        self.called.append(f"data {what}")
-
-    def prepare_data(self):
-        self.note("prepare_data")
-
-    def setup(self, stage):
-        self.note(f"setup {stage}")
-
-    def teardown(self, stage):
-        self.note(f"teardown {stage}")
-
     def on_exception(self, exception):
         self.called.append(exception)
 
-    def train_dataloader(self):
-        self.note("train_dataloader")
-        return numbered(3)
-
-    def val_dataloader(self):
-        self.note("val_dataloader")
-        return numbered(2, first=11)
-
-    def test_dataloader(self):
-        self.note("test_dataloader")
-        return [numbered(1, first=21), numbered(2, first=22)]
-
-    def predict_dataloader(self):
-        self.note("predict_dataloader")
-        return numbered(2, first=31)
+    prepare_data, setup, teardown = noting("prepare_data"), noting("setup"), noting("teardown")
+    train_dataloader = noting("train_dataloader", numbered(3))
+    val_dataloader = noting("val_dataloader", numbered(2, first=11))
+    test_dataloader = noting("test_dataloader", numbered(1, first=21), numbered(2, first=22))
+    predict_dataloader = noting("predict_dataloader", numbered(2, first=31))
 
 
 class Own(Mean):
