@@ -16,7 +16,7 @@ from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import GradientAccumulationScheduler
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 SCHEDULES: list[Any] = [  # the schedule, and the windows of four epochs of five batches
     ({0: 3, 2: 1}, (3, 3, 1, 1)),
@@ -86,20 +86,6 @@ def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tu
     train("parts", end)
     found = [bytes_of(train(folder)) for folder in ("parts", "whole")]
     assert found[0] == found[1]
-
-
-def test_a_window_cut_by_a_stop_continues_from_a_checkpoint() -> None:
-    stop = at_batch(1, lambda trainer, module: trainer.stop("enough"))
-    schedule = GradientAccumulationScheduler({0: 4})
-    trainer = fit(Mean(), numbered(5), None, schedule, stop, max_epochs=1, **BARE)
-    trainer.save_checkpoint("at")
-    model = Mean()
-    fit(model, numbered(5), None, GradientAccumulationScheduler({0: 4}), max_epochs=1, ckpt_path="at", **BARE)
-    assert float(model.w[...][0]) == pytest.approx(mean([[1.0, 2.0, 3.0, 4.0], [5.0]]), rel=1e-5)
-    other = GradientAccumulationScheduler({0: 3})
-    words = "2 of 4 batches.*accumulate_grad_batches=3"
-    call = lambda: fit(Mean(), numbered(5), None, other, max_epochs=1, ckpt_path="at", **BARE)  # noqa: E731
-    refuses(CheckpointError, call, words)
 
 
 def test_two_accumulation_numbers_are_refused() -> None:

@@ -234,26 +234,6 @@ def test_a_loader_hook_without_a_loader_is_refused_by_name(verb, hook):
             assert owner is Own or made.called[-1] == f"data teardown {verb}"
 
 
-@pytest.mark.parametrize(("every", "at"), [(0, [0]), (1, [0, 1, 2, 3]), (3, [0, 3])])
-def test_loaders_are_reloaded_every_n_epochs(every, at):
-    class Counts(Data):
-        def train_dataloader(self):
-            super().train_dataloader()
-            return numbered(1, first=self.called.count("data train_dataloader"))
-
-        def on_before_batch_transfer(self, batch, dataloader_idx):
-            return {"x": batch["x"] * 2}
-
-    data, made, counts = Counts(), Mean(), []
-    watch = hooks(on_train_epoch_start=lambda *_: counts.append(data.called.count("data train_dataloader")))
-    fit(made, data, None, watch, max_epochs=4, reload_dataloaders_every_n_epochs=every)
-    numbers = [sum(epoch <= e for epoch in at) for e in range(4)]
-    assert counts == numbers and data.called.count("data val_dataloader") == len(at)
-    others = [x for x in data.called if x not in LOADERS["fit"]]
-    assert others == ["data prepare_data", "data setup fit", "data teardown fit"], "these come once"
-    assert_trained(made, *(2 * number for number in numbers))
-
-
 @pytest.mark.parametrize(
     ("second", "error", "words"),
     [
