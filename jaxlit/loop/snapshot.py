@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.position import Evaluation, Position
-from jaxlit.checkpoints.schema import FORMAT, plain_fields
+from jaxlit.checkpoints.schema import EVALUATION, FORMAT, POSITION
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
@@ -156,7 +156,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     if (pending := state["pending"]) is not None:
         run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
-        now = run.evaluation = Evaluation(**{k: saved[k] for k in plain_fields(Evaluation)})
+        now = run.evaluation = Evaluation(**{k: saved[k] for k in EVALUATION})
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
@@ -189,7 +189,7 @@ def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
 
 
 def _plain(x: Position | Evaluation) -> dict[str, Any]:
-    return {name: getattr(x, name) for name in plain_fields(type(x))}
+    return {name: getattr(x, name) for name in (POSITION if isinstance(x, Position) else EVALUATION)}
 
 
 def _pack(array: Any) -> dict[str, Any] | None:

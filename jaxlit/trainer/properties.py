@@ -232,7 +232,7 @@ class TrainerProperties(Arguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        return run.feeder.waited(run.train[0]) if isinstance(run, Run) and run.train is not None else 0.0
+        return run.train[0].waited if isinstance(run, Run) and run.train is not None else 0.0
 
     @property
     def compile_seconds(self) -> dict[str, float]:
