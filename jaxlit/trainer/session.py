@@ -1,7 +1,6 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -46,8 +45,6 @@ from jaxlit.trainer.opening import check_loaders, check_training, open_fit, rest
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
-
-_logger = logging.getLogger("jaxlit")
 
 
 class Session:
