@@ -51,26 +51,13 @@ def open_fit(run: Setup) -> None:
         run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
-def check_training(run: Setup, *, logs: bool) -> None:
-    """Warn of a module in evaluation mode, and of an epoch, or a training, without a step whose row is logged.
-
-    Args:
-        run: The fit.
-        logs: Whether there is a logger.
-    """
+def warn_of_eval_mode(run: Setup) -> None:
+    """Warn of a module that a fit would train in evaluation mode."""
     if is_in_eval_mode(run.module):
         _logger.warning(
             "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
             "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
             type(run.module).__name__,
-        )
-    every, steps, most = run.log_every, run.epoch_steps, run.settings.max_steps
-    steps = min(steps, most) if most > 0 else steps
-    if logs and 0 < steps < every:
-        _logger.warning(
-            "Trainer(log_every_n_steps=%d) is longer than an epoch or than the training (%d steps), so the curves have "
-            "few points. Pass log_every_n_steps=%d, or 'auto'.",
-            *(every, steps, max(steps // 8, 1)),
         )
 
 

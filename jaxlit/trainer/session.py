@@ -41,7 +41,7 @@ from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
-from jaxlit.trainer.opening import check_loaders, check_training, open_fit, restore_callbacks, warn_of_bad_step
+from jaxlit.trainer.opening import check_loaders, open_fit, restore_callbacks, warn_of_bad_step, warn_of_eval_mode
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -330,7 +330,7 @@ class Session:
         )
         self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)
         if fitting:
-            check_training(run, logs=bool(self._trainer.loggers))
+            warn_of_eval_mode(run)
             self.fitted = run
         else:
             engine.state.count_from(run.position.global_step, run.position.epoch)
