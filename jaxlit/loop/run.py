@@ -213,9 +213,7 @@ class Run(Setup):
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
-        if not self.control.should_stop:
-            return False
+        """Whether `min_epochs` and `min_steps` allow a stop that was asked for."""
         epochs, steps = self.settings.min_epochs, self.settings.min_steps
         if self.position.epoch >= epochs and self.position.global_step >= steps:
             return True

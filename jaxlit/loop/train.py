@@ -6,6 +6,7 @@ continues after the hook.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run
+
+_logger = logging.getLogger("jaxlit")
 
 
 def fit(run: Run) -> None:
@@ -178,13 +181,17 @@ def end_batches(run: Run) -> None:
     Raises:
         DataError: It had no batch at all.
     """
-    position = run.position
-    if position.over or run.done:  # the last batch was marked; or a stop or a signal ended the wait for one
-        return
-    if not position.batch_idx:
-        raise run.training[0].empty()
-    # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
-    position.end_batches(position.data)
+    (source, limit), position = run.training, run.position
+    if not position.over:
+        if run.done:  # a hook has asked for a stop, or a signal ended the wait for a batch
+            return
+        if not position.batch_idx:
+            raise source.empty()
+        # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
+        position.end_batches(position.data)
+    if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
+        text = "%s gave %d batches where its length or limit_train_batches promises %d: the last one ended the epoch."
+        _logger.warning(text, source.argument, position.batch_idx, limit)
 
 
 def end_epoch(run: Run) -> None:

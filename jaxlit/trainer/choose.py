@@ -72,16 +72,7 @@ def resolve_checkpoint(
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    checkpoints, skipped, problem = list[Checkpoint](), list[str](), None
-    for folder in folders:
-        try:
-            checkpoint, reasons = newest(folder)
-            skipped += reasons
-            checkpoints += [checkpoint] if checkpoint else []
-        except CheckpointError as error:
-            problem = error
-            skipped.append(str(error))
-    if problem is not None and not checkpoints:
-        raise problem
+    found = [newest(folder) for folder in folders]
+    checkpoints = [checkpoint for checkpoint, _ in found if checkpoint is not None]
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
-    return max(checkpoints, key=place, default=None), skipped
+    return max(checkpoints, key=place, default=None), [text for _, skipped in found for text in skipped]

@@ -23,7 +23,7 @@ def open_fit(run: Setup) -> None:
         ArgumentError: Training would have no end, or a setting does not fit the loaders.
         DataError: A loader cannot continue where the checkpoint was taken.
     """
-    settings, name = run.settings, type(run.module).__name__
+    settings = run.settings
     source, limit = train = run.open_train()
     timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
@@ -33,8 +33,7 @@ def open_fit(run: Setup) -> None:
         )
     run.val = run.loaders.open("validation", required=False)
     if run.val and not is_overridden(run.module, "validation_step"):
-        _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
-        run.val = []
+        run.val = []  # made by a hook: those of an argument are refused
     if run.val:
         call_step(run.module, "validation")
     every = settings.reload_dataloaders_every_n_epochs
