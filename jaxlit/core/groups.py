@@ -50,11 +50,10 @@ def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
 
 def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
     """Return what is said of a group without a parameter, see `names_in`: that it has none, and what there is."""
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
-    inner = sorted({_text(path[:n]) for path in paths for n in range(1, len(path))})
-    leaves = [_text(path) for path in paths]
-    hint = did_you_mean(key, [*inner, *leaves]) if isinstance(key, str) else ""
-    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or leaves)}"
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
+    inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
+    hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or paths)}"
 
 
 def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
@@ -92,13 +91,9 @@ def _fits(key: Any) -> Any:
 
     def fits(path: tuple[Any, ...], x: Any) -> bool:
         begins = [path[: n + 1] for n in range(len(path))]
-        return any(fnmatchcase(_text(part), key) or leaf_name(part) == key for part in begins)
+        return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
 
     return fits
-
-
-def _text(path: Sequence[Any]) -> str:
-    return "/".join(map(str, path))
 
 
 def _several(names: Sequence[str]) -> str:

@@ -36,7 +36,13 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     closed = jax.make_jaxpr(pure.body("training", replica))(*args)
     traced, trained = pure.trace_of("training"), len(jax.tree.leaves(args[0]))
     traced.changed = written_to(pure, closed, *args[:3])
-    _check_rounding(pure, *args[:3])
+    precision = pure.precision
+    if any(traced.changed[:trained]) and precision.compute is not None and precision.held is None:
+        raise StateError(
+            f"{pure.name}.training_step writes to {pure.leaves(*args[:3])[traced.changed.index(True)].name}, which is "
+            f"trained, and under precision={precision.name!r} it sees it as {jnp.dtype(precision.compute).name}: each "
+            "step would round the weights to that. Use precision='32-true'."
+        )
     reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
     if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):
         raise ModuleError(
@@ -45,8 +51,14 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
     _warn_of_unused(pure.name, args[0], used)
-    if twice:
-        _warn_of_chance(pure, replica, args)
+    # Two new functions: a trace of the body itself would be taken from the cache.
+    again = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
+    if again and not jaxpr.same_program(*again):
+        _logger.warning(
+            f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
+            "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
+            "in the batch."
+        )
 
 
 def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_state: Any) -> tuple[bool, ...]:
@@ -64,20 +76,6 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
     exact, rounded = (jaxpr.origins(program, dtypes)[1:] for dtypes in ((), casts))
     # Only parameters are cast.
     return [(rounded if leaf < parameters else exact)[i] for i, leaf in enumerate(leaves)]
-
-
-def _check_rounding(pure: PureModule, params: Any, frozen: Any, model_state: Any) -> None:
-    """Refuse writes to trained parameters that a step of lower precision sees rounded."""
-    changed, precision = pure.trace_of("training").changed, pure.precision
-    rounds = precision.compute is not None and precision.held is None
-    if not rounds or not any(changed[: len(jax.tree.leaves(params))]):
-        return
-    name = pure.leaves(params, frozen, model_state)[changed.index(True)].name
-    raise StateError(
-        f"{pure.name}.training_step writes to {name}, which is trained, and under precision="
-        f"{precision.name!r} it sees it as {jnp.dtype(precision.compute).name}: each step would round the "
-        "weights to that. Use precision='32-true'."
-    )
 
 
 def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
@@ -123,15 +121,4 @@ def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
             f"The loss of {name}.training_step does not depend on {number}. The gradient is zero: {some}. Call the "
             "layer in the step, or leave it out of training: "
             "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
-        )
-
-
-def _warn_of_chance(pure: PureModule, replica: Replica, args: tuple[Any, ...]) -> None:
-    # Two new functions: a trace of the body itself would be taken from the cache.
-    one, other = (jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2))
-    if not jaxpr.same_program(one, other):
-        _logger.warning(
-            f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
-            "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
-            "in the batch."
         )

@@ -35,22 +35,15 @@ class Leaf:
 
 def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `Model.split`."""
-    owners = _owners(module)
+    owners: dict[int, str] = {}
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.BatchNorm):
+            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
+        elif isinstance(node, _NORMALIZING):
+            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
     leaves = []
     for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
             kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
             leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
     return leaves
-
-
-def _owners(module: nnx.Module) -> dict[int, str]:
-    """Return the owner of Variables that belong to a known layer, by their id."""
-    owners: dict[int, str] = {}
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.BatchNorm):
-            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
-        elif isinstance(node, _NORMALIZING):
-            inside = (x for _, x in nnx.iter_graph(node.layer_instance) if isinstance(x, nnx.Variable))
-            owners |= {id(x): "normalizing" for x in inside}
-    return owners

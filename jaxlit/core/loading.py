@@ -38,8 +38,19 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)
     recorded = checkpoint.state["module"]["hparams"]
-    kept = {name: value for name, value in recorded.items() if value != DEFAULT and name not in overrides}
-    arguments = _rebuilt(cls, checkpoint, kept) | overrides
+    arguments, missing = dict(overrides), dict[str, str]()
+    for name, value in recorded.items():
+        if value != DEFAULT and name not in overrides:
+            try:
+                arguments[name] = decode(value, cls)
+            except NotKeptError as error:
+                missing[name] = str(error)
+    if missing:
+        given = ", ".join(f"{name}={text}" for name, text in missing.items())
+        raise CheckpointError(
+            f"{cls.__name__} was built with {given}: pass {'=..., '.join(missing)}=... to load_from_checkpoint. "
+            f"{checkpoint.path} keeps values, and functions and classes that can be found by name."
+        )
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
     args: list[Any] = []
@@ -59,24 +70,3 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
             module.hparams[name] = decode(value, cls)
     load_variables(module, checkpoint, strict=strict)
     return module
-
-
-def _rebuilt(cls: type, checkpoint: Checkpoint, hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's hyperparameters as they were given to the constructor.
-
-    Raises:
-        CheckpointError: Some must be given again.
-    """
-    arguments, missing = {}, {}
-    for name, value in hparams.items():
-        try:
-            arguments[name] = decode(value, cls)
-        except NotKeptError as error:
-            missing[name] = str(error)
-    if not missing:
-        return arguments
-    given = ", ".join(f"{name}={text}" for name, text in missing.items())
-    raise CheckpointError(
-        f"{cls.__name__} was built with {given}: pass {', '.join(f'{name}=...' for name in missing)} to "
-        f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by name."
-    )

@@ -154,9 +154,8 @@ class TrainModule(KeepsHparams, nnx.Module):
             LogError: The call or the value is not one that can be logged.
             ArgumentTypeError: There is no such argument.
         """
-        how = {"prog_bar": prog_bar, "logger": logger, "on_step": on_step, "on_epoch": on_epoch}
-        how |= {"reduce_fx": reduce_fx, "add_dataloader_idx": add_dataloader_idx}
-        metrics.log(name, value, batch_size, **how)
+        how: Any = {"prog_bar": prog_bar, "on_step": on_step, "on_epoch": on_epoch, "reduce_fx": reduce_fx}
+        metrics.log(name, value, batch_size, logger=logger, add_dataloader_idx=add_dataloader_idx, **how)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Log several values at once, a mapping or an `nnx.MultiMetric`; the other arguments are those of `log`."""

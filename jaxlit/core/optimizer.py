@@ -57,13 +57,12 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         """Refuse what is no transform, no filter, or no schedule."""
+        if self.by is not None and self.tx is not None:
+            raise ArgumentError(
+                "jl.Optimizer(tx, by=...) takes tx or by=, got both. For the rest, use by={..., ...: tx}."
+            )
         if self.by is None:
             object.__setattr__(self, "tx", transform_of("jl.Optimizer(tx)", self.tx))
-        elif self.tx is not None:
-            raise ArgumentError(
-                "jl.Optimizer(tx, by=...) takes tx or by=, got both. Give what tx trains a group: by={..., ...: tx}, "
-                "where the second ... is the rest."
-            )
         else:
             object.__setattr__(self, "by", _transforms(self.by))
         nnx.filterlib.to_predicate(self.wrt)  # raises of what is no filter
@@ -171,8 +170,7 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
         tx = tx.gradient_transformation()
     if isinstance(tx, optax.GradientTransformation):
         return tx
-    text = shown(tx)
     raise ArgumentTypeError(
-        f"{owner} takes an optax.GradientTransformation, got {text if len(text) <= 100 else type(tx).__name__}. Pass "
-        "what a function of optax returns: optax.adamw(1e-3)."
+        f"{owner} takes an optax.GradientTransformation, got {shown(tx, 100)}. Pass what a function of optax returns: "
+        "optax.adamw(1e-3)."
     )

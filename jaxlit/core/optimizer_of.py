@@ -38,8 +38,6 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     )
     if isinstance(made, nnx.Optimizer):
         way = "Return its tx: what it keeps is kept in the training state"
-    text = shown(made)
     raise ModuleError(
-        f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got "
-        f"{text if len(text) <= 100 else type(made).__name__}. {way}."
+        f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {shown(made, 100)}. {way}."
     )

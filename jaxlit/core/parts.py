@@ -1,7 +1,8 @@
 """Parts of a module that are trained from an epoch on: until then an optimizer step leaves them alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +64,13 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
         rest, *others = (state.inner_states[i] for i in range(len(txs)))
         return PartStates(rest, {part.label: x for part, x in zip(parts, others, strict=True)})
 
-    return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), _groups(optimizer.groups, parts))
+    called = dict(optimizer.groups)  # the rate of each parameter, in a row
+    for part in parts:
+        for name in sorted(part.names):
+            group = optimizer.groups.get(name, "")
+            own = part.tx is not None or group in ("", part.label)
+            called[name] = part.label if own else f"{group}/{part.label}"
+    return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), called)
 
 
 def parts_along(state: Any) -> list[str]:
@@ -72,19 +79,6 @@ def parts_along(state: Any) -> list[str]:
     if not isinstance(state, PartStates):
         return [""] * len(paths)
     return [path[1].key if path[0].name == "parts" else "" for path in paths]
-
-
-def _groups(groups: Mapping[str, str], parts: Sequence[Part]) -> dict[str, str]:
-    """Return what the rate of each parameter is called in a row."""
-    part_of = {name: part for part in parts for name in sorted(part.names)}
-
-    def called(name: str) -> str:
-        group, part = groups.get(name, ""), part_of.get(name)
-        if part is None:
-            return group
-        return part.label if part.tx is not None or group in ("", part.label) else f"{group}/{part.label}"
-
-    return {name: called(name) for name in dict.fromkeys([*groups, *part_of])}
 
 
 def _at(parts: Sequence[Part], path: Any) -> int:
@@ -107,11 +101,17 @@ class Hold:
 
     def without(self, grads: Any) -> Any:
         """Return the gradients with zeros for what is held: a clip by their norm is that of the others."""
-        return self._choose(lambda held, g: jnp.where(held, jnp.zeros_like(g), g), grads)
+        return self.keep(None, grads)
 
     def keep(self, old: Any, new: Any) -> Any:
-        """Return a tree like the parameters, that is `old` where it is held. Adding zeros would lose a sign of zero."""
-        return self._choose(lambda held, b, a: jnp.where(held, a, b), new, old)
+        """Return a tree like the parameters, that is `old`, or zero, where it is held."""
+
+        # Adding zeros would lose a sign of zero.
+        def kept(path: Any, x: jax.Array, *was: jax.Array) -> jax.Array:
+            place = _at(self.parts, path)
+            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), *(was or (0,)), x)
+
+        return jax.tree.map_with_path(kept, new, *([] if old is None else [old])) if self.parts else new
 
     def keep_state(self, old: Any, new: Any) -> Any:
         """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
@@ -119,13 +119,9 @@ class Hold:
             return new
         states = dict[str, Any]()
         for part in self.parts:
-            held, was = self.epoch < part.start, old.parts[part.label]
-            states[part.label] = jax.tree.map(lambda a, b, held=held: jnp.where(held, a, b), was, new.parts[part.label])
+            choose = partial(jnp.where, self._held(part))
+            states[part.label] = jax.tree.map(choose, old.parts[part.label], new.parts[part.label])
         return new._replace(parts=states)
 
-    def _choose(self, choose: Callable[..., Any], tree: Any, *others: Any) -> Any:
-        def chosen(path: Any, x: jax.Array, *more: jax.Array) -> jax.Array:
-            place = _at(self.parts, path)
-            return x if place == 0 else choose(self.epoch < self.parts[place - 1].start, x, *more)
-
-        return jax.tree.map_with_path(chosen, tree, *others) if self.parts else tree
+    def _held(self, part: Part) -> jax.Array:
+        return self.epoch < part.start

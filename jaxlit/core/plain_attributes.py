@@ -25,14 +25,14 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
     Yields:
         The path of the attribute, the dict that contains it, and its name there.
     """
-    is_book = lambda part: str(part).startswith("_pytree__")  # noqa: E731 - nnx keeps its own books as attributes too
     for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Variable) or not (isinstance(node, of) and hasattr(node, "__dict__")):
             continue
         for name, value in list(vars(node).items()):
-            if name in MODES or any(map(is_book, (*path, name))) or isinstance(value, (nnx.Variable, nnx.Pytree)):
-                continue
-            yield leaf_name((*path, name)), vars(node), name
+            # nnx keeps its own books as attributes too.
+            is_book = any(str(part).startswith("_pytree__") for part in (*path, name))
+            if not (name in MODES or is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
+                yield leaf_name((*path, name)), vars(node), name
 
 
 def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
@@ -46,11 +46,9 @@ def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
     if isinstance(value, tuple):
         return tuple(copied(x, seen) for x in value)
     copy = seen[id(value)] = value.copy()
-    if isinstance(value, dict):
-        copy.update({key: copied(x, seen) for key, x in value.items()})
-    elif not isinstance(value, set):
-        for i, x in enumerate(value):
-            copy[i] = copied(x, seen)
+    if not isinstance(value, set):
+        for key, x in value.items() if isinstance(value, dict) else enumerate(value):
+            copy[key] = copied(x, seen)
     return copy
 
 

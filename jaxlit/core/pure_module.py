@@ -190,17 +190,16 @@ class PureModule:
 def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
     """Refuse a step that logs or returns other things for one batch than for the first one."""
     if list(first.table.metrics) != metrics:
-        old, new = {m.name for m in first.table.metrics}, {m.name for m in metrics}
+        old, new = ({m.name for m in some} for some in (first.table.metrics, metrics))
         raise StateError(
-            f"{name} logs {sorted(new - old) or sorted(new)} for a batch of {now.rows} rows but "
-            f"{sorted(old - new) or sorted(old)} for the first batch. Log the same metrics, with the same arguments, "
-            "for every batch."
+            f"{name} logs {sorted(new - old or new)} for a batch of {now.rows} rows but {sorted(old - new or old)} for "
+            "the first batch. Log the same metrics, with the same arguments, for every batch."
         )
-    if jax.tree.structure(first.outputs) != jax.tree.structure(now.outputs):
+    was, made = (jax.tree.structure(x.outputs) for x in (first, now))
+    if was != made:
         raise ModuleError(
-            f"{name} returned {jax.tree.structure(now.outputs)} for a batch, and {jax.tree.structure(first.outputs)} "
-            "for the first one. Return the same structure for every batch, or take dataloader_idx as an argument, if "
-            "it differs by loader."
+            f"{name} returned {made} for a batch, and {was} for the first one. Return the same structure for every "
+            "batch, or take dataloader_idx as an argument, if it differs by loader."
         )
     if first.reduction is not None and first.batch != now.batch:
         raise ModuleError(

@@ -47,8 +47,12 @@ def reduce_state(replica: Replica, state: Any, reduction: Reduction | None) -> A
         return state
     leaves, treedef = jax.tree.flatten(state)
     for i, relation in enumerate(reduction.state):
-        if relation is not None:
-            leaves[i] = _first_key(replica, leaves[i]) if is_key(leaves[i]) else _reduce(replica, leaves[i], relation)
+        if relation is not None and is_key(leaves[i]):  # that of the first replica, as a single device would have it
+            data = jax.random.key_data(leaves[i])
+            first = replica.psum(jnp.where(replica.is_first, data, jnp.zeros_like(data)))
+            leaves[i] = jax.random.wrap_key_data(first, impl=jax.random.key_impl(leaves[i]))
+        elif relation is not None:
+            leaves[i] = _reduce(replica, leaves[i], relation)
     return treedef.unflatten(leaves)
 
 
@@ -97,10 +101,3 @@ def _rescale(replica: Replica, x: jax.Array, relation: Relation, wanted: Relatio
         return x
     power = relation.as_total().power - wanted.power
     return x if power == 0 else x * float(replica.count) ** power
-
-
-def _first_key(replica: Replica, key: jax.Array) -> jax.Array:
-    """Return the key of the first replica, which is the one that a single device would have."""
-    data = jax.random.key_data(key)
-    first = replica.psum(jnp.where(replica.is_first, data, jnp.zeros_like(data)))
-    return jax.random.wrap_key_data(first, impl=jax.random.key_impl(key))

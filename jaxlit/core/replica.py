@@ -70,6 +70,7 @@ class Replica:
         """() int32, the index of this replica on the axis."""
         return jax.lax.axis_index(str(self.axis))
 
+    # One replica must keep what is not summed, such as a random key: all agree that it is the first.
     @property
     def is_first(self) -> jax.Array:
         """() bool, whether this is the first replica."""

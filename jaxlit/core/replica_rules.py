@@ -1,9 +1,10 @@
 """Decides how what n replicas compute becomes what one device computes, and refuses what cannot."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,7 @@ from jaxlit.programs.relation import MEAN, MIXED, ROWS, SAME, TOTAL, UNKNOWN, ZE
 _logger = logging.getLogger("jaxlit")
 
 
-@dataclass(frozen=True)
-class _Related:
+class _Related(NamedTuple):
     """The relations of a step's results."""
 
     state: list[Relation]
@@ -98,13 +98,13 @@ def reduction_of(
     """
     arrays = jax.tree.leaves(traces.arguments[:3])
     keys = {i for i, was in enumerate(changed) if was and is_key(arrays[i])}
+    written = {i for i, was in enumerate(changed) if was} - keys
     parts: set[int] = set()  # leaves that add up over replicas
     while True:  # a leaf that is in parts may make another one so
         related = traces.relate(replica, [TOTAL if i in parts else SAME for i in range(len(leaves))])
         # BatchNorm's statistics are the same on every replica already, or averaged on purpose.
-        owners = [leaf.owner for leaf in leaves]
-        state = [MEAN if x == UNKNOWN and o == "batchnorm" else x for o, x in zip(owners, related.state, strict=False)]
-        written = {i for i, was in enumerate(changed) if was} - keys
+        pairs = zip(leaves, related.state, strict=False)
+        state = [MEAN if x == UNKNOWN and leaf.owner == "batchnorm" else x for leaf, x in pairs]
         unclear = {i for i in written if not _is_reducible(state[i], arrays[i].dtype)}
         if unclear <= parts:
             break
@@ -146,7 +146,7 @@ def _check_reads(
 ) -> None:
     """Refuse a step that uses what replicas count in parts: each would see its own part only."""
     # What adds up over replicas may depend on a part, but for the loss, which is differentiated on each of them.
-    relations = [UNKNOWN, *related.state, *related.values, *related.weights, *related.outputs]
+    relations = [UNKNOWN, *itertools.chain(*related)]
     for i, (relation, used) in enumerate(zip(relations, sources(traces.program.jaxpr), strict=True)):
         read = [leaves[k].name for k in sorted(parts) if used >> k & 1]
         if read and i - 1 not in parts and relation != ZERO and relation.as_total().kind != "total":

@@ -125,7 +125,10 @@ class Layout:
 
     def __init__(self, tree: Any) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
-        self.key_impls = {i: _key_impl(x) for i, x in enumerate(leaves) if is_key(x)}
+        keys, impls = [i for i, x in enumerate(leaves) if is_key(x)], list[Any]()
+        # In a trace, as jax knows no implementation of a mere shape.
+        jax.eval_shape(lambda *xs: impls.extend(map(jax.random.key_impl, xs)), *(leaves[i] for i in keys))
+        self.key_impls = dict(zip(keys, impls, strict=True))
 
     def flatten(self, tree: Any) -> list[jax.Array]:
         """Return the leaves of `tree`, keys as raw data."""
@@ -141,9 +144,3 @@ class Layout:
             for i, impl in self.key_impls.items():
                 leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
         return jax.tree.unflatten(self.treedef, leaves)
-
-
-def _key_impl(x: Any) -> Any:
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
-    return impls[0]

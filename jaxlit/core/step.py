@@ -213,7 +213,12 @@ class TrainStep:
             return new
         # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
         stopped = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
-        return new.with_variables(jax.tree.map(partial(_keep_finite, stopped), old.variables, new.variables))
+
+        def keep(a: jax.Array, b: jax.Array) -> jax.Array:
+            is_statistic = b is not a and jnp.issubdtype(b.dtype, jnp.floating)
+            return jnp.where(jnp.isfinite(b).all() & ~stopped, b, a) if is_statistic else b
+
+        return new.with_variables(jax.tree.map(keep, old.variables, new.variables))
 
     def empty_window(self, window: Window) -> Window:
         """Return a window of no batch."""
@@ -340,12 +345,6 @@ def over_rows(total: Any, rows: jax.Array, params: Any) -> Any:
 def count_bad(grads: Any) -> jax.Array:
     """Return how many numbers of each gradient are not finite, (num_params,) float32."""
     return jnp.stack([jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in jax.tree.leaves(grads)])
-
-
-def _keep_finite(stopped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    if old is new or not jnp.issubdtype(new.dtype, jnp.floating):
-        return new
-    return jnp.where(jnp.isfinite(new).all() & ~stopped, new, old)
 
 
 def _like(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Traced
 
 from jaxlit.mesh_context import is_out, out
-from jaxlit.programs.cost import ProgramCost, program_cost, trace
+from jaxlit.programs.collectives import count_collectives
+from jaxlit.programs.cost import Memory, ProgramCost, trace
 from jaxlit.programs.flops import Flops, count_flops
 from jaxlit.strategies.program import Program, state_shardings
 
@@ -48,17 +50,25 @@ class CompiledProgram:
     @cached_property
     def flops(self) -> Flops | None:
         """The operations of a call like the first one, from its trace; None if they are not known."""
-        assert self._arguments is not None, "nothing is known of a program before its first call"
-        with out(self._out):
-            traced = trace(self.program, *self._arguments)
+        traced = self._trace()
         return None if traced is None else count_flops(traced.jaxpr.jaxpr)
 
     @cached_property
     def cost(self) -> ProgramCost:
-        """What a call like the first one costs."""
+        """What a call like the first one costs; nothing is traced or compiled that jax still has of it."""
+        if (traced := self._trace()) is None:
+            return ProgramCost(self.name)
+        with out(self._out):
+            compiled = traced.lower().compile()
+        text, analysis = compiled.as_text(), compiled.memory_analysis()
+        kinds = ("argument", "output", "temp", "alias")
+        memory = None if analysis is None else Memory(*(getattr(analysis, f"{x}_size_in_bytes") for x in kinds))
+        return ProgramCost(self.name, self.flops, memory, None if text is None else count_collectives(text))
+
+    def _trace(self) -> Traced | None:
         assert self._arguments is not None, "nothing is known of a program before its first call"
         with out(self._out):
-            return program_cost(self.name, self.program, self._arguments)
+            return trace(self.program, *self._arguments)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

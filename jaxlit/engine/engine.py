@@ -119,6 +119,7 @@ class Engine:
         # All that are kept, the one that was used last at the end; and those of this run.
         self._kept_evaluations: dict[_Key, deque[_EvalProgram]] = {}
         self._evaluations: dict[_Key, _EvalProgram] = {}
+        # A program of its own: the step counter is on the devices, and is not waited for.
         self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
 
@@ -336,6 +337,7 @@ class Engine:
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
+        # A list of references: an evaluation donates no weights, and jit's fast path takes flat lists.
         leaves = self.state.leaves
         return self._evaluations[stage, loader].program.run([leaves[i] for i in self.state.eval_index], sums, batch)
 

@@ -62,7 +62,14 @@ def find_hyperparams(opt_state: Any) -> dict[str, int]:
         opt_state: The optimizer's state, with the indices of its leaves as leaves.
     """
     states = {"": opt_state.rest} | opt_state.parts if isinstance(opt_state, PartStates) else {"": opt_state}
-    leaves = [(name, label, part, i) for part, state in states.items() for name, label, i in _injected(state)]
+    is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
+    leaves = list[tuple[str, str, str, int]]()
+    for part, state in states.items():
+        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
+            label = "/".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
+            scheduled = getattr(node, "hyperparams_states", {})
+            injected = node.hyperparams if is_injected(node) else {}
+            leaves += [(name, label, part, i) for name, i in injected.items() if name not in scheduled]
     names = []
     for name, label, part, _ in leaves:
         # A part's own transform, without a label, is distinguished by the part.
@@ -71,15 +78,3 @@ def find_hyperparams(opt_state: Any) -> dict[str, int]:
         names.append(f"{text}/{part}" if part and part != label else text)
     numbered = [x if names.count(x) == 1 else f"{x}/{names[:k].count(x)}" for k, x in enumerate(names)]
     return {name: i for name, (*_, i) in zip(numbered, leaves, strict=True)}
-
-
-def _injected(state: Any) -> list[tuple[str, str, int]]:
-    """Return the (name, labels, index) of each hyperparameter of a state that can be set."""
-    is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-    leaves: list[tuple[str, str, int]] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
-        if is_injected(node):
-            scheduled = getattr(node, "hyperparams_states", {})
-            label = "/".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
-            leaves += [(name, label, i) for name, i in node.hyperparams.items() if name not in scheduled]
-    return leaves

@@ -1,5 +1,6 @@
 """What uses a device's memory, for errors where there was not enough of it."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax
 from jaxlit.core.state import TrainState
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import OutOfMemoryError
-from jaxlit.programs.cost import Memory
 from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.table import size
 
@@ -49,18 +49,14 @@ def out_of_memory(
         trees |= {"accumulation window": state.window, "callbacks": state.extras, "other state": state.model_state}
     parts = [(name, bytes_per_device(leaves)) for name, tree in trees.items() if (leaves := jax.tree.leaves(tree))]
     parts += [] if batch is None else [("batch", batch)]
-    temporaries = [(f"temporaries of {x.name}", m.temporaries) for x in programs if (m := _memory_of(x)) is not None]
-    parts += sorted(temporaries, key=lambda part: part[1])[-1:]
+    temporaries = list[tuple[int, str]]()
+    for program in programs:
+        with contextlib.suppress(Exception):  # it cannot even be compiled, or its platform reports none
+            temporaries.append((program.cost.memory.temporaries, program.name))  # type: ignore[union-attr]
+    parts += [(f"temporaries of {name}", most) for most, name in sorted(temporaries)[-1:]]
     used = ", ".join(f"{name} {size(count)}" for name, count in parts)
     used = f" On the device that holds the most: {used}." if used else ""
     what = str(error).strip().splitlines()[0].rstrip(".")[:300]
     exhausted = OutOfMemoryError(f"The devices ran out of memory {place}: {what}.{used} {_REMEDIES}")
     exhausted.__cause__ = error
     return exhausted
-
-
-def _memory_of(program: CompiledProgram) -> Memory | None:
-    try:
-        return program.cost.memory
-    except Exception:  # it cannot even be compiled
-        return None

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax.stages import Compiled, Traced
+from jax.stages import Traced
 
-from jaxlit.programs.collectives import Collective, count_collectives
-from jaxlit.programs.flops import Flops, count_flops
+from jaxlit.programs.collectives import Collective
+from jaxlit.programs.flops import Flops
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,3 @@ def trace(program: Callable[..., Any], *args: Any) -> Traced | None:
         *args: Its arguments, or their shapes, dtypes and shardings.
     """
     return program.trace(*args) if hasattr(program, "trace") else None  # type: ignore[attr-defined]
-
-
-def program_cost(name: str, program: Callable[..., Any], args: tuple[Any, ...]) -> ProgramCost:
-    """Return what a compiled function costs; nothing is traced or compiled that jax still has of a call like this.
-
-    Args:
-        name: Its name.
-        program: The function.
-        args: The arguments that it was called with, abstract.
-    """
-    if (traced := trace(program, *args)) is None:
-        return ProgramCost(name)
-    compiled = traced.lower().compile()
-    text = compiled.as_text()
-    collectives = None if text is None else count_collectives(text)
-    return ProgramCost(name, count_flops(traced.jaxpr.jaxpr), _memory(compiled), collectives)
-
-
-def _memory(compiled: Compiled) -> Memory | None:
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return None
-    sizes = (getattr(analysis, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp", "alias"))
-    return Memory(*sizes)

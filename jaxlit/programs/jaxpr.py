@@ -238,8 +238,10 @@ def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> li
 def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
     def rule(eqn: Any, given: list[int]) -> list[int]:
         through = _sources_through(eqn, given, gradient)
-        # No gradient passes through integers or comparisons.
-        return [x if not gradient or _is_inexact(var) else 0 for var, x in zip(eqn.outvars, through, strict=True)]
+        # No gradient passes through integers or comparisons. A token has no dtype.
+        dtypes = [getattr(var.aval, "dtype", jnp.bool_) for var in eqn.outvars]
+        pairs = zip(dtypes, through, strict=True)
+        return [x if not gradient or jnp.issubdtype(dtype, jnp.inexact) else 0 for dtype, x in pairs]
 
     return follow(jaxpr, inputs, rule, 0)
 
@@ -263,11 +265,6 @@ def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
     if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
         return _sources(body, given, gradient)
     return [reduce(or_, given, 0)] * len(eqn.outvars)
-
-
-def _is_inexact(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)  # a token has none
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def same_program(a: Any, b: Any) -> bool:

@@ -158,16 +158,7 @@ def _scatter(eqn: Equation) -> Relation:
         return new
     if eqn.name == "scatter-add" and table != ROWS and indices == new == ROWS:  # counts by label add up
         return join([table, TOTAL])
-    if table != ROWS or new != ROWS or indices not in (SAME, ZERO):
-        return UNKNOWN
-    # Entries of each row are written, at the same indices in all rows.
-    numbers, dim = eqn.params["dimension_numbers"], eqn.row_dim(0)
-    outside = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    if dim in (*numbers.scatter_dims_to_operand_dims, *outside):
-        return UNKNOWN
-    window = [i for i in range(len(eqn.shape(0))) if i not in outside]
-    at = numbers.update_window_dims[window.index(dim)]
-    return ROWS if eqn.row_dim(2) == at and eqn.shape(2)[at] == eqn.shape(0)[dim] else UNKNOWN
+    return UNKNOWN
 
 
 def _dynamic_slice(eqn: Equation) -> Relation:

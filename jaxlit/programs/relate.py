@@ -53,7 +53,10 @@ class _Follower:
 
     def run(self, a: Any, b: Any, ins: list[Relation]) -> list[Relation]:
         """Return the relations of a program's outputs, given its two traces."""
-        consts = [*map(_of_constant, getattr(a, "consts", ()), getattr(b, "consts", ()))]
+        consts = list[Relation]()
+        for x, y in zip(getattr(a, "consts", ()), getattr(b, "consts", ()), strict=False):
+            traced = isinstance(x, Tracer) or isinstance(y, Tracer)
+            consts.append(SAME if not traced and (x is y or np.array_equal(x, y)) else UNKNOWN)
         a, b = getattr(a, "jaxpr", a), getattr(b, "jaxpr", b)
         others = iter(b.eqns)
         if [(x.primitive, len(x.invars)) for x in a.eqns] != [(x.primitive, len(x.invars)) for x in b.eqns]:
@@ -113,7 +116,9 @@ class _Follower:
         if self.alike and name == "random_bits" and not has_rows:
             return [SAME]
         inside = (x for body in bodies(eqn.one) for x in equations(body))
-        if not _same_params(eqn) or any(map(self._is_collective, inside)):
+        pairs = ((key, str(x), str(eqn.longer.params[key])) for key, x in eqn.params.items())
+        same = all(x == y or (key in _SIZES and bool(eqn.grows)) for key, x, y in pairs)
+        if not same or any(map(self._is_collective, inside)):
             return [UNKNOWN] * count
         if name == "div" and id(eqn.one.invars[0]) in self._summed and eqn.ins[0].kind == "same":
             by = eqn.one.invars[1]
@@ -145,14 +150,3 @@ class _Follower:
                     return [*carry, *out[carries:]]
                 carry = after
         return [UNKNOWN] * len(eqn.one.outvars)
-
-
-def _of_constant(x: Any, y: Any) -> Relation:
-    traced = isinstance(x, Tracer) or isinstance(y, Tracer)
-    return SAME if not traced and (x is y or np.array_equal(np.asarray(x), np.asarray(y))) else UNKNOWN
-
-
-def _same_params(eqn: Equation) -> bool:
-    """Return whether an equation's parameters are the same in both traces, but for sizes that show in the output."""
-    pairs = ((key, x, eqn.longer.params[key]) for key, x in eqn.params.items())
-    return all(str(x) == str(y) or (key in _SIZES and bool(eqn.grows)) for key, x, y in pairs)

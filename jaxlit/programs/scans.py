@@ -157,7 +157,7 @@ class _Gathering:
             arrays, kinds = [x.array for x in given], [x.stacked for x in given]
             if (moved := _moved(eqn, kinds)) is not None:
                 return [_Value(bind(eqn, arrays)[0], moved)]
-            if _concerns(eqn, kinds):
+            if _entered(eqn) is not None and any(_inside(eqn, kinds)):
                 return list(map(_Value, self.enter(eqn, arrays, kinds, cache)))
             return list(map(_Value, bind(eqn, list(map(used, given)))))
 
@@ -202,23 +202,17 @@ class _Gathering:
         assert pair is not None
         if pair[0] == pair[1]:
             return x
-        split, gathered = (NamedSharding(s.mesh, _spec_of(s.spec, stacked.dims)) for s in pair)
+        split, gathered = (
+            NamedSharding(s.mesh, PartitionSpec(*(s.spec[dim] if dim < len(s.spec) else None for dim in stacked.dims)))
+            for s in pair
+        )
         if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):  # it has no gradient
             return jax.lax.with_sharding_constraint(x, gathered)
         return _gather(x, split, gathered)
 
 
-def _concerns(eqn: Any, given: Sequence[Stacked | None]) -> bool:
-    """Return whether an equation scans over a stacked input or a slice, or may do so in the program that it calls."""
-    return _entered(eqn) is not None and any(_inside(eqn, given))
-
-
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _RECOMPUTED
-
-
-def _spec_of(spec: Any, dims: Sequence[int]) -> PartitionSpec:
-    return PartitionSpec(*(spec[dim] if dim < len(spec) else None for dim in dims))
 
 
 def _gather(x: Any, split: NamedSharding, gathered: NamedSharding) -> Any:

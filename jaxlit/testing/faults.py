@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import sys
@@ -57,8 +58,7 @@ class faults:
         self._lock = threading.Lock()
 
     def __enter__(self) -> "faults":
-        if not _active:
-            _listen()
+        _listen()
         _active.append(self)
         return self
 
@@ -74,23 +74,18 @@ class faults:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "crash":
             raise Crash(f"{operation} {path}")
-        if self.kind == "full" and operation in _CREATES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        if self.kind == "broken":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        if self.kind == "denied":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        if self.kind != "full" or operation in _CREATES:
+            code = {"full": errno.ENOSPC, "broken": errno.EIO, "denied": errno.EACCES}[self.kind]
+            raise OSError(code, os.strerror(code), path)  # which Python makes a PermissionError of EACCES
 
 
 _active: list[faults] = []
-_listening: list[bool] = []
 
 
+@functools.cache
 def _listen() -> None:
     # An audit hook stays until the process ends; without an active fault it returns at once.
-    if not _listening:
-        _listening.append(True)
-        sys.addaudithook(_hear)
+    sys.addaudithook(_hear)
 
 
 def _hear(event: str, args: tuple[Any, ...]) -> None:
@@ -102,9 +97,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
     if event in ("os.rename", "os.link", "os.symlink"):  # a new file counts in its folder
         paths = [args[0], args[1]] if event == "os.rename" else [args[1]]
     # A path may be relative to a folder that is open.
-    opened = (
-        [x for x in args[1:] if type(x) is int and x >= 0] if event.startswith("os.") and event != "os.mkdir" else []
-    )
+    is_relative = event.startswith("os.") and event != "os.mkdir"
+    opened = [x for x in args[1:] if is_relative and type(x) is int and x >= 0]
     known = [absolute for path in paths if (absolute := _absolute(path, opened)) is not None]
     for fault in list(_active):
         inside = [path for path in known if path == fault.folder or path.startswith(fault.folder + os.sep)]

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +140,10 @@ class _Comparison:
         single = self.train("single", "auto", case)
         self.singles.append((case, single))
         if self.reference is not None:
-            by_hand = _train_by_hand(partial(self.reference, **case), self.model_fn(), self.batches(case)[0])
+            module = self.model_fn()
+            losses = [float(x) for x in self.reference(module, self.batches(case)[0], **case)]
+            state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
+            by_hand = Training("the reference", loss=losses, params=by_path(state))
             parts = [part for part in ("loss", "params") if part in self.compare]  # a loop returns no others
             self.differences[single.name] = assert_close(parts, by_hand, single, self.tolerance(case))
         return single
@@ -195,12 +197,6 @@ def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[A
         return batches, 0
     size = next((r for r in range(rows - 1, 0, -1) if all(r % n for n in several)), rows - 1)
     return [*batches, jax.tree.map(lambda x: x[:size] if np.ndim(x) else x, batches[0])], 1
-
-
-def _train_by_hand(reference: Any, module: Any, batches: list[Any]) -> Training:
-    losses = [float(x) for x in reference(module, batches)]
-    kept = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
-    return Training("the reference", loss=losses, params=by_path(kept))
 
 
 def _kin_of(strategy: Any) -> "Strategy | None":

@@ -10,7 +10,7 @@ from kit.batches import sized
 from kit.inside import Metric
 from kit.journal import Rows
 from kit.modules import logging
-from kit.trainers import FOUR, THREE, fit, thinned
+from kit.trainers import fit, thinned
 
 from jaxlit.core.device_sums import Table
 
@@ -70,24 +70,12 @@ def test_the_mean_of_a_million_batches_is_exact(value: float) -> None:
     assert table.read(np.asarray(sums)) == pytest.approx([x, x * 10**6, x], rel=1e-7)
 
 
-@pytest.mark.parametrize("strategy", thinned(FOUR, "single", "shard_map"))
-def test_one_infinite_batch_makes_the_epoch_mean_infinite(strategy: str) -> None:
-    log = lambda m, batch, i: m.log("x", jnp.where(i == 1, jnp.inf, i), on_step=False, on_epoch=True)  # noqa: E731
-    assert fit(logging(log), sized(8, 8, 8, 8), strategy=strategy).callback_metrics["x"] == np.inf
-
-
 def test_an_infinity_among_the_values_spoils_no_other_metric() -> None:
     table = Table([Metric("x"), Metric("most", reduce_fx="max"), Metric("y")])
     sums = jnp.asarray(table.empty_sums())
     for x in (1.0, np.inf, 2.0):
         sums = table.add(sums, table.entry([jnp.float32(x), jnp.float32(x), jnp.float32(3)], [jnp.float32(2)] * 3))
     assert table.read(np.asarray(sums)) == [np.inf, np.inf, 3.0]
-
-
-def test_an_explicit_batch_size_is_the_weight() -> None:
-    log = lambda m, batch, i: m.log("x", 1.0 * i, on_step=False, on_epoch=True, batch_size=10 * (i + 1))  # noqa: E731
-    expected = np.average([0, 1, 2], weights=[10, 20, 30])
-    assert fit(logging(log), sized(8, 8, 8)).callback_metrics["x"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("replicas", [None, 1, 4])
@@ -97,11 +85,3 @@ def test_tables_are_refit_for_another_number_of_replicas(replicas: int | None) -
     found = table.refit(np.stack(parts), replicas)
     assert found.shape == (*([] if replicas is None else [replicas]), 2, 3)
     assert table.read(found) == [13 / 4, 1.0, 5.0]
-
-
-@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_logging_leaves_the_training_as_it_is(strategy: str) -> None:
-    models = [logging(log_all), logging()]
-    for model in models:
-        fit(model, BATCHES, strategy=strategy)
-    np.testing.assert_array_equal(np.asarray(models[0].w[...]), np.asarray(models[1].w[...]))

@@ -14,7 +14,7 @@ from kit.by_hand import state_of
 from kit.checkpoints import state_of as saved_state
 from kit.inside import engine_of, lowered
 from kit.modules import Linear, module
-from kit.trainers import BARE, FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import NonFiniteError
@@ -129,16 +129,6 @@ def test_the_guard_needs_no_memory_for_all_gradients(width) -> None:
     assert " conditional(" not in text
     assert copied(text) <= copied(without)
     assert most - least <= gradients / 6
-
-
-@pytest.mark.parametrize(
-    ("strategy", "accumulate"),
-    thinned([(s, a) for s in STRATEGIES for a in (1, 2)], ("single", 1), ("fsdp", 2), full=[(s, 1) for s in FOUR]),
-)
-def test_the_step_under_raise_has_no_conditional(strategy, accumulate) -> None:
-    given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, **BARE}
-    trainer = fit(module(base=Linear, tx=OPTIMIZERS["schedule-free"][0]), random(4), **given)
-    assert " conditional(" not in program(trainer, random(1)[0])[0]
 
 
 @pytest.mark.parametrize(("name", "accumulate"), thinned([("adamw", 1), ("momentum", 2)], ("adamw", 1)))

@@ -76,11 +76,3 @@ def test_nnx_metrics_equal_numpy_over_replicas(strategy: str, held: bool) -> Non
     assert [row.pop("epoch") for row in found] == [0] * 5 + [1] * 5
     # All sums are of small integers and eighths, so float32 rounds only the quotients.
     assert found == [pytest.approx(wanted, rel=1e-6) for wanted in expected * 2]
-
-
-@pytest.mark.parametrize("strategy", thinned(("single", "shard_map"), "shard_map"))
-def test_nnx_metrics_of_a_window_are_those_of_its_rows(strategy: str) -> None:
-    train, rows = batches(8, 16, 5, seed=0), Rows()
-    fit(Measured(False), train, None, rows, strategy=strategy, accumulate_grad_batches=2, log_every_n_steps=1)
-    for (_, row), window in zip(rows.rows[:2], (train[:2], train[2:]), strict=True):
-        assert row == pytest.approx(merged(window, "_step") | {"epoch": 0}, rel=1e-6)

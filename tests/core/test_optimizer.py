@@ -205,15 +205,3 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     expected = HandLoop(net(SAMS[name]))(*batches).module
     fit(made, batches, strategy=splitting(strategy))
     assert_same(made, expected)
-
-
-def test_a_bug_in_a_transform_of_ones_own_is_raised_as_it_is() -> None:
-    def helper(grads: Any) -> Any:
-        return grads
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return helper(grads, value=1), state  # type: ignore[call-arg]
-
-    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    with pytest.raises(TypeError, match=r"^\S+helper\(\) got an unexpected keyword argument 'value'"):
-        fit(net(tx), random(1))

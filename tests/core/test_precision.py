@@ -62,26 +62,6 @@ def test_bf16_true_holds_float32_statistics(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [("single", "32-true"), ("single", "bf16-true"), *((s, "bf16-mixed") for s in ("single", "ddp", "pmap"))],
-)
-def test_small_updates_add_up_only_in_float32_parameters(strategy: str, precision: str) -> None:
-    # 256 d loss/dw = -(1 + 256 (w - 1)): a step that sees w rounded to 1 has the same gradient whatever w is.
-    # Divided by 256 the loss and what is computed on the way fit float16 at the first scale.
-    def loss(w: jax.Array, batch: Any) -> jax.Array:
-        return jnp.mean(-(w + 128 * (w - 1) ** 2) * batch["x"]) / 256
-
-    rate, w = 2.0**-13, 1.0
-    made = scalar(loss, optax.sgd(256 * rate), start=1.0)
-    fit(made, constant(1, 1, 1), strategy=strategy, precision=precision)
-    for _ in range(3):
-        w = w + rate * (1 + 256 * (w - 1))
-    expected = {"32-true": w, "bf16-true": 1.0}.get(precision, 1 + 3 * rate)
-    # Only the powers of (w - 1) are rounded, in float32.
-    assert float(made.w[...]) == pytest.approx(expected, abs=1e-7 if precision == "32-true" else 0)
-
-
-@pytest.mark.parametrize(
     ("strategy", "precision"), [("single", "bf16-mixed"), ("single", "bf16-true"), ("pmap", "16-mixed")]
 )
 def test_gradients_accumulate_in_float32(strategy: str, precision: str) -> None:
@@ -167,28 +147,6 @@ def test_clipping_sees_accumulated_unscaled_gradients(precision: str) -> None:
     clip = {"gradient_clip_val": 0.25, "gradient_clip_algorithm": "value"}
     fit(made, constant(6, -2, -2), precision=precision, accumulate_grad_batches=3, **clip)
     assert float(made.w[...]) == pytest.approx(-1 / 6, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "clip"),
-    [
-        ({}, optax.clip_by_global_norm(0.5)),  # the algorithm when none is named
-        pytest.param({"gradient_clip_algorithm": "norm"}, optax.clip_by_global_norm(0.5), marks=pytest.mark.full),
-        ({"gradient_clip_algorithm": "value"}, optax.clip(0.5)),
-    ],
-)
-def test_clipping_is_optaxs(arguments: dict[str, Any], clip: Any) -> None:
-    batches, made, params = sized(8, 8, 8), Linear(), {"kernel": Linear().kernel[...], "bias": jnp.zeros(1)}
-    tx, clipped = optax.chain(clip, optax.sgd(0.1, momentum=0.9)), []
-    state = tx.init(params)
-    for batch in batches:
-        grads = jax.grad(lambda p, b=batch: jnp.mean((b["x"] @ p["kernel"] + p["bias"] - b["y"]) ** 2))(params)
-        clipped.append(bool(jnp.abs(clip.update(grads, clip.init(params))[0]["kernel"] - grads["kernel"]).max() > 0))
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    assert any(clipped)
-    fit(made, batches, gradient_clip_val=0.5, **arguments)
-    assert_same(made, {f"['{k}']": x for k, x in params.items()})
 
 
 # Writes in a lower precision -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from flax.errors import CallCompactUnboundModuleError
 from kit.batches import numbered, random, sized
 from kit.by_hand import HandLoop, assert_same, params_of
-from kit.journal import Rows, hooks
+from kit.journal import Rows
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import THREE, fit, make_trainer, thinned
@@ -198,42 +198,9 @@ def test_counters_inside_a_step_are_right(strategy: str) -> None:
     assert len(traced) == 1 or strategy == "shard_map"  # there also for other sizes, to see what grows with them
 
 
-def test_global_step_counts_windows() -> None:
-    seen: list[tuple[int, int]] = []
-
-    def step(self: Any, batch: Any, batch_idx: Any) -> Any:
-        return {"loss": Mean.training_step(self, batch), "step": self.global_step, "i": batch_idx}
-
-    keep = hooks(on_train_batch_end=lambda t, m, outputs, *_: seen.append((int(outputs["step"]), int(outputs["i"]))))
-    fit(module(step), numbered(5), None, keep, accumulate_grad_batches=2, max_epochs=2)
-    assert seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (3, 0), (3, 1), (4, 2), (4, 3), (5, 4)]
-
-
 def test_a_metric_read_inside_a_step_is_refused() -> None:
     step = lambda self, batch: self.trainer.callback_metrics["flat"] * self.w.sum()  # noqa: E731
     fit_refuses(StateError, "'flat' is read inside a step", model=module(step))
-
-
-@pytest.mark.parametrize(("strategy", "lazy"), [("single", False), ("fsdp", True), ("shard_map", False)])
-def test_a_step_reads_its_hyperparameters_and_its_trainer(strategy: str, lazy: bool) -> None:
-    class Scaled(Mean):
-        def __init__(self, scale: float = 3.0) -> None:
-            super().__init__()
-
-        def training_step(self, batch: Any) -> jax.Array:
-            return super().training_step(batch) * self.hparams["scale"] / self.trainer.max_epochs
-
-        def validation_step(self, batch: Any) -> None:
-            self.log("read", self.hparams["scale"] * self.trainer.max_epochs)
-
-    trainer = fit(
-        jl.lazy(Scaled, scale=1.0) if lazy else Scaled(scale=1.0), numbered(2), max_epochs=2, strategy=strategy
-    )
-    w = 0.0
-    for number in (1, 2, 1, 2):
-        w -= 0.25 * (w - number)  # half of the step of `Mean`
-    assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
-    assert trainer.validate(None, numbered(1))[0]["read"] == 2.0
 
 
 # Layers that hand every variable back as a new value -------------------------------------------------------
@@ -252,26 +219,6 @@ class Scanned(Linear):
         axes = nnx.StateAxes({nnx.Param: self.axis, ...: 0})
         run = nnx.scan(layer, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
         return jnp.mean(run(self.layers, batch["x"]) ** 2)
-
-
-@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map"))
-def test_scanned_layers_train_like_a_loop_over_them(strategy: str) -> None:
-    model, (batch,) = Scanned(), random(1)
-    kernel, bias = model.layers.kernel[...], model.layers.bias[...]
-
-    def loss(kernel: jax.Array, bias: jax.Array) -> jax.Array:
-        x = batch["x"]
-        for i in range(3):
-            x = jnp.tanh(x @ kernel[i] + bias[i])
-        return jnp.mean(x**2)
-
-    trace = (0.0, 0.0)
-    for _ in range(2):
-        trace = tuple(0.9 * t + g for t, g in zip(trace, jax.grad(loss, (0, 1))(kernel, bias), strict=True))
-        kernel, bias = kernel - 0.1 * trace[0], bias - 0.1 * trace[1]
-    fit(model, [batch, batch], strategy=strategy)
-    np.testing.assert_allclose(model.layers.kernel[...], kernel, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.layers.bias[...], bias, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -56,34 +56,6 @@ def test_dropout_drops_in_training_steps_only(strategy: str) -> None:
     np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
 
 
-class Normed(Linear):
-    """BatchNorm before the line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(self.norm(x))
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return self.norm(batch["x"])
-
-
-@pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
-def test_batch_norm_predicts_with_running_statistics(strategy: str) -> None:
-    model, batches = Normed(), random(3, rows=16)
-    trainer = fit(model, batches, strategy=strategy)
-    mean, var = np.zeros(3), np.ones(3)
-    for batch in batches:
-        mean, var = 0.9 * mean + 0.1 * batch["x"].mean(0), 0.9 * var + 0.1 * batch["x"].var(0)
-    np.testing.assert_allclose(np.asarray(model.norm.mean[...]), mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(model.norm.var[...]), var, rtol=1e-5, atol=1e-6)
-    scale, bias = (np.asarray(x[...]) for x in (model.norm.scale, model.norm.bias))
-    expected = (batches[0]["x"] - mean) / np.sqrt(var + 1e-5) * scale + bias
-    np.testing.assert_allclose(trainer.predict(model, batches[:1])[0], expected, rtol=1e-4, atol=1e-5)
-
-
 @functools.cache
 def by_hand() -> dict[str, np.ndarray]:
     def loss(net: Any, batch: Any) -> jax.Array:

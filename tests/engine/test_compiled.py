@@ -219,15 +219,6 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
     assert len(state.params["kernel"].sharding.device_set) == 4
 
 
-@pytest.mark.parametrize(("kind", "axis"), [("DDP", "data"), ("FSDP", "data"), ("ShardMapDDP", "data")])
-def test_a_mesh_without_a_batch_axis_is_refused(kind, axis) -> None:
-    make = getattr(jl.strategies, kind)
-    for wrong in (8, "data"):
-        refuses(ArgumentTypeError, lambda wrong=wrong: make(mesh=wrong), rf"{kind}\(mesh=\.\.\.\).*Mesh")
-    words = rf"{kind}\(mesh=\.\.\.\).*'{axis}'.*'rows'.*'model'"
-    refuses(ArgumentError, lambda: make(mesh=mesh_of(rows=4, model=2)), words)
-
-
 # Trainer.apply
 
 

@@ -7,12 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kit.compiles import compiles
-from kit.refusals import refuses
 
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.programs.cost import Memory
-from jaxlit.programs.flops import Flops
 
 
 class Product:
@@ -41,20 +37,6 @@ def test_the_second_call_is_of_the_strategys_function() -> None:
     assert count == 4
 
 
-def test_the_cost_is_that_of_the_first_call() -> None:
-    product = Product()
-    program = CompiledProgram("train_step", product.jitted)
-    state, _ = program.run([jnp.ones((4, 4))], batch())
-    with compiles() as found:
-        cost = program.cost
-    assert (found, product.traces) == ([], 1)
-    assert cost.name == "train_step" and cost.flops == Flops(2 * 4**3) and cost.collectives == ()
-    # The state and the batch's matrix, and its number; the first takes its own place again.
-    assert isinstance(cost.memory, Memory) and (cost.memory.arguments, cost.memory.aliased) == (2 * 64 + 4, 64)
-    program.run(state, {"x": np.ones((4, 4)), "n": np.float32(3)})
-    assert product.traces == 2 and program.cost is cost
-
-
 def test_it_holds_no_array_of_its_call() -> None:
     program = CompiledProgram("train_step", jax.jit(lambda state, x: (state, x.sum())))
     state, x = [jnp.ones(3)], jnp.ones(5)
@@ -63,16 +45,3 @@ def test_it_holds_no_array_of_its_call() -> None:
     del state, x
     gc.collect()
     assert [ref() for ref in held] == [None, None]
-
-
-def test_a_first_call_that_fails_is_none() -> None:
-    def call(x: Any) -> Any:
-        if x.shape == (1,):
-            raise ZeroDivisionError("no")
-        return x
-
-    program = CompiledProgram("step", jax.jit(call))
-    refuses(ZeroDivisionError, lambda: program.run(jnp.ones(1)), "no")
-    assert not program.ran
-    program.run(jnp.ones(2))
-    assert program.cost.memory is not None and program.cost.memory.arguments == 8

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered
 from kit.journal import hooks
-from kit.modules import Mean, Net, module
+from kit.modules import Net, module
 from kit.refusals import refuses
 from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 
@@ -166,28 +166,3 @@ def test_names_of_hyperparameters_with_frozen_parts(
     state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
     found: Any = find_hyperparams(state)  # with the numbers in the place of their places
     assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
-
-
-class Two(Mean):
-    """A mean and an offset, each with an optimizer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nnx.Param(jnp.zeros(()))
-
-    def error(self, batch: Any) -> jax.Array:
-        return super().error(batch) - self.offset[...]
-
-    def configure_optimizers(self) -> Any:
-        labels = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
-            lambda path, _: "line" if path[0].key == "w" else "rest", params
-        )
-        return optax.multi_transform({"line": INJECTED(0.1), "rest": INJECTED(0.2)}, labels)
-
-
-def test_a_plateau_lowers_the_rate_of_every_optimizer() -> None:
-    plateau = jl.callbacks.ReduceLROnPlateau("val", factor=0.5, patience=1)
-    constant = module(base=Two, validation=lambda self, batch: self.log("val", 1.0))
-    trainer = fit(constant, numbered(1), numbered(1), plateau, max_epochs=2)
-    assert list(trainer.hyperparams.values()) == pytest.approx([0.05, 0.1])
-    assert plateau.num_reductions == 1

@@ -141,32 +141,6 @@ def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None
     assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
 
 
-@pytest.mark.parametrize(
-    ("verb", "strategy"),
-    thinned(
-        [*((verb, "single") for verb in ("validate", "test", "predict")), *(("predict", x) for x in ("fsdp", "pmap"))],
-        *(("validate", "single"), ("predict", "fsdp")),
-    ),
-)
-def test_a_lazy_module_can_be_evaluated_and_read(verb, strategy) -> None:
-    class Drawn(Mean):
-        def __init__(self, *, rngs: nnx.Rngs) -> None:
-            self.w = nnx.Param(jax.random.normal(rngs.params(), (1,)))
-
-    seen: list[float] = []
-    stage = {"validate": "validation"}.get(verb, verb)
-    look = lambda trainer, module, *_: seen.append(float(module.w[...][0]))  # noqa: E731
-    trainer = make_trainer(
-        hooks(**{f"on_{stage}_{when}": look for when in ("start", "batch_end", "end")}), strategy=strategy
-    )
-    model, w = jl.lazy(Drawn), float(Drawn(rngs=nnx.Rngs(0)).w[...][0])
-    for given in (model, None):
-        found = getattr(trainer, verb)(given, numbered(2, 11))
-        value = np.mean([x.mean() for x in found]) if verb == "predict" else next(iter(found[0].values()))
-        assert value == pytest.approx(11.5 - w, rel=1e-6)
-    assert seen == pytest.approx([w] * 8, rel=1e-6)
-
-
 def test_an_evaluation_takes_the_trained_lazy_module() -> None:
     trainer, model = make_trainer(strategy="fsdp"), jl.lazy(Mean)
     trainer.fit(model, numbered(2))

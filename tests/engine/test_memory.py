@@ -116,16 +116,6 @@ def test_a_hook_without_memory_is_named() -> None:
     assert "ran out of memory after step 1 of epoch 0: " in str(error) and heard == [error]
 
 
-def test_other_errors_of_jax_are_left_as_they_are() -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    error = jax.errors.JaxRuntimeError("INTERNAL: something else")
-    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        fit(Linear(), random(1), None, hooks(on_train_batch_end=fail), **BARE)
-    assert caught.value is error
-
-
 def test_a_step_of_ones_own_loop_says_it_as_well() -> None:
     (batch,) = random(1)
     state, step = jl.compile_step(Linear(), batch=batch, strategy=small("train_step", 1))

@@ -84,14 +84,6 @@ def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
     assert scanned_dims(jax.make_jaxpr(nested)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
 
 
-def test_a_scan_along_another_dim_is_followed() -> None:
-    def last_but_one(w: Any, x: jax.Array) -> jax.Array:
-        return nnx.scan(layer, in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(x, w).sum()
-
-    w, x = arguments()
-    assert scanned_dims(jax.make_jaxpr(last_but_one)(w.swapaxes(0, 1), x), [0]) == {0: {1}}
-
-
 def gradient(fn: Callable[..., Any], lies: Any, policy: Any = None) -> Any:
     wrapped = by_layer(fn, [lies, None], policy)
     return jax.jit(jax.value_and_grad(wrapped), out_shardings=(None, lies[0]))
