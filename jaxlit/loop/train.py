@@ -93,7 +93,7 @@ def train_epoch(run: Run) -> None:
 def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
     """Return what is left of the epoch: (placed batch, host batch, is last, the loader's state after it)."""
     (source, limit), position = run.training, run.position
-    if position.over or run.done:  # a hook may have asked for a stop
+    if position.over or run.done:
         return ()
     return run.feeder.batches(source, position.epoch, limit, position.batch_idx)
 
@@ -202,7 +202,7 @@ def end_epoch(run: Run) -> None:
         run.engine.clear_window()
         log.take_window()
         position.drop_window()
-        run.starts.clear()  # the window took no step
+        run.starts.clear()
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
@@ -211,7 +211,7 @@ def end_epoch(run: Run) -> None:
         run.hooks("on_train_epoch_end")
     if cut or position.reaches(Phase.EPOCH_ROW):
         log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
-    run.check_time(epoch_over=True)  # also for an epoch whose batches were all skipped
+    run.check_time(epoch_over=True)
     run.cut = cut
     if not cut:
         # Before the hook, where checkpoints are taken: they continue with the next epoch.
