@@ -267,13 +267,8 @@ def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
     return [reduce(or_, given, 0)] * len(eqn.outvars)
 
 
-def same_program(a: Any, b: Any) -> bool:
-    """Return whether two traces of one function are the same, their constants included."""
-    return _content(a) == _content(b)
-
-
-def _content(closed: Any) -> tuple[str, list[Any]]:
-    """Return a program's text without addresses, and the contents of its constants, of inner programs too."""
+def content(closed: Any) -> tuple[str, list[Any]]:
+    """Return what is the same in two traces of one program: its text, and its constants and those of programs in it."""
     inner = [closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))]
     arrays = [np.asarray(x) for program in inner for x in getattr(program, "consts", ())]
     return re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)), [(x.shape, x.tobytes()) for x in arrays]

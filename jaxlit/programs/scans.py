@@ -176,26 +176,23 @@ class _Gathering:
             return self.run(inner, consts, args, inside, gathered)
         # Nothing gathered outside is used: a backward pass that runs the program again must gather again.
         again = lambda *args: self.run(inner, consts, args, inside)  # noqa: E731
-        if eqn.primitive.name == "scan":
-            return self.scan(eqn, again, args)
-        return jax.checkpoint(again, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
-
-    def scan(self, eqn: Any, turn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        if eqn.primitive.name != "scan":
+            return jax.checkpoint(again, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
         num_consts, num_carries = scan_counts(eqn)
         first = num_consts + num_carries
         # A layer that its user wraps in a checkpoint gathers again in it; a policy from outside would undo that.
         # Effects cannot run twice: a layer that calls the host is left as it is.
-        has_remat = any(x.primitive.name in REMATS for inner in bodies(eqn) for x in equations(inner))
+        has_remat = any(x.primitive.name in REMATS for x in equations(inner))
         if not eqn.effects and (self.policy is not None or not has_remat):
-            turn = jax.checkpoint(turn, prevent_cse=False, policy=self.policy or _all_but_gathered)
+            again = jax.checkpoint(again, prevent_cse=False, policy=self.policy or _all_but_gathered)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = turn(*args[:num_consts], *carry, *xs)
+            results = again(*args[:num_consts], *carry, *xs)
             return results[:num_carries], results[num_carries:]
 
         params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, list(args[num_consts:first]), list(args[first:]), **params)
-        return [*carry, *stacked]
+        carry, made = jax.lax.scan(body, list(args[num_consts:first]), list(args[first:]), **params)
+        return [*carry, *made]
 
     def gather(self, x: Any, stacked: Stacked) -> Any:
         pair = self.shardings[stacked.index]
