@@ -37,11 +37,10 @@ class FileLogger(Logger, ABC):
     hyperparams_of_module = False  # checkpoints hold them
 
     def __init__(self, filename: str, *, on_error: str = "warn") -> None:
-        name, is_name = type(self).__name__, isinstance(filename, str) and Path(filename).name == filename
+        name, path = type(self).__name__, Path(str(filename))
         rule = "takes a file name with a suffix and without folders; the folder is Trainer(default_root_dir=...)"
-        check.require(is_name and Path(filename).suffix != "", "filename", filename, rule, owner=name)
-        check.one_of("on_error", on_error, ("warn", "raise"), owner=name)
-        self.filename, self.on_error = filename, on_error
+        check.require(path.name == filename and path.suffix != "", "filename", filename, rule, owner=name)
+        self.filename, self.on_error = filename, check.one_of("on_error", on_error, ("warn", "raise"), owner=name)
         self.path: Path | None = None
         self._file: BinaryIO | None = None
         self._size = 0  # bytes of complete rows

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import logging
 import time
+import traceback
 from html import escape
 from inspect import signature
 from pathlib import Path
@@ -89,9 +90,9 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     given, num_params = facts.pop("trainer"), facts.pop("num_params")
     defaults = {p.name: str(to_json(p.default, lenient=True)) for p in signature(type(trainer)).parameters.values()}
     given = {name: value for name, value in given.items() if str(value) != defaults.get(name)}
-    state, kind = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
-    if error is not None:
-        state, kind = f"ended by {type(error).__name__}", "bad"
+    state = "done" if error is None else f"ended by {type(error).__name__}"
+    state = "interrupted" if trainer.interrupted and error is None else state
+    kind = {"done": "good", "interrupted": "warn"}.get(state, "bad")
     explained = None
     with contextlib.suppress(Exception):  # the devices may be what failed
         explained = trainer.explain()
@@ -103,19 +104,19 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     marked = [(name, curves[name][1][i]) for name, i in bests.items() if i is not None]
     counts |= {f"best {name}": f"{value:.4g}" for name, value in marked[:1]}
     groups = together(curves)
-    pictures = {title: curves_svg(title, {name: curves[name] for name in names}) for title, names in groups.items()}
     figures = ""
-    for title, svg in pictures.items():
-        key = '<span><i style="background:var(--c{})"></i>{}</span>'
-        legend = "".join(key.format(color, escape(name)) for name, color in colors(groups[title]).items())
-        figures += f"<figure><figcaption>{legend}</figcaption>{svg}</figure>" if svg else ""
+    for title, names in groups.items():
+        if svg := curves_svg(title, {name: curves[name] for name in names}):
+            key = '<span><i style="background:var(--c{})"></i>{}</span>'
+            legend = "".join(key.format(color, escape(name)) for name, color in colors(names).items())
+            figures += f"<figure><figcaption>{legend}</figcaption>{svg}</figure>"
     tile = '<div class="tile"><b>{}</b><span>{}</span></div>'
     tiles = "".join(tile.format(escape(x), escape(name)) for name, x in counts.items())
     title, state = f"{type(module).__name__} · {trainer.run_dir.name}", f'<span class="state {kind}">{state}</span>'
-    errors = "" if error is None else "\n".join([repr(error), *getattr(error, "__notes__", [])])
+    errors = "" if error is None else "".join(traceback.format_exception_only(error))
     last = "Where the time went, how the state lies, what a step costs"
     return html.page(
-        f"{trainer.run_dir.name} · {type(module).__name__}",
+        title,
         [
             f'<h1>{escape(title)}</h1><p class="sub">{state}{escape(f" · began {began}{reason}")}</p>',
             f'<div class="tiles">{tiles}</div>',

@@ -39,7 +39,7 @@ def to_json(x: Any, *, lenient: bool = False, path: str = "") -> Any:
         return {str(key): to_json(item, lenient=lenient, path=f"{path}[{key!r}]") for key, item in x.items()}
     if isinstance(x, (list, tuple)):
         return [to_json(item, lenient=lenient, path=f"{path}[{i}]") for i, item in enumerate(x)]
-    if isinstance(x, (np.bool_, np.integer, np.floating, IntEnum)):
+    if isinstance(x, (np.generic, IntEnum)):
         x = int(x) if isinstance(x, IntEnum) else x.item()
     if lenient and isinstance(x, float) and not math.isfinite(x):
         return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"

@@ -74,7 +74,7 @@ def test_class_methods_of_the_field_name_ours() -> None:
     ):
         _ = jl.loggers.CometLogger  # type: ignore[attr-defined]
     for name in ("optimizers", "fit_loop", "lr"):
-        with pytest.raises(AttributeError, match=f"Trainer has no attribute '{name}', which would be set to 1"):
+        with pytest.raises(AttributeError, match=f"Trainer has no attribute '{name}', and would be set to 1"):
             setattr(OWNERS["trainer"], name, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a user installs is what the checkout holds."""
+"""What a user installs is what the checkout holds, and what an editor and a type checker make of it."""
 
 import json
 import os
@@ -125,26 +125,86 @@ def test_import_adds_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:
     assert [name for name in added if name.split(".")[0] in ("grain", "orbax", "wandb", "rich")] == []
 
 
-@pytest.mark.parametrize("left", ["a text file", "nothing"])
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_a_checkout_without_links_installs_and_imports(kind: str, left: str, tmp_path: Path) -> None:
-    """As git leaves it on Windows, or an archive that drops links."""
-    checkout = tmp_path / "checkout"
+def install(kind: str, checkout: Path, folder: Path) -> Path:
+    """Return the Python of a fresh environment with a wheel or an editable install of a checkout."""
+    run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_{kind}('dist')", cwd=checkout)
+    (built,), python = (checkout / "dist").glob("*.whl"), environment(folder)
+    zipfile.ZipFile(built).extractall(site_packages(python))
+    return python
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignored)
+        shutil.copytree(ROOT / name, tmp_path / "checkout" / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, tmp_path / "checkout")
+    return tmp_path / "checkout"
+
+
+@pytest.mark.parametrize("left", ["a text file", "nothing"])
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_checkout_without_links_installs_and_imports(kind: str, left: str, checkout: Path, tmp_path: Path) -> None:
+    """As git leaves it on Windows, or an archive that drops links."""
     for name in ("strategies", "callbacks"):
         link = checkout / "jaxlit" / name
         link.unlink()
         if left == "a text file":
             link.write_text(f"../{name}")
-    run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_{kind}('dist')", cwd=checkout)
-    (built,), python = (checkout / "dist").glob("*.whl"), environment(tmp_path)
-    zipfile.ZipFile(built).extractall(site_packages(python))
+    python = install(kind, checkout, tmp_path)
     code = "import jaxlit as jl; print(jl.__file__, jl.strategies.FSDP.__name__, jl.callbacks.EMA.__name__, jl.Trainer)"
     file, *names = run(python, "-I", "-c", code, cwd=tmp_path).split(maxsplit=3)
     home = site_packages(python) if kind == "wheel" else checkout
     assert Path(file) == home / "jaxlit" / "__init__.py"
     assert names[:2] == ["FSDP", "EMA"]
+
+
+PROGRAM = """
+import numpy as np, optax
+from flax import nnx
+import jaxlit as jl
+import jaxlit.strategies
+from jaxlit.callbacks import WandbLogger
+from jaxlit.loggers import CSVLogger
+
+class Line(jl.TrainModule):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 1, rngs=rngs)
+
+    def training_step(self, batch):
+        return (self.linear(batch) ** 2).mean()
+
+    def configure_optimizers(self):
+        return optax.sgd(0.1)
+
+@jl.register_strategy("mine")
+class Mine(jl.strategies.FSDP): ...
+
+trainer = jl.Trainer(strategy="fsdp", max_epochs=1, callbacks=[jl.EarlyStopping("loss"), jl.callbacks.EMA(0.9)])
+trainer.fit(Line(rngs=nnx.Rngs(0)), [np.ones((8, 2), np.float32)])
+print(trainer.checkpoint_callback.best_model_path, trainer.checkpoint_callback is None)
+jl.Trainer(strategy="simulate:8")
+jl.Trainer(strategy=Mine())
+jl.Trainer(strategy=jl.strategies.Simulated(16))
+jl.nope  # wrong
+jl.callbacks.Nope  # wrong
+jl.strategies.Nope  # wrong
+jl.Trainer(strategy="fspd")  # wrong
+jl.Trainer(startegy="fsdp")  # wrong
+trainer.checkpoint_callback.best_model  # wrong
+"""
+
+
+def test_pyright_reports_only_the_mistakes_of_a_program(checkout: Path, tmp_path: Path) -> None:
+    """After the README's editable install."""
+    pytest.importorskip("pyright")
+    python, program = install("editable", checkout, tmp_path), tmp_path / "program" / "train.py"
+    program.parent.mkdir()
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", python, program]
+    reported = json.loads(subprocess.run(command, cwd=program.parent, capture_output=True, text=True).stdout)
+    lines = {x["range"]["start"]["line"] for x in reported["generalDiagnostics"] if x["severity"] == "error"}
+    wrong = {i for i, line in enumerate(PROGRAM.splitlines()) if line.endswith("# wrong")}
+    assert lines == wrong, reported["generalDiagnostics"]

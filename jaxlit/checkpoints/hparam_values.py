@@ -23,7 +23,6 @@ from jaxlit.shown import shown
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
-_PLAIN = (bool, int, float, str, list, tuple, dict)
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -41,22 +40,21 @@ def encode(x: Any) -> Any:
         return _node("name", name)
     if isinstance(x, np.dtype):
         return _node("dtype", x.name)
-    if issubclass(type(x), (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
+    kind = type(x)  # exactly: a value of a subclass would come back as one of its base
+    if isinstance(x, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
         return _node("scalar", encode(x.item()), dtype=x.dtype.name)
-    if isinstance(x, _PLAIN) and type(x) not in _PLAIN:  # of a subclass: it would come back as one of its base
-        raise NotKeptError(f"{type(x).__name__}(...)")
-    if isinstance(x, float) and not math.isfinite(x):
+    if kind is float and not math.isfinite(x):
         return _node("float", str(x))
-    if x is None or isinstance(x, (bool, int, float, str)):
+    if x is None or kind in (bool, int, float, str):
         return x
-    if isinstance(x, (list, tuple)):
+    if kind in (list, tuple):
         values = [encode(value) for value in x]
-        return values if isinstance(x, list) else _node("tuple", values)
-    if isinstance(x, dict):
+        return values if kind is list else _node("tuple", values)
+    if kind is dict:
         if _KIND not in x and all(isinstance(key, str) for key in x):
             return {key: encode(value) for key, value in x.items()}
         return _node("dict", [[encode(key), encode(value)] for key, value in x.items()])
-    is_plain = dataclasses.is_dataclass(x) and not isinstance(x, (type, nnx.Module))
+    is_plain = dataclasses.is_dataclass(x) and not isinstance(x, (type, nnx.Module, int, float, str, list, tuple, dict))
     if is_plain and (name := _name_of(type(x))) is not None:
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
         values = {key: encode(value) for key, value in fields.items()}

@@ -144,10 +144,8 @@ def _entries(folder: Path) -> dict[str, Any]:
     raw = _bytes(path)
     body = _parse(path, raw)
     version, files = body.get("format_version"), body.get("files")
-    if body.get("format") != "jaxlit" or type(version) is not int or not isinstance(files, dict):
+    if body.get("format") != "jaxlit" or type(version) is not int or version < 1 or not isinstance(files, dict):
         raise CheckpointError(f"{path} is no manifest of a checkpoint.")
-    if version < 1:
-        raise CheckpointError(f"{path} has the format version {version!r}, which there is not.")
     if version > VERSION:
         raise CheckpointError(
             f"{folder} was written by a newer jaxlit, in format {version}; this one reads formats up to {VERSION}. "

@@ -35,9 +35,6 @@ class Validating(IntEnum):
 _NEXT = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
 _NEXT_OF_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
 
-# What of the fields is in state.json: those that are apart are written by `jaxlit.loop.snapshot`.
-_APART = {"apart": True}
-
 
 @dataclass
 class Position:
@@ -54,9 +51,9 @@ class Position:
     first_step: int = 0  # those taken before this epoch
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
-    phase: Phase = field(default=Phase.EPOCH_START, metadata={"one_of": Phase})  # what comes next
+    phase: Phase = Phase.EPOCH_START  # what comes next
     # The state of the training loader after the last batch that was used.
-    data: Any = field(default=None, metadata=_APART)
+    data: Any = None
 
     def __post_init__(self) -> None:
         self.phase = Phase(self.phase)  # a checkpoint holds its number
@@ -129,10 +126,10 @@ class Evaluation:
     batch_idx: int = 0  # its batches done
     found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
-    phase: Validating = field(default=Validating.START, metadata={"one_of": Validating})  # what comes next
-    data: Any = field(default=None, metadata=_APART)  # the loader's state
-    sums: list[Any] | None = field(default=None, metadata=_APART)  # its metrics so far, see Engine.eval_step
-    table: Any = field(default=None, metadata=_APART)  # the columns of the sums
+    phase: Validating = Validating.START  # what comes next
+    data: Any = None  # the loader's state
+    sums: list[Any] | None = None  # its metrics so far, see Engine.eval_step
+    table: Any = None  # the columns of the sums
 
     def __post_init__(self) -> None:
         self.phase = Validating(self.phase)

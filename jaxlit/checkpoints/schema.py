@@ -5,10 +5,9 @@ for lists of that length, a dict of schemas by key, or with the key `...` for al
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from jaxlit.checkpoints.position import Evaluation, Phase, Position
+from jaxlit.checkpoints.position import Phase, Validating
 from jaxlit.errors import CheckpointError
 
 FORMAT = 2  # of state.json; one of another is refused
@@ -30,27 +29,16 @@ def _maybe(schema: Any) -> tuple[None, Any]:
     return (None, schema)
 
 
-# What the fields of a dataclass are in JSON.
-_FIELDS: dict[Any, Any] = {
-    int: _is_count,
-    bool: bool,
-    dict[str, float]: {...: _is_number},
-    list[dict[str, float]]: [{...: _is_number}],
+# The fields of `Position` and `Evaluation` that state.json holds as they are; `jaxlit.loop.snapshot` writes the others.
+_COUNTS = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled")
+POSITION = dict.fromkeys(_COUNTS, _is_count) | {"over": bool, "phase": _one_of(*map(int, Phase))}
+EVALUATION = {
+    "loader": _is_count,
+    "batch_idx": _is_count,
+    "found": [{...: _is_number}],
+    "row": {...: _is_number},
+    "phase": _one_of(*map(int, Validating)),
 }
-
-
-def plain_fields(cls: type) -> list[str]:
-    """Return the fields of `Position` or `Evaluation` that state.json holds as they are."""
-    return [f.name for f in fields(cls) if not f.metadata.get("apart")]
-
-
-def _schema_of(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    enums = {f.name: f.metadata["one_of"] for f in fields(cls) if "one_of" in f.metadata}
-    return {
-        name: _one_of(*map(int, enums[name])) if name in enums else _FIELDS[hints[name]] for name in plain_fields(cls)
-    }
-
 
 _ANY = object
 _METRIC = {
@@ -70,9 +58,9 @@ STATE = {
     "format": _is_count,
     "global_step": _is_count,
     "epoch": _is_count,
-    "position": _schema_of(Position),
+    "position": POSITION,
     "loaders": {"training": _maybe(_LOADER), "validation": _maybe(_LOADER)},
-    "evaluation": _maybe(_schema_of(Evaluation) | {"sums": _maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
+    "evaluation": _maybe(EVALUATION | {"sums": _maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
     "arrays": [(str, [_is_count], str)],
     "optimizer": str,
     "metrics": [_METRIC],

@@ -136,15 +136,12 @@ class ArrayLoader:
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what differs between two fingerprints, nothing if they are equal."""
-    names = [*now, *(name for name in was if name not in now)]
-    pairs = {name: (was.get(name, "nothing"), now.get(name, "nothing")) for name in names}
-    hashes = ("arrays", "source")  # of the content, which say nothing to people
-    changes = [
-        "the data differ" if name.startswith(hashes) else f"{name} was {old}, is {new}"
-        for name, (old, new) in pairs.items()
-        if old != new
-    ]
-    return "; ".join(dict.fromkeys(changes))
+    changes = {}
+    for name in {**now, **was}:
+        if (old := was.get(name, "nothing")) != (new := now.get(name, "nothing")):
+            # A hash of the content says nothing to people.
+            changes["the data differ" if name.startswith(("arrays", "source")) else f"{name} was {old}, is {new}"] = 1
+    return "; ".join(changes)
 
 
 def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:

@@ -27,15 +27,6 @@ _END = object()
 _GIVEN_UP = object()  # a signal cut the wait
 
 
-class _Handling:
-    """The intake and the agreement of one loader, and how long its batches took."""
-
-    def __init__(self, intake: Intake, agreement: Agreement | None) -> None:
-        self.intake, self.agreement = intake, agreement
-        self.times: list[float] = []  # seconds, of the first draws
-        self.waited = 0.0  # seconds of the epoch in which the devices waited for a batch
-
-
 class Feeder:
     """Draws, checks and places the batches of a run's steps.
 
@@ -74,7 +65,7 @@ class Feeder:
         self.drawn = 0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
-        self._handlings: weakref.WeakKeyDictionary[Source, _Handling] = weakref.WeakKeyDictionary()
+        self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
 
     def batches(
         self, source: Source, epoch: int, limit: int | None, start: int = 0
@@ -91,10 +82,6 @@ class Feeder:
         self._open.add(batches)
         return batches
 
-    def waited(self, source: Source) -> float:
-        """Return the seconds of the epoch in which the devices waited for a batch of a source."""
-        return self._handlings[source].waited if source in self._handlings else 0.0
-
     def close(self) -> None:
         """Stop the threads and loaders of iterators that did not come to their end."""
         for batches in list(self._open):
@@ -103,36 +90,36 @@ class Feeder:
     def _batches(
         self, source: Source, epoch: int, limit: int | None, start: int
     ) -> Iterator[tuple[Any, Any, bool, Any]]:
-        handling = self._handling(source)
-        handling.waited = 0.0
+        intake, source.waited = self._intake_of(source), 0.0
+        agreement = self._agreement(source, intake) if jax.process_count() > 1 else None
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
-        if _are_slow(handling.times) if self._prefetch == "auto" else depth:
+        if _are_slow(source.times) if self._prefetch == "auto" else depth:
             stream = thread = _Thread(stream, depth, self._control)
         try:
-            drawn = self._draw(source, handling, stream, start)
+            drawn = self._draw(source, stream, start)
             for k in itertools.count(start + 1):
                 if drawn is _END or drawn is _GIVEN_UP:
                     return
-                if isinstance(drawn, _Failure):
-                    raise located(drawn.error, source.argument, self._epoch(), k - 1)
+                if isinstance(drawn, BaseException):
+                    raise located(drawn, source.argument, self._epoch(), k - 1)
                 try:
-                    host, batch = handling.intake(drawn[0])
+                    host, batch = intake(drawn[0])
                 except Exception as error:
-                    located(error, handling.intake.blamed, self._epoch(), k - 1)
+                    located(error, intake.blamed, self._epoch(), k - 1)
                     raise
                 placed = None
-                if handling.agreement is None:
+                if agreement is None:
                     self.example, placed = batch, self._place(batch)
-                following = self._draw(source, handling, stream, k)
+                following = self._draw(source, stream, k)
                 if following is _GIVEN_UP:
                     return
-                if handling.agreement is not None:
-                    self.example, batch = handling.agreement(batch, drawn[1], last=following is _END)
+                if agreement is not None:
+                    self.example, batch = agreement(batch, drawn[1], last=following is _END)
                     placed = self._place(batch)
-                slow = thread is None and self._prefetch == "auto" and _are_slow(handling.times)
-                if slow and following is not _END and not isinstance(following, _Failure):
+                slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
+                if slow and following is not _END and not isinstance(following, BaseException):
                     stream = thread = _Thread(stream, depth, self._control)
                 yield placed, host, following is _END, drawn[1]
                 drawn = following
@@ -141,17 +128,14 @@ class Feeder:
             if thread is None or thread.close(patience):
                 draws.close()
 
-    def _handling(self, source: Source) -> _Handling:
-        """Return the handling of a source's batches, made when its first epoch begins."""
-        if source not in self._handlings:
-            intake, agreement = self._intake_of(source), None
-            if jax.process_count() > 1:
-                agreement = Agreement(source.loader, source.argument, intake.prepares, self._splits)
-            self._handlings[source] = _Handling(intake, agreement)
-        return self._handlings[source]
+    def _agreement(self, source: Source, intake: Intake) -> Agreement:
+        """Return the processes' agreement on a source's batches, made when its first epoch begins."""
+        if source not in self._agreements:
+            self._agreements[source] = Agreement(source.loader, source.argument, intake.prepares, self._splits)
+        return self._agreements[source]
 
-    def _draw(self, source: Source, handling: _Handling, stream: Iterator[Any], k: int) -> Any:
-        """Return the next draw, `_END`, `_GIVEN_UP` or a `_Failure`, and count the time."""
+    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
+        """Return the next draw, `_END`, `_GIVEN_UP` or what was raised, and count the time."""
         start = time.perf_counter()
         self.drawn += 1
         if self._watchdog is not None:
@@ -166,25 +150,18 @@ class Feeder:
         except Interrupted:
             return _GIVEN_UP
         except Exception as error:  # raised when the batches before it are done
-            return _GIVEN_UP if control.interrupted else _Failure(error)
+            return _GIVEN_UP if control.interrupted else error
         finally:
             if self._watchdog is not None:
                 self._watchdog.rest()
             seconds = time.perf_counter() - start
-            if len(handling.times) < _TIMED:
-                handling.times.append(seconds)
+            if len(source.times) < _TIMED:
+                source.times.append(seconds)
             if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
-                handling.waited += seconds
+                source.waited += seconds
 
 
-class _Failure:
-    """The error that a loader raised instead of a batch."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _Thread:
+class _Thread(Background[None]):
     """Draws from an iterator in a thread, a bounded number ahead.
 
     Args:
@@ -200,8 +177,8 @@ class _Thread:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._tokens.put(None)
-        self._thread = Background("jaxlit-prefetch", self._fill)
-        self._thread.start()
+        super().__init__("jaxlit-prefetch", self._fill)
+        self.start()
 
     def __iter__(self) -> "_Thread":
         return self
@@ -218,26 +195,26 @@ class _Thread:
             if item is _END:
                 self._out.put(_END)  # for the next call
                 raise StopIteration
-            if isinstance(item, _Failure):
-                raise item.error
+            if isinstance(item, BaseException):
+                raise item
             return item
 
     def close(self, patience: float) -> bool:
         """Stop the thread; return whether it has ended in so many seconds, so that the iterator is free."""
-        self._thread.stop()
+        self.stop()
         self._tokens.put(None)
-        return self._thread.join(patience)  # a thread that hangs in the loader ends with the process
+        return self.join(patience)  # a thread that hangs in the loader ends with the process
 
     def _fill(self) -> None:
         item = None
-        while item is not _END and not isinstance(item, _Failure):
+        while item is not _END and not isinstance(item, BaseException):
             self._tokens.get()
-            if self._thread.stopping.is_set():
+            if self.stopping.is_set():
                 return
             try:
                 item = next(self._stream, _END)
             except BaseException as error:  # raised again where the batch is asked for
-                item = _Failure(error)
+                item = error
             self._out.put(item)
 
 

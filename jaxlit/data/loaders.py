@@ -151,6 +151,10 @@ class Loaders:
             limit = limit_of(self._limits[stage], *one, limit_name)
             source = self._source(*one, stage, idx, limit)
             pairs.append((source, limit))
+            asked = self._limits[stage]
+            if isinstance(asked, int) and limit is not None and limit < asked:
+                text = "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches."
+                _logger.warning(text, limit_name, asked, source.argument, limit)
             if stage != "training" and limit is None and source.is_endless:
                 raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
         return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]

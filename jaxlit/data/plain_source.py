@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,10 +33,7 @@ class PlainSource(Source):
     def is_endless(self) -> bool:
         """Whether the loader is known never to end."""
         if isinstance(self.loader, itertools.repeat):
-            try:
-                return self.loader.__length_hint__() < 0
-            except TypeError:
-                return True
+            return operator.length_hint(self.loader, -1) < 0
         return isinstance(self.loader, (itertools.cycle, itertools.count))
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:

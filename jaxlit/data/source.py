@@ -32,6 +32,8 @@ class Source(ABC):
     Attributes:
         peeked: Whether its first batch was drawn ahead of time.
         gave: Whether it gave a batch at all.
+        times: The seconds of its first draws.
+        waited: The seconds of the epoch in which the devices waited for a batch of it.
     """
 
     is_grain = False
@@ -61,6 +63,7 @@ class Source(ABC):
         self.loader, self.argument = loader, argument
         self._may_continue, self._overfit, self._keep = may_continue, overfit, keep
         self.peeked = self.gave = False
+        self.times, self.waited = list[float](), 0.0
         self._kept: list[tuple[Any, Any]] | None = None
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self._peeked: tuple[int, Generator[tuple[Any, Any], None, None]] | None = None

@@ -42,7 +42,8 @@ class Watchdog:
         self._data, self._hang, self.control = data, hang, control or Control()
         self._progress, self._place, self._rescue = progress, place, rescue
         self._watched: tuple[float, str, int, int] | None = None
-        self._thread: Background[None] | None = None
+        self._limits = [limit for limit in (data, hang) if limit is not None]
+        self._thread = Background("jaxlit-watchdog", self._run)
 
     @property
     def has_limit(self) -> bool:
@@ -58,28 +59,25 @@ class Watchdog:
         self._watched = None
 
     def __enter__(self) -> "Watchdog":
-        if limits := [limit for limit in (self._data, self._hang) if limit is not None]:
-            thread = Background(
-                "jaxlit-watchdog", lambda: self._run(thread, min(1.0, *(limit / 4 for limit in limits)))
-            )
-            self._thread = thread.start()
+        if self._limits:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.stop()
+        self._thread.stop()
 
-    def _run(self, thread: Background[None], pause: float) -> None:
+    def _run(self) -> None:
+        pause = min(1.0, *(limit / 4 for limit in self._limits))
         seen, since = self._progress(), time.monotonic()
-        while not thread.stopping.wait(pause):
+        while not self._thread.stopping.wait(pause):
+            watched, now = self._watched, time.monotonic()
             if (progress := self._progress()) != seen:
-                seen, since = progress, time.monotonic()
-            watched = self._watched
-            if watched is not None and self._data is not None and time.monotonic() - watched[0] > self._data:
+                seen, since = progress, now
+            if watched is not None and self._data is not None and now - watched[0] > self._data:
                 _, argument, epoch, batch = watched
                 what = f"{argument} gave no batch {batch} of epoch {epoch}"
                 self._bite(f"{what} within Trainer(data_timeout={self._data:g}) seconds.", self._data)
-            elif self._hang is not None and time.monotonic() - since > self._hang:
+            elif self._hang is not None and now - since > self._hang:
                 what = f"Nothing has moved for Trainer(hang_timeout={self._hang:g}) seconds"
                 self._bite(f"{what}, {self._place()}.", self._hang)
 

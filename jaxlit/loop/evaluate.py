@@ -9,12 +9,11 @@ import jax
 from jaxlit.checkpoints.position import Evaluation, Validating
 from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
-from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import LogError
 from jaxlit.loop.rows import log_row
-from jaxlit.loop.run import Run, count
+from jaxlit.loop.run import Loader, Run, count
 
 
 def sanity_check(run: Run) -> None:
@@ -22,9 +21,9 @@ def sanity_check(run: Run) -> None:
     steps = run.settings.num_sanity_val_steps
     if not run.val or steps == 0:
         return
+    steps = sys.maxsize if steps < 0 else steps
     # Batches that are drawn from an iterator now would be missing in the first validation.
-    most = sys.maxsize if steps < 0 else steps
-    loaders = [(x, min(sys.maxsize if limit is None else limit, most)) for x, limit in run.val if not x.is_iterator]
+    loaders = [(x, steps if limit is None else min(limit, steps)) for x, limit in run.val if not x.is_iterator]
     run.control.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
@@ -36,7 +35,7 @@ def sanity_check(run: Run) -> None:
         run.results.clear()
 
 
-def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]]) -> list[dict[str, float]]:
+def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, float]]:
     """Run the validation or test step over loaders, or over the rest of them after a checkpoint.
 
     Returns:
@@ -48,13 +47,12 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
         hooks(f"on_{stage}_start")
     if now.reaches(Validating.EPOCH_START):
         hooks(f"on_{stage}_epoch_start")
-    several = len(loaders) > 1
-    for idx, (source, limit) in [*enumerate(loaders)][now.loader :]:
-        log.loader = idx if several else None
-        run_loader(run, stage, idx, source, limit, keep=False)
+    for idx, loader in [*enumerate(loaders)][now.loader :]:
+        log.loader = idx if len(loaders) > 1 else None
+        run_loader(run, stage, idx, loader, keep=False)
         if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
             return []
-        end_loader(run, now, f"/dataloader_idx_{idx}" if several else "")
+        end_loader(run, now)
     log.loader = None  # the hooks below log for all loaders
     if now.reaches(Validating.EPOCH_END):
         hooks(f"on_{stage}_epoch_end")
@@ -68,25 +66,19 @@ def evaluate(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]])
     return now.found
 
 
-def end_loader(run: Run, now: Evaluation, suffix: str) -> None:
+def end_loader(run: Run, now: Evaluation) -> None:
     """Show a loader's metrics, of its steps and of its batch hooks, and move to the next loader.
-
-    Args:
-        run: The run.
-        now: The evaluation.
-        suffix: What is appended to the name of a metric if there are several loaders.
 
     Raises:
         LogError: A name has two values.
     """
     now.found.append({})
-    values: list[tuple[Metric, Any]] = []
+    values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(now.loader)]
     if now.sums is not None:  # an empty loader has no metrics
-        values += zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True)
-    values += [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(now.loader)]
+        values = [*zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True), *values]
     for metric, value in values:
         if metric.on_epoch:
-            end = suffix if metric.add_dataloader_idx else ""
+            end = run.hooks.log.suffix(metric)
             _put(now, metric, metric.epoch_name + end, value, now.found[-1:])
             run.results.put_epoch(metric, value, end)
     now.advance_loader()
@@ -104,7 +96,7 @@ def _put(now: Evaluation, metric: Metric, name: str, value: float, loaders: list
     now.row |= {name: value} if metric.logger else {}
 
 
-def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], keep: bool) -> list[list[Any]]:
+def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list[list[Any]]:
     """Run the predict step over loaders.
 
     Returns:
@@ -113,35 +105,34 @@ def predict(run: Run, stage: str, loaders: Sequence[tuple[Source, int | None]], 
     run.control.num_predict_batches = [count(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
-    outputs = [run_loader(run, stage, idx, source, limit, keep=keep) for idx, (source, limit) in enumerate(loaders)]
+    outputs = [run_loader(run, stage, idx, loader, keep=keep) for idx, loader in enumerate(loaders)]
     run.hooks("on_predict_epoch_end")
     run.hooks("on_predict_end")
     return outputs
 
 
-def run_loader(run: Run, stage: str, idx: int, source: Source, limit: int | None, *, keep: bool) -> list[Any]:
+def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) -> list[Any]:
     """Run an evaluation step over one loader, from the batch that the current evaluation has reached.
 
     Returns:
         With `keep` each batch's outputs as numpy.
     """
-    engine, hooks, feeder = run.engine, run.hooks, run.feeder
+    engine, hooks, feeder, (source, limit) = run.engine, run.hooks, run.feeder, loader
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
-    loader = idx if takes_loader(engine.module, stage) else None
-    suffix = "" if hooks.log.loader is None else f"/dataloader_idx_{idx}"
+    number = idx if takes_loader(engine.module, stage) else None
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()
     sums, kept, waiting = None, [], None
     for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
         if sums is None:
-            sums = first_sums(run, now, stage, loader)  # compiling needs a batch, so an empty loader compiles nothing
+            sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = host_batch
         if now.reaches(Validating.BATCH_START):
             starts(host_batch, i, idx)
-        sums, values, outputs = engine.eval_step(stage, sums, batch, loader)
+        sums, values, outputs = engine.eval_step(stage, sums, batch, number)
         now.advance(sums, at)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
-            run.results.show_evaluation(now.table, values, suffix)
+            run.results.show_evaluation(now.table, values, hooks.log.suffix)
         ends(outputs, host_batch, i, idx)
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready

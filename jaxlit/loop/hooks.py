@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from time import perf_counter
@@ -13,9 +14,8 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Position
 from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
-from jaxlit.errors import ModuleError, did_you_mean
-from jaxlit.loop.failures import Failures
-from jaxlit.notes import add_note
+from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, did_you_mean
+from jaxlit.notes import add_note, note_place
 from jaxlit.porting import advice
 
 if TYPE_CHECKING:
@@ -28,8 +28,12 @@ _HOOKS = {
     "on_before_batch_transfer",
 }
 
+_logger = logging.getLogger("jaxlit")
+
 # Hooks that are not given the module.
 _WITHOUT_MODULE = ("on_log", "on_trace")
+# What a logger refuses there is a mistake in what it was given, and nothing has been trained yet.
+_BEFORE_TRAINING = ("setup", "log_hyperparams", "on_load_checkpoint", "on_fit_start")
 
 
 class TimedFunction:
@@ -81,28 +85,28 @@ class Hook:
             log.named = set()
         begun = start = perf_counter()
         # Timed without a context manager or a helper: this runs for every hook of every step.
-        with collecting(log):
-            for function in self.functions:
-                try:
-                    result = function.function(hooks.trainer, hooks.module, *args)
-                except BaseException as error:
-                    if not hooks.failed.tolerates(error, function.source, self.name, args):
+        try:
+            with collecting(log):
+                for function in self.functions:
+                    try:
+                        try:
+                            result = function.function(hooks.trainer, hooks.module, *args)
+                        except BaseException as error:
+                            if not hooks.tolerates(error, function.source, self.name, args):
+                                raise
+                            result = None
+                        if result is not None and isinstance(result, (int, np.integer)) and result == -1:
+                            skip = True
+                        # After each owner, so that an error names the one that wrote.
+                        if live is not None and live.touched:
+                            hooks.take_writes(function.owner)
+                    finally:
                         now = perf_counter()
                         function.add(now - start - hooks.inside)
-                        hooks.inside = outer[2] + now - begun
-                        log.hook, log.named = outer[:2]  # the hook that called this one may continue
-                        raise
-                    result = None
-                if result is not None and isinstance(result, (int, np.integer)) and result == -1:
-                    skip = True
-                # After each owner, so that an error names the one that wrote.
-                if live is not None and live.touched:
-                    hooks.take_writes(function.owner)
-                now = perf_counter()
-                function.add(now - start - hooks.inside)
-                start, hooks.inside = now, 0.0
-        log.hook, log.named = outer[:2]
-        hooks.inside = outer[2] + start - begun
+                        start, hooks.inside = now, 0.0
+        finally:
+            log.hook, log.named = outer[:2]  # the hook that called this one may continue
+            hooks.inside = outer[2] + start - begun
         return skip
 
 
@@ -128,7 +132,8 @@ class Hooks:
         position: Position,
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
-        self.datamodule, self.failed = datamodule, Failures(position, self._disable)
+        self.datamodule, self._position = datamodule, position
+        self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
@@ -145,7 +150,7 @@ class Hooks:
         return self.bound[name]
 
     def _find(self, name: str) -> list[TimedFunction]:
-        owners: list[Any] = [c for c in self.callbacks if overrides(c, name) and self.failed.may_run(c, name)]
+        owners: list[Any] = [c for c in self.callbacks if overrides(c, name) and self.may_run(c, name)]
         if callable(getattr(type(self.module), name, None)):
             owners.append(self.module)
         if name in ("on_train_epoch_end", "on_safe_point"):
@@ -168,10 +173,63 @@ class Hooks:
         """Return every (hook, function) that was bound so far."""
         return [(hook.name, function) for hook in self.bound.values() for function in hook.functions]
 
-    def _disable(self, callback: Callback) -> None:
-        for name, function in self.functions():
-            if function.source is callback and not self.failed.may_run(callback, name):
-                function.function = _nothing
+    def may_run(self, callback: Callback, hook: str) -> bool:
+        """Return whether a hook is called: of a disabled callback only the one that closes what it has opened."""
+        return hook == "teardown" or all(callback is not x for x in self._disabled)
+
+    def tolerates(self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = ()) -> bool:
+        """Return whether the run continues without the callback that has raised, with one warning.
+
+        Args:
+            error: What was raised; if the run ends, its place is noted on it.
+            owner: The callback, module or DataModule that raised.
+            hook: The hook.
+            args: Its arguments.
+        """
+        position, name = self._position, f"{type(owner).__name__}.{hook}"
+        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
+        at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
+        # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.
+        ends = isinstance(error, NonFiniteError) or (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
+        if ends or not (isinstance(owner, Callback) and owner.may_fail and isinstance(error, Exception)):
+            note_place(error, f"{name} {at}")
+            return False
+        if all(owner is not x for x in self._disabled):
+            self._disabled.append(owner)
+            for other, function in self.functions():
+                if function.source is owner and other != "teardown":
+                    function.function = _nothing
+            _logger.warning(
+                "%s failed %s: %r. The logger is disabled for the rest of this run, and training continues; with "
+                "on_error='raise' it ends training.",
+                *(name, at, error),
+            )
+        return True
+
+    def ask(self, owner: Any, hook: str, function: Callable[[], Any], otherwise: Any = None) -> Any:
+        """Return the result of a callback's method, or `otherwise` if it raises and the run continues without it.
+
+        Args:
+            owner: The callback, module or DataModule.
+            hook: The method's name.
+            function: Calls it.
+            otherwise: What is returned in place of its result.
+        """
+        try:
+            return function()
+        except Exception as error:
+            if not self.tolerates(error, owner, hook):
+                raise
+            return otherwise
+
+    def keyed(self) -> dict[str, Callback]:
+        """Return the callbacks by the keys of their states, numbered where several have the same."""
+        keys: dict[str, Callback] = {}
+        for callback in self.callbacks:
+            name = self.ask(callback, "state_key", lambda c=callback: c.state_key, type(callback).__name__)
+            same = sum(key == name or key.startswith(f"{name}:") for key in keys)
+            keys[f"{name}:{same}" if same else name] = callback
+        return keys
 
     def call_all(self, name: str, argument: Any, first: BaseException | None) -> BaseException | None:
         """Call every hook of a name whatever the others raise, and return the first error of all.
@@ -184,16 +242,12 @@ class Hooks:
             first: An error that came before.
         """
         for function in self.bind(name).functions:
-            self.log.hook, self.inside, start = name, 0.0, perf_counter()
             try:
-                with collecting(self.log):
-                    function.function(self.trainer, self.module, argument)
+                Hook(self, name, [function])(argument)
             except BaseException as error:  # a Ctrl-C in one teardown must not keep the others from theirs
-                if not self.failed.tolerates(error, function.source, name, (argument,)):
-                    if first is not None:
-                        add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
-                    first = first or error
-            function.add(perf_counter() - start - self.inside)
+                if first is not None:
+                    add_note(first, f"{function.owner}.{name} raised as well: {error!r}")
+                first = first or error
         return first
 
     def take_writes(self, owner: str) -> None:

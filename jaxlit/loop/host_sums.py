@@ -99,21 +99,21 @@ class HostLog:
         training = self.hook.startswith("on_train")
         if training and self._results.has_column(metric):
             raise LogError(f"self.log({name!r}, ...) in {self.hook}: training_step logs this name. Use another.")
-        suffix = f"/dataloader_idx_{self.loader}" if self.loader is not None and metric.add_dataloader_idx else ""
         if metric.on_step and training:
-            total = self._into(self.window, name, metric)
-            total.add(value, weight)
-            self._results.put_step(metric, total)
+            self._results.put_step(metric, self._into(self.window, name, metric, value, weight))
         elif metric.on_step:
-            self._results.put_step(metric, value, suffix, evaluating=True)
+            self._results.put_step(metric, value, self.suffix(metric), evaluating=True)
         if metric.on_epoch:
-            key: Any = name if training else (name, (self.loader or 0) if batch else None)
-            total = self._into(self._epoch if training else self._evaluation, key, metric)  # type: ignore[arg-type]
-            total.add(value, weight)
+            key = name if training else (name, (self.loader or 0) if batch else None)
+            total = self._into(self._epoch if training else self._evaluation, key, metric, value, weight)
             if not batch:  # there is no more to come
                 self._results.put_epoch(metric, total)
 
-    def _into(self, totals: dict[Any, Total], key: Any, metric: Metric) -> Total:
+    def suffix(self, metric: Metric) -> str:
+        """Return what is appended to a metric's name for the loader at hand."""
+        return f"/dataloader_idx_{self.loader}" if self.loader is not None and metric.add_dataloader_idx else ""
+
+    def _into(self, totals: Any, key: Any, metric: Metric, value: Any, weight: Any) -> Total:
         if (total := totals.get(key)) is None:
             if any(metric.names & other.metric.names for other in totals.values() if other.metric.name != metric.name):
                 raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: another metric shows under this name.")
@@ -123,18 +123,20 @@ class HostLog:
                 f"self.log({metric.name!r}, ...) in {self.hook}: it was logged with other arguments, or in "
                 f"{total.hook}. Log a name in one way."
             )
+        total.add(value, weight)
         return total
 
     def add_traced(self, values: Mapping[str, Any]) -> None:
         """Take scalars of an optimizer step, device arrays: they are in its row whether it would be logged or not."""
         for name, value in values.items():
-            if name in self.window:
+            metric = Metric(name)
+            if name in self.window or self._results.has_column(metric):
                 raise LogError(
-                    f"self.log({name!r}, ...) in {self.window[name].hook}: a trace_step returns this name. Use another."
+                    f"A trace_step returns {name!r}, which something else logs in the same step. Rename one."
                 )
-            total = self.window[name] = Total(Metric(name), TRACED)
+            total = self.window[name] = Total(metric, TRACED)
             total.add(value, 1)
-            self._results.put_step(total.metric, total)
+            self._results.put_step(metric, total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hooks have logged and no row has taken."""

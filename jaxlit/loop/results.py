@@ -91,12 +91,12 @@ class Results:
             if column and metric.on_step:  # column 0 is the loss, which is no logged metric
                 self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
 
-    def show_evaluation(self, table: Table, values: Any, suffix: str) -> None:
-        """Show the values of an evaluation step, given as its table."""
-        for column, metric in enumerate(table.metrics):
+    def show_evaluation(self, table: Table, values: Any, suffix: Callable[[Metric], str]) -> None:
+        """Show the values of an evaluation step, given as its table, with a suffix of each metric's name."""
+        for i, metric in enumerate(table.metrics):
             if metric.on_step:
-                end = suffix if metric.add_dataloader_idx else ""
-                self.put_step(metric, lambda i=column: table.read(np.asarray(values))[i], end, evaluating=True)
+                read = lambda i=i: table.read(np.asarray(values))[i]  # noqa: E731
+                self.put_step(metric, read, suffix(metric), evaluating=True)
 
     def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
         """Show the value of a step; that of an evaluation step is not in `callback_metrics`, as in Lightning."""

@@ -172,8 +172,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
-        assert run.train is not None
-        source, intake = run.train[0], run.loaders.intake_of(run.train[0])
+        source, intake = run.training[0], run.loaders.intake_of(run.training[0])
         run.feeder.close()  # its thread must not draw meanwhile
         pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:

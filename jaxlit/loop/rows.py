@@ -10,12 +10,12 @@ from jaxlit.callbacks.measure import Measured
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
 from jaxlit.loop.rewind import check_finite
-from jaxlit.loop.run import Run
+from jaxlit.loop.run import Row, Run
 
 _logger = logging.getLogger("jaxlit")
 
 
-def row_of_step(run: Run) -> tuple[Any, Mapping[str, Any], int] | None:
+def row_of_step(run: Run) -> Row | None:
     """Return the row of the optimizer step, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}

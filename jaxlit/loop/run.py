@@ -56,6 +56,8 @@ class Limit(NamedTuple):
 
 
 Loader = tuple[Source, int | None]  # and its limit in batches
+# One not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
+Row = tuple[Any, Mapping[str, Any], int]
 
 
 @dataclass(kw_only=True)
@@ -81,6 +83,12 @@ class Setup:
     compiles: CompileLog = field(default_factory=CompileLog)
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
+
+    @property
+    def training(self) -> Loader:
+        """The training loader of a fit, with its limit."""
+        assert self.train is not None
+        return self.train
 
     @property
     def is_fit(self) -> bool:
@@ -116,8 +124,7 @@ class Setup:
 
     def count_batches(self) -> None:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
-        assert self.train is not None
-        self.control.num_training_batches = count(self.train[1])
+        self.control.num_training_batches = count(self.training[1])
         # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
         known = self.epoch_steps < math.inf
         self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
@@ -144,8 +151,7 @@ class Run(Setup):
     engine: Engine
     feeder: Feeder
     tracing: Tracing
-    # A row not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
-    pending: tuple[Any, Mapping[str, Any], int] | None = None
+    pending: Row | None = None
     rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     resumed: bool = False  # training continues from a checkpoint, and has not begun an epoch since

@@ -78,7 +78,14 @@ class Settings(Arguments):
     _given: dict[str, Any]
 
     def __init__(self, **given: Any) -> None:
-        vars(self).update(_given=given, **_checked(given))
+        checked = {
+            name: None if given[name] is None and name in _OPTIONAL else check_value(name, given[name])
+            for name, check_value in _CHECKS.items()
+        }
+        vars(self).update(given, _given=given, **checked)
+        vars(self)["min_steps"] = self.min_steps or 0
+        if self.min_epochs is None:  # as in Lightning a least number of steps alone keeps the first epoch going
+            vars(self)["min_epochs"] = int(self.min_steps > 0)
         _check_combinations(self)
         if self.fast_dev_run:  # a few batches of everything, once, whatever the other arguments say
             vars(self).update(_ONCE, max_steps=self.fast_dev_run)
@@ -127,43 +134,29 @@ class Settings(Arguments):
         return 32 if devices == 1 else 4  # unbounded, several CPU devices would end the process
 
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are checked one by one."""
-    devices, precision = given["devices"], given["precision"]
-    if isinstance(devices, (list, tuple)):
+def _devices(name: str, value: Any) -> int | str:
+    if isinstance(value, (list, tuple)):
         raise ArgumentTypeError(
-            f"Trainer(devices={devices}) takes an int, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
-            f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(devices)},), ('data',), devices=[...]))."
+            f"Trainer(devices={value}) takes an int, or 'auto' for all. CUDA_VISIBLE_DEVICES in the environment "
+            f"says which, or a mesh: Trainer(mesh=jax.make_mesh(({len(value)},), ('data',), devices=[...]))."
         )
-    if isinstance(devices, str) and devices.lstrip("-").isdecimal():  # as a shell gives it
-        devices = int(devices)
-    given = given | {"devices": devices}
-    if type(precision) in (int, str):
-        given["precision"] = _PRECISIONS.get(str(precision), precision)
-    rule = f"takes one of {', '.join(map(repr, PRECISIONS))}; the mixed ones keep weights and optimizer in float32"
-    check.require(given["precision"] in PRECISIONS, "precision", given["precision"], rule, owner="Trainer")
-    checked = {name: check_value(name, given[name]) for name, check_value in _CHECKS.items()}
-    checked["min_steps"] = checked["min_steps"] or 0
-    if checked["min_epochs"] is None:  # as in Lightning a least number of steps alone keeps the first epoch going
-        checked["min_epochs"] = int(checked["min_steps"] > 0)
-    return given | checked
+    is_text = isinstance(value, str) and value.lstrip("-").isdecimal()  # as a shell gives it
+    return check.integer(name, int(value) if is_text else value, low=1, also=("auto", -1))
 
 
 def _int(low: int, *also: Any) -> Callable[[str, Any], Any]:
     return partial(check.integer, low=low, also=also)
 
 
-def _or_none(check_value: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check_value(name, value)
-
-
+_OPTIONAL = {"max_time", "gradient_clip_val", "gradient_clip_algorithm", "data_timeout", "hang_timeout"}
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "devices": _int(1, "auto", -1),
+    "devices": _devices,
+    "precision": lambda name, value: check.one_of(name, _PRECISIONS.get(str(value), value), PRECISIONS),
     "max_epochs": _int(0, None, -1),
     "min_epochs": _int(0, None),
     "max_steps": _int(-1),
     "min_steps": _int(0, None),
-    "max_time": _or_none(lambda name, value: timedelta(seconds=check.duration(name, value))),
+    "max_time": lambda name, value: timedelta(seconds=check.duration(name, value)),
     "overfit_batches": check.limit,
     **{stage.limit: check.limit for stage in STAGES.values()},
     "fast_dev_run": lambda name, value: int(value) if isinstance(value, bool) else check.integer(name, value, low=0),
@@ -171,8 +164,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "val_check_interval": check.interval,
     "check_val_every_n_epoch": _int(1, None),
     "accumulate_grad_batches": _int(1),
-    "gradient_clip_val": _or_none(check.positive),
-    "gradient_clip_algorithm": _or_none(partial(check.one_of, allowed=("norm", "value"))),
+    "gradient_clip_val": check.positive,
+    "gradient_clip_algorithm": partial(check.one_of, allowed=("norm", "value")),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
     "seed": _int(0),
@@ -180,8 +173,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "prefetch": _int(0, "auto"),
     "host_keys": check.keys,
     "max_recompiles": _int(0, None),
-    "data_timeout": _or_none(check.seconds),
-    "hang_timeout": _or_none(check.seconds),
+    "data_timeout": check.seconds,
+    "hang_timeout": check.seconds,
     "max_in_flight": _int(1, "auto"),
     **dict.fromkeys(("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean),
 }

@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Evaluation, Position
-from jaxlit.checkpoints.schema import FORMAT, plain_fields
+from jaxlit.checkpoints.schema import EVALUATION, FORMAT, POSITION
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import agree, fetch
 from jaxlit.errors import CheckpointError, DataError
-from jaxlit.loop.failures import Failures
 from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
 
@@ -35,10 +33,9 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
     engine, strategy = run.engine, run.engine.strategy
-    pending, data, ask_for = run.pending, run.loaders.datamodule, run.hooks.failed.ask
+    pending, data, ask_for = run.pending, run.loaders.datamodule, run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
-    known = keyed(run.hooks.callbacks, run.hooks.failed)
-    states = {key: ask_for(callback, "state_dict", callback.state_dict) for key, callback in known.items()}
+    states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
         "format": FORMAT,
         "global_step": run.position.global_step,
@@ -88,12 +85,12 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved, known, data = dict(state["callbacks"]), keyed(run.hooks.callbacks, run.hooks.failed), run.loaders.datamodule
+    saved, known, data = dict(state["callbacks"]), run.hooks.keyed(), run.loaders.datamodule
     owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
     owners += [] if data is None else [(data, state["datamodule"])]
     for owner, kept in owners:
         try:
-            run.hooks.failed.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
+            run.hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{type(owner).__name__}.load_state_dict cannot take what the checkpoint keeps: {error!r}. It was "
@@ -159,21 +156,11 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     if (pending := state["pending"]) is not None:
         run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
-        now = run.evaluation = Evaluation(**{k: saved[k] for k in plain_fields(Evaluation)})
+        now = run.evaluation = Evaluation(**{k: saved[k] for k in EVALUATION})
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader
             now.table = table_of(saved["metrics"])
             sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
             now.sums = [now.table.refit(sums, run.engine.strategy.replica.stack_size), count]
-
-
-def keyed(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
-    """Return the callbacks by their keys, numbered where several have the same."""
-    keys: dict[str, Callback] = {}
-    for callback in callbacks:
-        name = failed.ask(callback, "state_key", lambda c=callback: c.state_key, type(callback).__name__)
-        same = sum(key == name or key.startswith(f"{name}:") for key in keys)
-        keys[f"{name}:{same}" if same else name] = callback
-    return keys
 
 
 def _loaders(run: Run) -> dict[str, Any]:
@@ -202,7 +189,7 @@ def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
 
 
 def _plain(x: Position | Evaluation) -> dict[str, Any]:
-    return {name: getattr(x, name) for name in plain_fields(type(x))}
+    return {name: getattr(x, name) for name in (POSITION if isinstance(x, Position) else EVALUATION)}
 
 
 def _pack(array: Any) -> dict[str, Any] | None:

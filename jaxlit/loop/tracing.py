@@ -6,16 +6,12 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.log import metric_of
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import LogError, ModuleError
+from jaxlit.errors import ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.host_sums import TRACED
-from jaxlit.loop.results import Results
 from jaxlit.shown import shown
-
-_DISABLED = object()  # in place of what a disabled callback would have returned
 
 
 class Tracing:
@@ -41,33 +37,25 @@ class Tracing:
         self.next, self._checked = -1, False
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
-    def check(self, engine: Engine, results: Results) -> None:
-        """Refuse before the first step a `trace_step` whose values cannot be logged.
+    def check(self, engine: Engine) -> None:
+        """Refuse before the first step a `trace_step` that returns no dict of arrays, and drop one that may fail.
 
         Raises:
-            ModuleError: It returns no dict of arrays.
-            LogError: A scalar's name is taken.
+            ModuleError: It returns something else.
         """
-        if self._checked:
-            return
-        self._checked, state, owners = True, engine.state.unflatten(), {}
-        for callback, every in list(self._every):
-            owner = f"{type(callback).__name__}.{TRACED}"
+        state, failed = engine.state.unflatten(), object()
+        for callback, every in [] if self._checked else list(self._every):
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
-            shapes = self._hooks.failed.ask(callback, TRACED, trace, _DISABLED)
-            if shapes is _DISABLED:
+            shapes = self._hooks.ask(callback, TRACED, trace, failed)
+            if shapes is failed:
                 self._every.remove((callback, every))
                 self.seek(self.next)
-                continue
-            if not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
-                raise ModuleError(f"{owner} must return a dict of names and arrays, got {shown(shapes)}.")
-            for name in (name for name, x in shapes.items() if not x.shape):
-                if results.has_column(metric_of("on_train_batch_end", name)) or name in owners:
-                    raise LogError(
-                        f"{owner} returns {name!r}, which {owners.get(name, 'training_step')} logs. Use another name."
-                    )
-                owners[name] = owner
+            elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
+                raise ModuleError(
+                    f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
+                )
+        self._checked = True
 
     def seek(self, step: int) -> None:
         """Find the next step at which one fires, from `step` on."""

@@ -30,8 +30,7 @@ def fit(run: Run) -> None:
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
-    assert run.train is not None
-    source, limit = run.train
+    source, limit = run.training
     # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
     if run.done or (limit == 0 and source.length != 0):
         run.print_signal()
@@ -93,8 +92,7 @@ def train_epoch(run: Run) -> None:
 
 def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
     """Return what is left of the epoch: (placed batch, host batch, is last, the loader's state after it)."""
-    assert run.train is not None
-    (source, limit), position = run.train, run.position
+    (source, limit), position = run.training, run.position
     if position.over or run.done:  # a hook may have asked for a stop
         return ()
     return run.feeder.batches(source, position.epoch, limit, position.batch_idx)
@@ -135,7 +133,7 @@ def begin_steps(run: Run) -> None:
     run.ready = True
     run.engine.prepare_training(run.feeder.example)
     run.results.show_steps(run.engine.training_table, run.engine.rates.names)
-    run.tracing.check(run.engine, run.results)
+    run.tracing.check(run.engine)
 
 
 def after_step(run: Run) -> bool:
@@ -183,8 +181,7 @@ def end_batches(run: Run) -> None:
     Raises:
         DataError: It had no batch at all.
     """
-    assert run.train is not None
-    (source, limit), position = run.train, run.position
+    (source, limit), position = run.training, run.position
     if not position.over:
         if run.done:  # a hook has asked for a stop, or a signal ended the wait for a batch
             return
@@ -217,9 +214,8 @@ def end_epoch(run: Run) -> None:
     run.check_time(epoch_over=True)  # also for an epoch whose batches were all skipped
     run.cut = cut
     if not cut:
-        assert run.train is not None
         # Before the hook, where checkpoints are taken: they continue with the next epoch.
-        position.advance_epoch(run.train[0].between_epochs(position.data))
+        position.advance_epoch(run.training[0].between_epochs(position.data))
         run.hooks("on_safe_point", True, run.done)
 
 

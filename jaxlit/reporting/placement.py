@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax
 def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
     """Return how arrays are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
 
-    Those of one device are "on cpu:3", and those of some devices "replicated on cpu:4-7".
+    Those of one device are "on cpu:3", and those of some devices "replicated on cpu:4,5".
 
     Args:
         arrays: Arrays, or their shapes, dtypes and shardings.
@@ -53,8 +52,5 @@ def _partition(sharding: Any, among: frozenset[jax.Device]) -> str:
 
 
 def _names(devices: Iterable[jax.Device]) -> str:
-    """Return devices as "cpu:0-3,6"."""
-    ids = sorted(device.id for device in devices)
-    runs = [[i for _, i in run] for _, run in groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
-    spans = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{next(iter(devices)).platform}:{','.join(spans)}"
+    """Return devices as "cpu:0,1,6"."""
+    return f"{next(iter(devices)).platform}:{','.join(map(str, sorted(device.id for device in devices)))}"

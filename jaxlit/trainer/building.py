@@ -17,6 +17,7 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
 from jaxlit.loop.settings import Settings
+from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.to_json import to_json
 from jaxlit.trainer.choose import Start
@@ -53,11 +54,10 @@ def check_model(model: Any, stage: Stage) -> None:
         ModuleError: It has no such step.
     """
     if not isinstance(model, (TrainModule, lazy)):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
         if isinstance(model, nnx.Module):
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
-        raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {kind}.{hint}")
+        raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {shown(model)}.{hint}")
     cls = model.cls if isinstance(model, lazy) else type(model)
     if getattr(cls, stage.step) is getattr(TrainModule, stage.step):
         raise ModuleError(f"{cls.__name__} has no {stage.step}. Define {stage.step}(self, batch).")

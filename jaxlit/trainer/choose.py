@@ -11,7 +11,7 @@ import jax
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
 from jaxlit.core.loading import tell_taken
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.shown import shown
 from jaxlit.trainer.run_folder import RunFolder
@@ -28,34 +28,21 @@ class Start:
 
 
 def resolve_checkpoint(
-    resume: Any,
-    path: Any,
-    verb: str,
-    callbacks: Sequence[Callback],
-    folder: RunFolder,
-    argument: str = "ckpt_path",
+    wanted: Any, argument: str, purpose: str, callbacks: Sequence[Callback], folder: RunFolder
 ) -> Checkpoint | None:
     """Return the checkpoint that a run begins with, verified; None to start again.
 
     Args:
-        resume: `Trainer(resume=...)`; only a fit continues from it.
-        path: What the Trainer's method was given.
-        verb: The method.
+        wanted: What was asked for: "auto", "last", "best" or a path; None for nothing.
+        argument: Where, for messages.
+        purpose: What it is for, for the line that names it.
         callbacks: The Trainer's callbacks, whose folders are searched.
         folder: That of the run.
-        argument: The method's argument.
 
     Raises:
-        ArgumentError: Two are named, or a name means nothing here.
+        ArgumentTypeError: It is no path.
         CheckpointError: There is none, or none that verifies.
     """
-    resume = resume if verb == "fit" else None
-    if path is not None and resume is not None:
-        raise ArgumentError(
-            f"Trainer(resume={str(resume)!r}) and fit({argument}={str(path)!r}) name two checkpoints. Leave one out."
-        )
-    purpose = "init_from" if argument == "init_from" else "resume" if verb == "fit" else verb
-    wanted, argument = (path, f"Trainer.{verb}({argument}=...)") if resume is None else (resume, "Trainer(resume=...)")
     if wanted is None:
         return None
     if not isinstance(wanted, (str, Path)):
@@ -85,16 +72,16 @@ def resolve_checkpoint(
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    checkpoints, skipped, errors = [], [], []
+    checkpoints, skipped, problem = list[Checkpoint](), list[str](), None
     for folder in folders:
         try:
             checkpoint, reasons = newest(folder)
+            skipped += reasons
+            checkpoints += [checkpoint] if checkpoint else []
         except CheckpointError as error:
-            errors.append(error)
-            continue
-        skipped += reasons
-        checkpoints += [] if checkpoint is None else [checkpoint]
-    if errors and not checkpoints:
-        raise errors[-1]
+            problem = error
+            skipped.append(str(error))
+    if problem is not None and not checkpoints:
+        raise problem
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
-    return max(checkpoints, key=place, default=None), [*skipped, *map(str, errors)]
+    return max(checkpoints, key=place, default=None), skipped

@@ -52,20 +52,17 @@ def all_callbacks(settings: Settings) -> Given:
         loggers = callbacks_of("logger", logger)
     callbacks = [*given, *loggers]
     # A logger whose rows are lost when the process is killed gets files next to it.
-    fragile = any(getattr(c, "may_lose_rows", False) for c in callbacks)
-    csv, jsonl = logger is True or (logger is not False and fragile), logger is not False and fragile
-    # The bar's header comes before the summary's table.
-    for kind, enabled in ((CSVLogger, csv), (JSONLLogger, jsonl)):
-        if enabled and all(c.role != kind.role for c in callbacks):
-            callbacks.append(kind())
-    for kind, argument in (
-        (ProgressBar, "enable_progress_bar"),
-        (ModelSummary, "enable_model_summary"),
-        (ModelCheckpoint, "enable_checkpointing"),
+    fragile = logger is not False and any(getattr(c, "may_lose_rows", False) for c in callbacks)
+    for kind, enabled, argument in (
+        (CSVLogger, logger is True or fragile, ""),
+        (JSONLLogger, fragile, ""),
+        # The bar's header comes before the summary's table.
+        (ProgressBar, settings.enable_progress_bar, "enable_progress_bar"),
+        (ModelSummary, settings.enable_model_summary, "enable_model_summary"),
+        (ModelCheckpoint, settings.enable_checkpointing, "enable_checkpointing"),
     ):
         present = next((c for c in callbacks if c.role == kind.role), None)
-        enabled = getattr(settings, argument)
-        if present and not enabled:
+        if present and argument and not enabled:
             raise ArgumentError(
                 f"Trainer({argument}=False) with a {type(present).__name__} among the callbacks. Leave one of them out."
             )
@@ -131,21 +128,19 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
     if value is None:
         return []
     callbacks = [value] if isinstance(value, Callback) else value
-    if not isinstance(callbacks, (list, tuple)):
-        raise ArgumentTypeError(
-            f"Trainer({name}=...) takes callbacks, got {shown(value)}. Pass a list of jl.callbacks."
-        )
-    for c in callbacks:
+    for c in callbacks if isinstance(callbacks, (list, tuple)) else [value]:
         if not isinstance(c, Callback):
             hint = f" Pass {c.__name__}(...)." if isinstance(c, type) else ""
-            raise ArgumentTypeError(f"Trainer({name}=...) takes jaxlit.Callback objects, got {shown(c)}.{hint}")
+            raise ArgumentTypeError(
+                f"Trainer({name}=...) takes callbacks (jaxlit.Callback objects) in a list, got {shown(c)}.{hint}"
+            )
     return list(callbacks)
 
 
 def log_hyperparams(hooks: Hooks) -> None:
     """Give the module's hyperparameters to the loggers that take them, by a hook that only loggers have."""
     name = "log_hyperparams"
-    loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.failed.may_run(c, name)]
+    loggers: list[Any] = [c for c in hooks.callbacks if c.is_logger and hooks.may_run(c, name)]
     takes = [c for c in loggers if c.hyperparams_of_module and c.takes_hyperparams]
     functions = [TimedFunction(c, partial(_log_hyperparams, fitting(c, name, ["params"]))) for c in takes]
     hooks.bound[name] = Hook(hooks, name, functions)

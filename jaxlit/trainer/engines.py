@@ -21,12 +21,10 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.kept import EvalCache
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ModuleError
-from jaxlit.loop.failures import Failures
-from jaxlit.loop.hooks import fitting, overrides
+from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.restore import load_engine
 from jaxlit.loop.run import Setup
 from jaxlit.loop.settings import Settings
-from jaxlit.loop.snapshot import keyed
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_model
@@ -105,8 +103,7 @@ class Engines:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
-        assert run.train is not None
-        example = run.loaders.intake_of(run.train[0]).example  # None where a hook has yet to make it
+        example = run.loaders.intake_of(run.training[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := jax.process_count()) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)
@@ -118,9 +115,9 @@ class Engines:
             accumulate=max(settings.accumulate_grad_batches, least),
             nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
             clip=settings.clip,
-            extras=array_keepers(run.hooks.callbacks, run.hooks.failed),
+            extras=array_keepers(run.hooks),
             parts=parts,
-            tolerates=run.hooks.failed.tolerates,
+            tolerates=run.hooks.tolerates,
             example=example,
         )
         precision = Precision(settings.precision)
@@ -162,14 +159,14 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
     return tuple(parts)
 
 
-def array_keepers(callbacks: Sequence[Callback], failed: Failures) -> dict[str, Callback]:
+def array_keepers(hooks: Hooks) -> dict[str, Callback]:
     """Return the callbacks that keep arrays, by the keys of their states.
 
     Raises:
         ModuleError: One has only one of the two methods, or a method takes other arguments.
     """
     methods, keepers = ("init_arrays", "update_arrays"), {}
-    for key, callback in keyed(callbacks, failed).items():
+    for key, callback in hooks.keyed().items():
         defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
         if len(defined) == 1:
             raise ModuleError(

@@ -83,10 +83,10 @@ def explain(run: Setup | None) -> Explanation:
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
     if not isinstance(run, Run):  # its loops have not begun
-        return Explanation(hooks, run.seconds, dict(run.compiles.seconds))
-    with run.compiles.paused():  # what jax has forgotten meanwhile is compiled again, which is not the run's
-        programs = tuple(program.cost for program in run.engine.programs)
-    return Explanation(hooks, run.seconds, dict(run.compiles.seconds), _parts(run, run.engine), programs)
+        return Explanation(hooks, run.seconds, dict(run.compiles))
+    seconds = dict(run.compiles)  # before programs that jax has forgotten meanwhile are compiled again
+    programs = tuple(program.cost for program in run.engine.programs)
+    return Explanation(hooks, run.seconds, seconds, _parts(run, run.engine), programs)
 
 
 @out_of_meshes
@@ -94,8 +94,7 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
     if not isinstance(run, Run):
         return {}
-    with run.compiles.paused():
-        counted = [(program.name, program.flops) for program in reversed(run.engine.programs)]
+    counted = [(program.name, program.flops) for program in reversed(run.engine.programs)]
     return {name: flops for name, flops in counted if flops is not None}
 
 

@@ -36,12 +36,10 @@ def _exhausted(error: BaseException, run: Setup) -> BaseException:
     if failed is not None:  # to compile it again would only fail again, and may take minutes
         place = f"in {failed.name}, {'as it was compiled' if compiling else 'in its first call'}"
         programs = [] if compiling else [failed]
-    example, replicas, batch = run.feeder.example, engine.strategy.num_replicas, None
-    if example is not None:  # rows are split over the devices where they divide
-        leaves = jax.tree.leaves(example)
-        batch = sum(x.nbytes // (replicas if x.ndim and x.shape[0] % replicas == 0 else 1) for x in leaves)
-    with run.compiles.paused():
-        return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
+    example, batch = run.feeder.example, None
+    if example is not None:
+        batch = sum(x.nbytes for x in jax.tree.leaves(example)) // engine.strategy.num_replicas
+    return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
 
 
 def rescue(trainer: Any, run: Setup | None) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError
-from jaxlit.trainer.defaults import callbacks_of, without
+from jaxlit.trainer.defaults import without
 from jaxlit.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -69,19 +70,25 @@ class LRFinder:
             skip_begin: Steps at the beginning whose rates do not count.
             skip_end: Steps at the end whose rates do not count.
         """
-        end = len(self.results["lr"]) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
+        rates = self.results["lr"]
+        end = len(rates) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
         begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
         losses = np.asarray(self.results["step_loss"][: max(end, 0)])
         losses = losses[: int(np.isfinite(losses).cumprod().sum())]
-        width = max(len(self.results["lr"]) // 8, 1)
-        falls = {k: _fall(losses, k, width) for k in range(max(begin, 3), len(losses) - width + 1)}
-        clear = {k: fall for k, fall in falls.items() if fall is not None}
-        if not clear:
-            why = "the loss falls clearly at none of them" if falls else "there are too few finite losses to compare"
-            text = "lr_find suggests no rate of %d: %s. Try more steps, a wider range of rates or larger batches."
-            _logger.warning(text, len(self.results["lr"]), why)
+        width, falls = max(len(rates) // 8, 1), dict[int, float]()
+        for k in range(max(begin, 3), len(losses) - width + 1):
+            before, after = losses[:k], losses[k : k + width].mean()
+            noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
+            if before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
+                falls[k] = float(before[-width:].mean() - after)
+        if not falls:
+            _logger.warning(
+                "lr_find suggests no rate of %d: the loss falls clearly at none of them. Try more steps, a wider range "
+                "of rates or larger batches.",
+                len(rates),
+            )
             return None
-        return self.results["lr"][max(clear, key=lambda k: clear[k])]
+        return rates[max(falls, key=lambda k: falls[k])]
 
     def plot(self, suggest: bool = False) -> "Figure":
         """Draw the loss over the rate.
@@ -105,15 +112,6 @@ class LRFinder:
             axes.plot([rate], [losses[rates.index(rate)]], "o", color="red", label=f"{rate:.3g}")
             axes.legend()
         return figure
-
-
-def _fall(losses: np.ndarray, k: int, width: int) -> float | None:
-    """Return by how much the loss falls at a step; None if the losses after it are not clearly below all before it."""
-    before, after = losses[:k], losses[k : k + width].mean()
-    noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
-    if not before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
-        return None
-    return float(before[-width:].mean() - after)
 
 
 def lr_find(
@@ -190,16 +188,18 @@ def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
 
 def _trial(trainer: Trainer, test: "_RangeTest") -> Trainer:
     """Return a Trainer whose steps compute what those of another one will."""
-    mine = [c for c in without(trainer.callbacks, trainer._session.added) if c.changes_step]
-    return Trainer(
+    changes_step = operator.attrgetter("changes_step")
+    trial = Trainer(
         **{key: getattr(trainer.settings, key) for key in _SAME},
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         max_steps=len(test.rates),
-        callbacks=[*mine, test],
+        callbacks=[*filter(changes_step, without(trainer.callbacks, trainer._session.added)), test],
         nan_policy="ignore",  # the largest rates may give no finite loss
         limit_val_batches=0,
         log_every_n_steps=0,
     )
+    trial._session.takes = changes_step  # of the callbacks that the module adds
+    return trial
 
 
 class _RangeTest(Callback):
@@ -257,20 +257,9 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
     )
 
 
-def _copied(model: TrainModule | lazy) -> Any:
-    """Return a copy of a module to train, with those of its callbacks that change a step."""
-    cls: Any = model.cls if isinstance(model, lazy) else type(model)
-
-    class Trial(cls):
-        def configure_callbacks(self) -> list[Callback]:
-            configure = getattr(super(), "configure_callbacks", None)
-            callbacks = callbacks_of("callbacks of configure_callbacks", configure() if configure else None)
-            return [c for c in callbacks if c.changes_step]
-
-    Trial.__name__ = cls.__name__
-    if isinstance(model, lazy):
-        return lazy(Trial, *model.args, **model.kwargs)
-    copy: Any = nnx.clone(model)
+def _copied(model: TrainModule | lazy) -> TrainModule | lazy:
+    if isinstance(model, lazy):  # which is built anew
+        return model
+    copy = nnx.clone(model)
     share_hparams(copy, model)
-    copy.__class__ = Trial
     return copy

@@ -232,12 +232,12 @@ class TrainerProperties(Arguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        return run.feeder.waited(run.train[0]) if isinstance(run, Run) and run.train is not None else 0.0
+        return run.train[0].waited if isinstance(run, Run) and run.train is not None else 0.0
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
-        return {} if self._session.current is None else dict(self._session.current.compiles.seconds)
+        return {} if self._session.current is None else dict(self._session.current.compiles)
 
     @property
     def step_flops(self) -> dict[str, Flops]:
@@ -310,19 +310,15 @@ def check_settable(trainer: Any, name: str, value: Any) -> None:
     Raises:
         AttributeError: With what to do.
     """
-    if name in _FIXED:
-        raise AttributeError(
-            f"Trainer.{name} is fixed when a Trainer is made, and would be set to {shown(value)}. Make another one "
-            f"with Trainer({name}=...)."
-        )
     known = getattr(type(trainer), name, None)
-    if isinstance(known, property) and known.fset is None:
-        raise AttributeError(
-            f"Trainer.{name} is a result of the runs, and would be set to {shown(value)}. Set an argument of the "
-            "Trainer instead, or call what changes it: fit, validate, test, predict, stop."
-        )
-    if hasattr(type(trainer), name):
+    what = f"Trainer.{name} is a result of the runs"
+    text = "Set an argument of the Trainer instead, or call what changes it: fit, validate, test, predict, stop."
+    if name in _FIXED:
+        what, text = f"Trainer.{name} is fixed when a Trainer is made", f"Make another one with Trainer({name}=...)."
+    elif not hasattr(type(trainer), name):
+        what = f"Trainer has no attribute {name!r}"
+        text = advice("Trainer").get(name, "") or did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")])
+    elif not isinstance(known, property) or known.fset is not None:
         return
-    text = advice("Trainer").get(name, "") or did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")])
     if text:
-        raise AttributeError(f"Trainer has no attribute {name!r}, which would be set to {shown(value)}. {text.strip()}")
+        raise AttributeError(f"{what}, and would be set to {shown(value)}. {text.strip()}")

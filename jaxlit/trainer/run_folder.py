@@ -46,17 +46,15 @@ class RunFolder:
         Raises:
             ArgumentError: It holds another run, which the fit does not continue.
         """
+        path = None if checkpoint is None else checkpoint.path
         if self.root is None:
-            inside = checkpoint is not None and checkpoint.path.parent.name == FOLDER
-            if self.known is None and fitting and checkpoint is not None and resume is not None and inside:
-                self.known = checkpoint.path.parent.parent  # a run continues in its folder
+            if self.known is None and fitting and resume is not None and path and path.parent.name == FOLDER:
+                self.known = path.parent.parent  # a run continues in its folder
             if jax.process_count() > 1:  # its name holds a time and a random number
                 self.known = Path(agree("the run's folder", str(self.path))[0])
             return
-        continues = resume == "auto" or (
-            checkpoint is not None
-            and Path(os.path.realpath(self.root)) in Path(os.path.realpath(checkpoint.path)).parents
-        )
+        inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
+        continues = resume == "auto" or inside
         used = [name for name in ("metrics.csv", FOLDER, *files) if _is_used(self.root / name)]
         if used and fitting and not (self._is_ours or continues):
             raise ArgumentError(

@@ -64,6 +64,7 @@ class Session:
         control: What changes during a run.
         callbacks: The callbacks of the newest run; before it those of the Trainer.
         added: Those of them that the run's module has added.
+        takes: Whether a callback that a module adds takes part.
         module: The module of the newest run.
         current: The newest run.
         fitted: The newest fit, once it has a state; None once another one begins.
@@ -83,6 +84,7 @@ class Session:
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
+        self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
         self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
@@ -166,10 +168,19 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
             )
-        where = stage.verb, self.callbacks, self.folder
-        checkpoint = resolve_checkpoint(self.settings.resume, ckpt_path, *where)
+        verb, resume, places = stage.verb, self.settings.resume, (self.callbacks, self.folder)
+        wanted, argument = ckpt_path, f"Trainer.{verb}(ckpt_path=...)"
+        if verb == "fit" and resume is not None:
+            if ckpt_path is not None:
+                raise ArgumentError(
+                    f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
+                    "Leave one out."
+                )
+            wanted, argument = resume, "Trainer(resume=...)"
+        checkpoint = resolve_checkpoint(wanted, argument, "resume" if verb == "fit" else verb, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
-        weights = resolve_checkpoint(None, init_from, *where, argument="init_from") if checkpoint is None else None
+        given = init_from if checkpoint is None else None
+        weights = resolve_checkpoint(given, "Trainer.fit(init_from=...)", "init_from", *places)
         files = [name for c in self.callbacks for name in c.row_files]
         self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.verb == "fit")
         return checkpoint, weights
@@ -209,7 +220,7 @@ class Session:
         self.running, self.current, self.module = True, None, module
         try:
             self.current = run = self._set_up(module, stage, loaders, take_ownership, resume)
-            with run.compiles, self._watchdog() as watchdog:
+            with run.compiles.listening(), self._watchdog() as watchdog:
                 results, error = None, None
                 try:
                     if run.hooks.bind("prepare_data"):
@@ -279,7 +290,7 @@ class Session:
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
-        self.added = [c for c in callbacks_of_module(module) if c.in_fast_dev_run or not self.settings.fast_dev_run]
+        self.added = [c for c in callbacks_of_module(module) if self.takes(c)]
         if default is not None and all(c.role != "checkpoint" for c in self.added):
             mine.append(default)
         self.callbacks = check_callbacks(mine + self.added)

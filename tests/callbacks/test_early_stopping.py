@@ -1,6 +1,5 @@
 """EarlyStopping against sequences worked out by hand."""
 
-import json
 import math
 import random
 from typing import Any
@@ -135,24 +134,6 @@ def test_a_missing_metric_is_an_error_if_strict(make_trainer) -> None:
     refuses(JaxlitError, lambda: train(late, None, num_val_batches=[]), "val/loss.*Logged: nothing")
     cut = EarlyStopping("val/loss", patience=1)  # before its validation, which so is no check
     assert not train(cut, both, None).should_stop and cut.wait_count == 0
-
-
-@pytest.mark.parametrize("seen", [[], [3], [3, 2, 2]])
-def test_state_goes_through_json_in_the_middle_of_a_run(make_trainer, seen) -> None:
-    first, trainer = EarlyStopping("val/loss", patience=3), make_trainer()
-    assert stopped_at(first, trainer, seen) is None
-    second, other = EarlyStopping("val/loss", patience=3), make_trainer()
-    other.start(second)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    for value in [2, 2, 2, 2]:
-        trainer.train_epoch(first, val={"val/loss": value})
-        other.train_epoch(second, val={"val/loss": value})
-        assert (first.wait_count, first.best_score) == (second.wait_count, second.best_score)
-    third = EarlyStopping("val/loss")
-    third.load_state_dict(json.loads(json.dumps(second.state_dict(), allow_nan=False)))
-    assert third.stopping_reason is first.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-    assert third.stopping_reason_message == trainer.stop_reason
-    assert other.should_stop and trainer.should_stop
 
 
 # As a Trainer runs it

@@ -15,8 +15,8 @@ from kit.refusals import fit_refuses, refuses
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import EMA, GradientAccumulationScheduler, WeightAveraging
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.callbacks import GradientAccumulationScheduler
+from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 SCHEDULES: list[Any] = [  # the schedule, and the windows of four epochs of five batches
     ({0: 3, 2: 1}, (3, 3, 1, 1)),
@@ -86,47 +86,6 @@ def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tu
     train("parts", end)
     found = [bytes_of(train(folder)) for folder in ("parts", "whole")]
     assert found[0] == found[1]
-
-
-def test_a_window_cut_by_a_stop_continues_from_a_checkpoint() -> None:
-    stop = at_batch(1, lambda trainer, module: trainer.stop("enough"))
-    schedule = GradientAccumulationScheduler({0: 4})
-    trainer = fit(Mean(), numbered(5), None, schedule, stop, max_epochs=1, **BARE)
-    trainer.save_checkpoint("at")
-    model = Mean()
-    fit(model, numbered(5), None, GradientAccumulationScheduler({0: 4}), max_epochs=1, ckpt_path="at", **BARE)
-    assert float(model.w[...][0]) == pytest.approx(mean([[1.0, 2.0, 3.0, 4.0], [5.0]]), rel=1e-5)
-    other = GradientAccumulationScheduler({0: 3})
-    words = "2 of 4 batches.*accumulate_grad_batches=3"
-    call = lambda: fit(Mean(), numbered(5), None, other, max_epochs=1, ckpt_path="at", **BARE)  # noqa: E731
-    refuses(CheckpointError, call, words)
-
-
-def test_a_resume_in_an_epoch_without_it_keeps_whole_windows() -> None:
-    schedule = GradientAccumulationScheduler({0: 2})
-    for batches in (2, 3):
-        saves = at_batch(batches - 1, lambda trainer, module: trainer.save_checkpoint("at"))
-        fit(Mean(), numbered(6), None, schedule, saves, max_epochs=1, **BARE)
-        go_on = lambda: fit(Mean(), numbered(6), ckpt_path="at", max_epochs=1, **BARE)  # noqa: E731
-        if batches == 3:
-            refuses(CheckpointError, go_on, "1 of 2 batches in its accumulation window")
-        else:
-            assert go_on().global_step == 1 + 4
-
-
-def test_an_average_that_starts_at_an_epoch_counts_its_steps() -> None:
-    weights = [mean(windows((5, 1))[:k]) for k in range(1, 7)]
-    for make, expected in (
-        (lambda: WeightAveraging(update_starting_at_epoch=1), np.mean(weights[1:])),
-        (lambda: EMA(0.5, update_starting_at_epoch=1), None),
-    ):
-        model = Mean()
-        fit(model, numbered(5), None, GradientAccumulationScheduler({0: 5, 1: 1}), make(), max_epochs=2, **BARE)
-        if expected is None:
-            expected = weights[1]
-            for w in weights[2:]:
-                expected = 0.5 * expected + 0.5 * w
-        assert float(model.w[...][0]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_two_accumulation_numbers_are_refused() -> None:

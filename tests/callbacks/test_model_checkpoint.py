@@ -298,15 +298,6 @@ def test_a_failed_checkpoint_is_tried_again_at_the_end(monkeypatch, caplog) -> N
     assert "No space left" in caplog.text and names() == [name(1)]
 
 
-@pytest.mark.parametrize(
-    ("own", "off"), [([], {"enable_checkpointing": False}), ([], {"fast_dev_run": 2}), (["own"], {"fast_dev_run": 1})]
-)
-def test_switched_off_nothing_is_written(own, off) -> None:
-    watch = train(*map(ModelCheckpoint, own), per_epoch=2, **off)
-    assert watch.written == watch.savers == []
-    assert list(Path().glob("**/step_*")) == [] and not Path("run/checkpoints").exists()
-
-
 def test_a_module_that_brings_one_has_no_other_beside_it() -> None:
     mine = ModelCheckpoint(monitor="val")
     watch = train(model=module(configure_callbacks=lambda self: [mine]), epochs=2)

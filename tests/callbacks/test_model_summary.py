@@ -122,6 +122,6 @@ def test_arrays_on_some_devices_count_where_they_are(module) -> None:
     split = lambda x: on([0, 1], P(*["fsdp"][: x.ndim]))  # noqa: E731
     halves = make_state(module, sharding=lambda x: on([4, 5, 7], P()) if 10 in x.shape else split(x))
     assert [(row.sharding, row.bytes_per_device) for row in summarize(halves, module, max_depth=1)] == [
-        ("P('fsdp') on cpu:0-1", 4 * 17152 // 2),
-        ("replicated on cpu:4-5,7", 4 * 2570),
+        ("P('fsdp') on cpu:0,1", 4 * 17152 // 2),
+        ("replicated on cpu:4,5,7", 4 * 2570),
     ]

@@ -107,14 +107,6 @@ def test_loaders_have_a_folder_each_and_a_new_run_replaces_it() -> None:
     assert sorted(os.listdir("made")) == ["index.json", "predictions.npy"]
 
 
-def test_host_keys_of_numbers_are_written_with_their_outputs() -> None:
-    rows = {**DATA, "id": np.arange(36)[::-1].copy()}
-    predict(predicts(lambda y: {"y": y}), jl.ArrayLoader(rows, 8), PredictionWriter("made"), host_keys=("id",))
-    loaded = PredictionWriter.load("made")
-    assert loaded["id"].tolist() == list(range(35, -1, -1))
-    same(loaded["y"], expected("an array", DATA["x"]))
-
-
 def test_an_interrupted_run_keeps_earlier_predictions() -> None:
     model, ours = predicts(lambda y: y), PredictionWriter("made")
     predict(model, loader(), ours)

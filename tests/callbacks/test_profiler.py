@@ -12,12 +12,11 @@ import pytest
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.refusals import refuses, warnings_of
+from kit.refusals import warnings_of
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import Profiler
-from jaxlit.errors import ArgumentTypeError
 
 
 def steps_in(folder: str | Path) -> list[int]:
@@ -96,7 +95,3 @@ def test_each_of_several_processes_has_a_folder(monkeypatch: pytest.MonkeyPatch)
     Profiler()._start(trainer)
     Profiler(dirpath="kept")._start(trainer)
     assert begun == [str(Path.cwd() / folder / "process_1") for folder in ("run/profile", "kept")]
-
-
-def test_the_trainers_profiler_argument_is_refused() -> None:
-    refuses(ArgumentTypeError, lambda: jl.Trainer(profiler="simple"), "profiler", "jl.callbacks.Profiler")

@@ -1,6 +1,5 @@
 """ReduceLROnPlateau: when it lowers which rate."""
 
-import json
 from typing import Any
 
 import jax.numpy as jnp
@@ -92,16 +91,6 @@ def test_each_argument_does_what_it_says(arguments, expected) -> None:
     rates, _ = train(plateau, [sign * value for value in VALUES])
     assert rates == pytest.approx(expected, rel=1e-6)
     assert sign == 1 or plateau.best_score == pytest.approx(-9.4, rel=1e-6)
-
-
-@pytest.mark.parametrize("split", [4, 5, 8])
-def test_it_goes_on_from_its_state_in_json(split) -> None:
-    first, second = make(), make()
-    train(first, VALUES[:split])
-    text = json.dumps(first.state_dict(), allow_nan=False)
-    load = hooks(on_train_start=lambda trainer, module: second.load_state_dict(json.loads(text)))
-    rates, _ = train(second, VALUES[split:], load, rate=RATES[split - 1])
-    assert rates == pytest.approx(RATES[split:], rel=1e-6)
 
 
 @pytest.mark.parametrize(

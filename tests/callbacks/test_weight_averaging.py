@@ -1,6 +1,5 @@
 """Averages of the weights are those of numpy, evaluations see them, and training never does."""
 
-import signal
 from typing import Any
 
 import jax
@@ -10,11 +9,10 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import Stream, random
-from kit.checkpoints import names
-from kit.journal import Rows, at_batch, hooks
+from kit.journal import Rows, at_batch
 from kit.modules import Linear
 from kit.refusals import fit_refuses
-from kit.trainers import BARE, FOUR, STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import EMA, WeightAveraging
@@ -90,30 +88,6 @@ def test_an_average_is_that_of_numpy_everywhere(name: str, strategy: str) -> Non
     assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-4)  # what is trained has another one
     (later,) = trainer.validate(model, BATCHES)
     assert later["val"] == pytest.approx(loss(average), rel=1e-5)
-
-
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=FOUR))
-def test_a_resumed_training_has_the_same_average(strategy: str) -> None:
-    def train(folder: str, *more: jl.Callback, **arguments: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        held: list[Any] = []
-        keep = hooks(
-            on_train_end=lambda trainer, module: held.extend(jax.device_get(jax.tree.leaves(trainer.state.params)))
-        )
-        callback, model = EMA(0.9), Validated()
-        given = {"max_epochs": 3, "strategy": splitting(strategy), "default_root_dir": folder} | arguments
-        fit(model, BATCHES, BATCHES[:2], callback, keep, *more, **given)
-        return held, jax.device_get([model.kernel[...], model.bias[...]])
-
-    interrupt = at_batch(
-        6, lambda trainer, module: signal.raise_signal(signal.SIGINT) if trainer.current_epoch else None
-    )
-    train("parts", interrupt)  # its checkpoint is of what is trained, though the module is left with the average
-    assert names("parts/checkpoints") == ["step_00000017"]
-    parts, whole = train("parts", resume="auto"), train("whole")
-    for mine, theirs in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    # What was trained is not what it is an average of.
-    assert not np.array_equal(whole[0][0], whole[1][0])
 
 
 def test_an_average_of_16_bit_weights_has_32_bits() -> None:

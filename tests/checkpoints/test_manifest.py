@@ -141,7 +141,7 @@ def test_a_manifest_of_wrong_types_is_refused(folder):
     for version in (0, -1, 2, 10**30):
         seal(folder, format_version=version)
         words = rf"newer jaxlit, in format {version}; .* up to 1\. Update"
-        refused(folder, words if version > 1 else rf"format version {version}, which there is not")
+        refused(folder, words if version > 1 else "no manifest of a checkpoint")
 
 
 def test_a_manifest_without_digest_or_with_doubles_is_refused(folder):

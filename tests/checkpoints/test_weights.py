@@ -463,23 +463,11 @@ def test_a_forged_name_is_not_imported_or_called(kind, name, scaled, tmp_path, m
     assert "hostile_code" not in sys.modules
 
 
-FITS = r"does not fit Scaled:(?s:.*)module\.w +{} +float32\[1\]".format
-LIES = [
-    (FITS(r"float32\[1099511627776\]"), put("arrays", 1, 1, value=[2**40])),
-    (FITS(r"float32\[3, 1\]"), put("arrays", 1, 1, value=[3, 1])),
-    (FITS("nothing"), lambda state: state["arrays"].pop(1)),
-    ("Scaled cannot be built from .*'self'", put("module", "hparams", value={"self": 1})),
-]
-for name in ("_target_", "__class__", "lr", "rngs", "cls"):
-    hparams = {"size": 1, name: "hostile_code.run"}
-    LIES.append((f"Scaled cannot be built from .*'{name}'", put("module", "hparams", value=hparams)))
-
-
-@pytest.mark.parametrize(("words", "change"), LIES)
-def test_a_checkpoint_that_lies_about_the_module_is_refused(words, change, scaled):
+@pytest.mark.parametrize("name", ["self", "cls", "rngs", "_target_"])
+def test_a_forged_argument_is_refused_by_its_name(name, scaled):
     folder = Path(shutil.copytree(scaled, "step_00000001"))
-    edit(folder, change)
-    with pytest.raises(CheckpointError, match=words):
+    edit(folder, put("module", "hparams", value={"size": 1, name: "hostile_code.run"}))
+    with pytest.raises(CheckpointError, match=f"Scaled cannot be built from .*'{name}'"):
         Scaled.load_from_checkpoint(folder)
 
 

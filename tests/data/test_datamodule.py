@@ -22,42 +22,30 @@ LOADERS = {
 }
 
 
+def noting(what, *batches):
+    """Return a hook that writes down that it was called, and with which stage, and returns the batches."""
+
+    def hook(self, *stage):
+        self.called.append(" ".join(["data", what, *stage]))
+        return batches[0] if len(batches) == 1 else [*batches]
+
+    return hook
+
+
 class Data(jl.DataModule):
     """Writes down what it is asked for."""
 
     def __init__(self, called=None):
         self.called = [] if called is None else called
 
-    def note(self, what):
-        self.called.append(f"data {what}")
-
-    def prepare_data(self):
-        self.note("prepare_data")
-
-    def setup(self, stage):
-        self.note(f"setup {stage}")
-
-    def teardown(self, stage):
-        self.note(f"teardown {stage}")
-
     def on_exception(self, exception):
         self.called.append(exception)
 
-    def train_dataloader(self):
-        self.note("train_dataloader")
-        return numbered(3)
-
-    def val_dataloader(self):
-        self.note("val_dataloader")
-        return numbered(2, first=11)
-
-    def test_dataloader(self):
-        self.note("test_dataloader")
-        return [numbered(1, first=21), numbered(2, first=22)]
-
-    def predict_dataloader(self):
-        self.note("predict_dataloader")
-        return numbered(2, first=31)
+    prepare_data, setup, teardown = noting("prepare_data"), noting("setup"), noting("teardown")
+    train_dataloader = noting("train_dataloader", numbered(3))
+    val_dataloader = noting("val_dataloader", numbered(2, first=11))
+    test_dataloader = noting("test_dataloader", numbered(1, first=21), numbered(2, first=22))
+    predict_dataloader = noting("predict_dataloader", numbered(2, first=31))
 
 
 class Own(Mean):
@@ -131,18 +119,6 @@ def test_loaders_see_what_prepare_data_and_setup_made():
     assert_trained(made, *[4, 5] * 4)
     assert lengths == [8] and not hasattr(data, "batches")
     assert trainer.num_val_batches == [] and "on_validation_start" not in watch.names, "it has no val_dataloader"
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_after_an_error_the_data_module_tears_down(verb):
-    def fail(*_):
-        raise error
-
-    error, data = RuntimeError("the first"), Data()
-    stage = {"fit": "train", "validate": "validation"}.get(verb, verb)
-    run = getattr(make_trainer(hooks(**{f"on_{stage}_batch_end": fail})), verb)
-    assert refuses(RuntimeError, lambda: run(Mean(), data)) is error
-    assert data.called[-2:] == [error, f"data teardown {verb}"]
 
 
 @pytest.mark.parametrize("hook", ["prepare_data", "setup", "train_dataloader", "val_dataloader", "teardown"])
@@ -256,26 +232,6 @@ def test_a_loader_hook_without_a_loader_is_refused_by_name(verb, hook):
             error = (DataError, "returned None") if given is None else (ArgumentTypeError, "is no loader")
             refuses(error[0], call, rf"Wrong\.{hook}\(\) {error[1]}")
             assert owner is Own or made.called[-1] == f"data teardown {verb}"
-
-
-@pytest.mark.parametrize(("every", "at"), [(0, [0]), (1, [0, 1, 2, 3]), (3, [0, 3])])
-def test_loaders_are_reloaded_every_n_epochs(every, at):
-    class Counts(Data):
-        def train_dataloader(self):
-            super().train_dataloader()
-            return numbered(1, first=self.called.count("data train_dataloader"))
-
-        def on_before_batch_transfer(self, batch, dataloader_idx):
-            return {"x": batch["x"] * 2}
-
-    data, made, counts = Counts(), Mean(), []
-    watch = hooks(on_train_epoch_start=lambda *_: counts.append(data.called.count("data train_dataloader")))
-    fit(made, data, None, watch, max_epochs=4, reload_dataloaders_every_n_epochs=every)
-    numbers = [sum(epoch <= e for epoch in at) for e in range(4)]
-    assert counts == numbers and data.called.count("data val_dataloader") == len(at)
-    others = [x for x in data.called if x not in LOADERS["fit"]]
-    assert others == ["data prepare_data", "data setup fit", "data teardown fit"], "these come once"
-    assert_trained(made, *(2 * number for number in numbers))
 
 
 @pytest.mark.parametrize(

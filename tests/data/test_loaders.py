@@ -133,21 +133,6 @@ def test_fit_without_a_loader_or_with_two_is_refused_with_a_hint():
     fit_refuses(ArgumentError, "train_dataloaders.*one loader, got 2", train=[array_loader(4), array_loader(4)])
 
 
-@pytest.mark.parametrize(("limit", "count"), [(3, 3), (9, 5), (1, 1), (0.5, 2), (1.0, 5), (0.2, 1), (0.99, 4)])
-def test_limit_train_batches_counts_or_takes_a_fraction(limit, count):
-    two = [counted(*[2] * 5), counted(*[2] * 5)]
-    seen = seen_in(counted(*[2] * 5), two, limit_train_batches=limit, limit_val_batches=limit)
-    assert [rows_of(epoch) for epoch in seen.train] == [[*range(2 * count)]] * 2
-    assert [rows_of(epoch) for epoch in seen.val] == [[*range(2 * count)] * 2] * 2, "it holds for each loader"
-
-
-@pytest.mark.parametrize(("limit", "count"), [(2, 2), (0.5, 2), (0.25, 1)])
-def test_limits_of_evaluations_count_or_take_a_fraction(limit, count):
-    trainer = make_trainer(limit_test_batches=limit, limit_predict_batches=limit)
-    assert trainer.test(Mean(), counted(2, 2, 2, 2)) == [{"test": np.mean(range(2 * count))}]
-    assert np.ravel(trainer.predict(Mean(), counted(2, 2, 2, 2))).tolist() == [*range(2 * count)]
-
-
 @pytest.mark.parametrize("limit", [0, 0.0])
 def test_a_limit_of_0_trains_or_validates_nothing(limit):
     traced = []
@@ -176,7 +161,14 @@ def test_a_limit_draws_no_batch_too_many():
     assert rows_of(seen_in(loader(), limit_train_batches=2, max_epochs=1).train[0]) == [0, 1, 2, 3]
 
 
-def test_a_limit_beyond_a_loader_without_a_length_warns_once(caplog):
-    make_trainer(max_epochs=3, limit_train_batches=100).fit(Mean(), Stream(counted(2, 2, 2)))
-    (told,) = warnings_of(caplog)
-    assert all(words in told for words in ("train_dataloaders=...) gave 3 batches", "limit_train_batches", "100"))
+def test_a_limit_beyond_the_loader_warns_once(caplog):
+    limits = {f"limit_{which}_batches": 100 for which in ("train", "val", "test", "predict")}
+    trainer = make_trainer(max_epochs=3, **limits)
+    trainer.fit(Mean(), counted(2, 2, 2), counted(2, 2, 2))
+    trainer.test(Mean(), counted(2, 2, 2))
+    trainer.predict(Mean(), counted(2, 2, 2))
+    trainer.fit(Mean(), Stream(counted(2, 2, 2)))  # which is known after its first epoch
+    told = warnings_of(caplog)
+    arguments = [*limits, "limit_train_batches"]
+    assert all(name in text and "100" in text for name, text in zip(arguments, told, strict=True))
+    assert all("dataloaders=...)" in text and " 3 " in text for text in told)

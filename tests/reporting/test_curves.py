@@ -64,14 +64,6 @@ def test_values_that_are_not_finite_are_gaps() -> None:
     assert curves_svg("x", {"x": (np.arange(2), np.array([np.nan, np.nan]))}) == "" == curves_svg("x", {})
 
 
-def test_a_stage_has_its_color_whatever_is_logged_first() -> None:
-    curve = np.array([0, 1]), np.array([1.0, 2.0])
-    for names in (("val/loss", "train/loss"), ("train/loss", "val/loss")):
-        lines = [*ET.fromstring(curves_svg("loss", dict.fromkeys(names, curve))).iter("polyline")]
-        found = {"".join(line.itertext()): line.attrib["stroke"] for line in lines}
-        assert found == {"train/loss": "var(--c0)", "val/loss": "var(--c1)"}
-
-
 def test_a_long_curve_keeps_its_ends_and_its_spikes() -> None:
     values = np.sin(np.arange(10_000) / 500)
     values[4321], values[7777] = 9.0, -9.0

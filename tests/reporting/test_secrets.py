@@ -12,7 +12,6 @@ from kit.wandb_runs import records
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, JSONLLogger, WandbLogger
-from jaxlit.errors import CheckpointError
 from jaxlit.reporting.secrets import hide
 
 SECRETS = (
@@ -72,12 +71,3 @@ def test_no_secret_is_written_and_one_line_names_them(capsys: pytest.CaptureFixt
     assert {"state.json", "hparams.json", "metrics.csv"} <= files.keys()
     assert [name for name, content in files.items() if b"planted" in content] == []
     assert json.loads(files["hparams.json"])["lr"] == 0.1
-
-
-def test_a_secret_is_asked_for_where_the_module_is_built_again() -> None:
-    fit(Secretive(7, api_key="mine", nested={"password": "mine"}), numbered(1), default_root_dir="run")
-    words = r"built with api_key=<redacted>, nested=<redacted>: pass api_key=\.\.\., nested=\.\.\. to load_from"
-    with pytest.raises(CheckpointError, match=words):
-        Secretive.load_from_checkpoint("run")
-    found = Secretive.load_from_checkpoint("run", api_key="new", nested={"password": "new"})
-    assert (found.hparams["width"], found.hparams["api_key"]) == (7, "new")

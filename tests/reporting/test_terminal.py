@@ -125,20 +125,6 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
 
 
 @pytest.mark.full
-def test_a_file_has_plain_lines_also_in_ascii(tmp_path):
-    """Under LANG=C; tests/test_examples.py has the lines of one in UTF-8."""
-    # What Python does by itself under LANG=C is turned off: not every platform does it.
-    ascii_only = {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    own = environment(tmp_path, FORCE_COLOR="1", **ascii_only)
-    command = [sys.executable, str(DIGITS), "--epochs", "3"]
-    child = subprocess.run(command, capture_output=True, cwd=tmp_path, env=own, timeout=TIMEOUT)
-    assert (child.returncode, child.stderr) == (0, b"")
-    text = child.stdout.decode("ascii")
-    assert kinds(text.rstrip("\n").split("\n")) == [*LINES]
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f?]", text)
-
-
-@pytest.mark.full
 def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
     spec = tmp_path / "jupyter" / "kernels" / "ours"
     spec.mkdir(parents=True)

@@ -76,8 +76,8 @@ def test_every_property_is_documented_at_run_time() -> None:
         ("global_step", 3, r"Trainer\.global_step is a result of the runs, and would be set to 3\. Set an argument"),
         ("max_steps", -2, r"Trainer\(max_steps=\.\.\.\) takes an int of at least -1"),
         ("callbacks", [jl.Callback()] * 2, "the same Callback object twice"),
-        ("callbacks", jl.Callback, "takes callbacks, got <class"),
-        ("callbacks", [3], r"takes jaxlit\.Callback objects, got 3"),
+        ("callbacks", jl.Callback, "in a list, got <class"),
+        ("callbacks", [3], r"takes callbacks .* in a list, got 3"),
     ],
 )
 def test_wrong_and_unknown_attributes_are_refused_when_set(name, value, words) -> None:

@@ -133,10 +133,10 @@ STEP = {"training_step": Mean.training_step}
 COLUMNS = np.ones((8, 2), np.float32), np.ones(8, np.float32)
 ENDLESS = grain.MapDataset.source(random(1)).repeat()
 BOTH, VAL = {"datamodule": data(train=numbered(2))}, {"datamodule": data(val=numbered(2))}
-COLUMNS_WORDS = r"train_dataloaders.*float32\[8, 2\].*ArrayLoader\(\(x, y\)"
+COLUMNS_WORDS = r"train_dataloaders.*float32\[8, 2\].*several as \(x, y\)"
 # The mistake's name if Lightning was tried with it, the error, the arguments of the fit, what the message matches.
 FIT: list[tuple[Any, ...]] = [
-    ("fit(model class, not instance)", Type, {"model": Mean}, "class Mean", "instance", r"jl\.lazy"),
+    ("fit(model class, not instance)", Type, {"model": Mean}, r"class .*Mean", "instance", r"jl\.lazy"),
     ("", Type, {"model": nnx.BatchNorm(1, rngs=nnx.Rngs(0))}, "Subclass jl.TrainModule in place of nnx.Module"),
     ("fit without training_step", ModuleError, {"model": Bare()}, r"Bare has no training_step\. Define training_step"),
     ("", ModuleError, {"model": bare("No", **STEP)}, r"fit needs No\.configure_optimizers", "optax.adamw"),
@@ -153,8 +153,15 @@ FIT: list[tuple[Any, ...]] = [
     ),
     ("", Arg, {"loaders": {"train_dataloaders": numbered(2)} | BOTH}, "train_dataloaders", "datamodule"),
     ("", Type, {"loaders": {"datamodule": numbered(8)}}, "datamodule", r"list|\[\{", "DataModule"),
-    ("train dataloader is an int", Type, {"train": 5}, "train_dataloaders", r"\bint\b.*\b5", "ArrayLoader"),
-    ("", Type, {"train": np.ones((4, 3))}, "train_dataloaders", "ndarray", r"ArrayLoader\(arrays, batch_size\)"),
+    ("train dataloader is an int", Type, {"train": 5}, "train_dataloaders", "got 5", "ArrayLoader"),
+    (
+        "",
+        Type,
+        {"train": np.ones((4, 3))},
+        "train_dataloaders",
+        r"float64\[4, 3\]",
+        r"ArrayLoader\(arrays, batch_size\)",
+    ),
     ("", Type, {"train": COLUMNS}, COLUMNS_WORDS),
     ("", DataError, {"train": []}, "train_dataloaders", "no batch", "empty"),
     ("", DataError, {"train": Samples()}, "train_dataloaders", r"batch\['x'\].* 3.*batch\['y'\].* 1", "batch the rows"),
@@ -165,7 +172,7 @@ FIT: list[tuple[Any, ...]] = [
     ),
     (
         *("limit_val_batches=0.01 of 3 batches (rounds to 0)", Arg, {"val": numbered(3), "limit_val_batches": 0.01}),
-        *("limit_val_batches=0.01", "3 batches", "at least 0.33"),
+        *("limit_val_batches=0.01", "3 batches", "as an int"),
     ),
     (
         *("val_check_interval=100 > batches", Arg, {"val": numbered(1), "val_check_interval": 100}),
@@ -259,14 +266,14 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Pass what .*adamw\(1e-3\)"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
-    ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got dict \{'x': float64\[9\]\}\. Pass a jl"),
+    ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got \{'x': float64\[9\]\}\. Pass"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
     (
         *("", LoggerError, lambda: fit(Mean(), numbered(2), numbered(2), EarlyStopping("vall"))),
         "EarlyStopping.*'vall'.*Did you mean 'val'.*Logged: loss, val",
     ),
-    ("", DataError, broken_structure, r"structure of the batch changed: missing batch\['y'\]"),
+    ("", DataError, broken_structure, r"structure of the batch changed: batch\['y'\] was"),
 ]
 
 
