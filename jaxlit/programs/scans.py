@@ -30,6 +30,9 @@ class Stacked(NamedTuple):
     is_slice: bool = False
 
 
+_Followed = Sequence[Stacked | None]  # of each input of an equation or a program, None for another value
+
+
 def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
     """Return by input the dims that a scan of the program takes one by one.
 
@@ -42,12 +45,12 @@ def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
     return scanned
 
 
-def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> list[Stacked | None]:
+def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
     return [Stacked(i, tuple(range(x.aval.ndim))) if i in inputs else None for i, x in enumerate(jaxpr.invars)]
 
 
-def _follow(jaxpr: Any, inputs: Sequence[Stacked | None], scanned: dict[int, set[int]]) -> None:
-    def rule(eqn: Any, given: list[Stacked | None]) -> list[Stacked | None]:
+def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]]) -> None:
+    def rule(eqn: Any, given: _Followed) -> _Followed:
         if any(given) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, given)
             if eqn.primitive.name == "scan":
@@ -60,7 +63,7 @@ def _follow(jaxpr: Any, inputs: Sequence[Stacked | None], scanned: dict[int, set
     follow(jaxpr, inputs, rule, None)
 
 
-def _moved(eqn: Any, given: Sequence[Stacked | None]) -> Stacked | None:
+def _moved(eqn: Any, given: _Followed) -> Stacked | None:
     """Return an equation's result as a stacked input, None if it is another value."""
     if not given or given[0] is None or len(eqn.outvars) != 1:
         return None
@@ -75,7 +78,7 @@ def _entered(eqn: Any) -> Any:
     return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) else None
 
 
-def _inside(eqn: Any, given: Sequence[Stacked | None]) -> list[Stacked | None]:
+def _inside(eqn: Any, given: _Followed) -> _Followed:
     """Return the values in the program that an equation runs."""
     if eqn.primitive.name != "scan":
         return list(given)
@@ -131,7 +134,7 @@ class _Gathering:
         jaxpr: Any,
         consts: Sequence[Any],
         args: Sequence[Any],
-        stacked: Sequence[Stacked | None],
+        stacked: _Followed,
         gathered: dict[int, Any] | None = None,
     ) -> list[Any]:
         """Run a program.
@@ -165,9 +168,7 @@ class _Gathering:
         inputs = list(map(_Value, args, stacked))
         return list(map(used, run(jaxpr, list(map(_Value, consts)), inputs, rule, read)))
 
-    def enter(
-        self, eqn: Any, args: Sequence[Any], stacked: Sequence[Stacked | None], gathered: dict[int, Any]
-    ) -> list[Any]:
+    def enter(self, eqn: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any]) -> list[Any]:
         """Run an equation that runs a program."""
         (closed,) = inner_jaxprs(eqn)
         inner, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
