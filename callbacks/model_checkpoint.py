@@ -56,7 +56,7 @@ class ModelCheckpoint(Callback):
         last_model_path: The newest checkpoint; "" if there is none.
 
     Raises:
-        ArgumentError: A value is out of its set.
+        ArgumentError: A value is out of its set, or nothing would ever be kept.
 
     Example:
         >>> import jaxlit as jl
@@ -95,6 +95,10 @@ class ModelCheckpoint(Callback):
         if monitor is None and save_top_k > 1:
             raise ArgumentError(
                 f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
+            )
+        if save_top_k == 0 and not save_last:
+            raise ArgumentError(
+                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
         self._sign = 1 if mode == "min" else -1
         self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))

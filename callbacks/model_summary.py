@@ -104,7 +104,7 @@ def summarize(
     parameters = [(tuple(keys), x, tree is state.params) for tree in trees for keys, x in nnx.to_flat_state(tree)]
     # Indices and names cannot be compared, and two paths may have one of each at the same place.
     parameters.sort(key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]])
-    depth = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
+    depth: Any = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
     if depth == "auto":
         depth = next(d for d in count(1) if len({keys[:d] for keys, *_ in parameters}) > 1)
     for leaf in parameters:

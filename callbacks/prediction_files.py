@@ -95,24 +95,30 @@ class Rows:
     def __init__(self, folder: Path, format: str) -> None:
         folder.mkdir(parents=True)
         self._folder, self._files = folder, FORMATS[format](folder)
-        self.batches: list[Any] = []  # that `flush` writes in one piece
+        self._batches: list[Any] = []  # that `flush` writes in one piece
         self._index: dict[str, Any] = {"format": _FORMAT, "files": format, "tree": None, "leaves": {}}
 
-    def flush(self) -> None:
-        """Write the batches that wait."""
-        batches, self.batches = self.batches, []
-        if batches:
-            self.write(jax.tree.map(lambda *x: np.concatenate(x), *batches) if len(batches) > 1 else batches[0])
-
-    def write(self, outputs: Any) -> None:
-        """Append the predictions of a batch.
+    def add(self, outputs: Any, *, now: bool) -> None:
+        """Append the predictions of a batch, now or at the next `flush`.
 
         Args:
             outputs: A pytree of dicts, lists and tuples, of numpy arrays with a row for each row of the batch.
+            now: Whether to write them now.
 
         Raises:
             DataError: The leaves differ in their rows, or from those of other batches in their shapes or dtypes.
         """
+        self._batches.append(outputs)
+        if now:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the batches that wait."""
+        batches, self._batches = self._batches, []
+        if batches:
+            self._write(jax.tree.map(lambda *x: np.concatenate(x), *batches) if len(batches) > 1 else batches[0])
+
+    def _write(self, outputs: Any) -> None:
         rows: dict[str, np.ndarray] = {}
         leaves, structure = jax.tree_util.tree_flatten_with_path(outputs)
         for path, leaf in leaves:

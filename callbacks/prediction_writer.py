@@ -57,7 +57,8 @@ class PredictionWriter(Callback):
         self.format = check.one_of("format", format, tuple(FORMATS), owner=owner)
         if format == "parquet":
             import_pyarrow()
-        self._folder = self.output_dir
+        self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
+        self._only = "folder", self._folder
         self._partial: Path | None = None  # the folder that is being written
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
@@ -83,18 +84,15 @@ class PredictionWriter(Callback):
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
-        problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
+        problem = agree("the folder of predictions", self._problem() if trainer.is_global_zero else None)[0]
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 
-    def _problem(self, trainer: "Trainer") -> str | None:
+    def _problem(self) -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""
-        self._folder = folder = self.output_dir.resolve()  # a link stays, and its target is replaced
+        folder = self._folder
         if Path.cwd().is_relative_to(folder):
             return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
-        writers = [c.output_dir.resolve() for c in trainer.callbacks if isinstance(c, PredictionWriter)]
-        if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
-            return "and another one replace each other's files. Give each its own."
         try:
             if folder.exists() and not _folders(folder) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
@@ -149,17 +147,14 @@ class PredictionWriter(Callback):
             return
         (loader, outputs), self._waiting = self._waiting, None
         arrays = jax.tree.map(fetch, outputs)
-        if self._partial is None:
-            return
-        if loader not in self._rows:
-            for rows in self._rows.values():
-                rows.flush()
-        (rows := self._rows_of(loader)).batches.append(arrays)
-        if self.write_interval == "batch":
-            rows.flush()
+        if self._partial is not None:
+            self._rows_of(loader).add(arrays, now=self.write_interval == "batch")
 
     def _rows_of(self, loader: int) -> Rows:
+        """Return the files of a loader; when its first rows come, those of the loader before are complete."""
         if loader not in self._rows and self._partial is not None:
+            for rows in self._rows.values():
+                rows.flush()
             self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
         return self._rows[loader]
 

@@ -90,22 +90,19 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     given, num_params = facts.pop("trainer"), facts.pop("num_params")
     defaults = {p.name: str(to_json(p.default, lenient=True)) for p in signature(type(trainer)).parameters.values()}
     given = {name: value for name, value in given.items() if str(value) != defaults.get(name)}
-    state = "done" if error is None else f"ended by {type(error).__name__}"
-    state = "interrupted" if trainer.interrupted and error is None else state
-    kind = {"done": "good", "interrupted": "warn"}.get(state, "bad")
+    state, kind = ("interrupted", "warn") if trainer.interrupted else ("done", "good")
+    state, kind = (state, kind) if error is None else (f"ended by {type(error).__name__}", "bad")
     explained = None
     with contextlib.suppress(Exception):  # the devices may be what failed
         explained = trainer.explain()
     reason = f" · {trainer.stop_reason}" if trainer.stop_reason else ""
     counts = {"epochs": f"{trainer.current_epoch:,}", "optimizer steps": f"{trainer.global_step:,}"}
-    counts |= {} if explained is None else {"time": clock(explained.seconds)}
-    counts |= {"parameters": count(num_params)}
+    counts |= ({} if explained is None else {"time": clock(explained.seconds)}) | {"parameters": count(num_params)}
     bests = {name: _index_of_best(curves[name], mode) for name, mode in watched.items() if name in curves}
     marked = [(name, curves[name][1][i]) for name, i in bests.items() if i is not None]
     counts |= {f"best {name}": f"{value:.4g}" for name, value in marked[:1]}
-    groups = together(curves)
     figures = ""
-    for title, names in groups.items():
+    for title, names in together(curves).items():
         if svg := curves_svg(title, {name: curves[name] for name in names}):
             key = '<span><i style="background:var(--c{})"></i>{}</span>'
             legend = "".join(key.format(color, escape(name)) for name, color in colors(names).items())

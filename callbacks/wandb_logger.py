@@ -167,7 +167,8 @@ class WandbLogger(Logger):
         """Send one row."""
         self._open(trainer)  # in validate and test, which have a run only if there are rows
         if self._run is not None and (trainer.is_global_zero or self.processes == "group"):
-            self._run.log({**values, STEP: step})
+            run, row = self._run.run, {**values, STEP: step}
+            self._run.do(lambda: run.log(row))
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         """Compute the histograms that `watch` asks for."""
@@ -180,9 +181,12 @@ class WandbLogger(Logger):
         if self._run is None or not trainer.is_global_zero:
             return
 
-        make = import_wandb().Histogram
-        row = lambda: {name: make(np_histogram=unpack(packed)) for name, packed in values.items()}  # noqa: E731
-        self._run.log(lambda: {**row(), STEP: step}, what="a row of histograms")
+        run, make = self._run.run, import_wandb().Histogram
+
+        def send() -> None:
+            run.log({name: make(np_histogram=unpack(packed)) for name, packed in values.items()} | {STEP: step})
+
+        self._run.do(send, "a row of histograms")
 
     def on_checkpoint_saved(
         self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
@@ -268,8 +272,8 @@ class WandbLogger(Logger):
         """Send what `make(wandb)` returns in the thread of the run."""
         self._open_here()
         if self._run is not None:
-            at = self._step_or_newest(step)
-            self._run.log(lambda: {key: make(import_wandb()), STEP: at}, what=key)
+            run, at = self._run.run, self._step_or_newest(step)
+            self._run.do(lambda: run.log({key: make(import_wandb()), STEP: at}), key)
 
     # Helpers ----------------------------------------------------------------------------------------
 

@@ -81,20 +81,19 @@ class Checkpoint:
             stored = ocp.metadata(folder).metadata
             target: dict[str, Any] = {}
             for i, (name, shape, dtype) in enumerate(specs):
-                kind, sharded = "uint32" if _KEY.fullmatch(dtype) else dtype, wanted.get(i)
+                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
                 if not math.prod(shape):  # what has no elements is not stored
                     arrays[i] = np.zeros(shape, dtype)
                     continue
                 # Before anything is allocated: the files may not ask for more than the shape.
-                array, wrong = stored[str(i)], f"not as {kind}{list(shape)}"
+                array, expected = stored[str(i)], f"{kind}{list(shape)}"
+                found = f"{array.dtype}{list(array.shape)}"
                 chunk = getattr(array.storage_metadata, "chunk_shape", None) or shape
                 is_sound = len(chunk) == len(shape) and not any(np.greater(chunk, shape))
-                if f"not as {array.dtype}{list(array.shape)}" != wrong or not is_sound:
-                    raise CheckpointError(
-                        f"{self.path}: {name} is stored as {array.dtype}{list(array.shape)}, {wrong}."
-                    )
-                host = np.zeros(shape, kind) if i in wanted and sharded is None else sharded
-                target[str(i)] = host if i in wanted else ocp.PLACEHOLDER
+                if found != expected or not is_sound:
+                    raise CheckpointError(f"{self.path}: {name} is stored as {found}, not as {expected}.")
+                asked = wanted.get(i, ocp.PLACEHOLDER)
+                target[str(i)] = np.zeros(shape, kind) if asked is None else asked
             if any(x is not ocp.PLACEHOLDER for x in target.values()):
                 arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
         except CheckpointError:
@@ -170,12 +169,10 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
                 return read(folder / name), [*skipped.values()]
             except CheckpointError as error:
                 skipped[name] = str(error)
-    if skipped:
+    if reasons := "\n  ".join(skipped.values()):
         raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  "
-            + "\n  ".join(skipped.values())
-            + "\n"
-            "Training does not start again in their folder. Restore one from a copy, move them away, or pass another "
+            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  {reasons}\nTraining does not "
+            "start again in their folder. Restore one from a copy, move them away, or pass another "
             "Trainer(default_root_dir=...)."
         )
     return None, []

@@ -41,7 +41,7 @@ def encode(x: Any) -> Any:
     if isinstance(x, np.dtype):
         return _node("dtype", x.name)
     kind = type(x)  # exactly: a value of a subclass would come back as one of its base
-    if isinstance(x, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
+    if issubclass(kind, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
         return _node("scalar", encode(x.item()), dtype=x.dtype.name)
     if kind is float and not math.isfinite(x):
         return _node("float", str(x))
@@ -90,7 +90,8 @@ def _from_inside(x: Any, hook: Callable[[dict[str, Any]], Any]) -> Any:
 
 def _value_of(node: dict[str, Any], cls: type) -> Any:
     """Return the value of a node, whose parts are values already."""
-    kind, value = node.get(_KIND), node.get(_VALUE)
+    kind: Any = node.get(_KIND)
+    value: Any = node.get(_VALUE)
     if kind is None:
         return node
     try:
@@ -119,7 +120,7 @@ def readable(x: Any) -> Any:
 
 def _plain(node: dict[str, Any]) -> Any:
     """Return a node of `encode` without the marks that say what it was."""
-    value = node.get(_VALUE)
+    value: Any = node.get(_VALUE)
     if node.get(_KIND) == "dict":
         return {str(key): item for key, item in value}
     return node if _KIND not in node else _dotted(value) if node[_KIND] == "name" else value

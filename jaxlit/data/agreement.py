@@ -48,7 +48,7 @@ class Agreement:
             DataError: The processes' batches do not belong together.
         """
         argument, rows, loader = self._argument, num_rows(batch), self._loader
-        self._count += 1
+        process, self._count = jax.process_index(), self._count + 1
         if self._rows is None:
             rows_of = self._rows = self._first(batch, last)
         elif type(loader) is ArrayLoader and not self._prepared:  # known without asking
@@ -57,18 +57,17 @@ class Agreement:
             rows_of = [part.stop - part.start for part in parts]
         elif last:
             rows_of = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
-        elif rows == self._rows[jax.process_index()]:
+        elif rows == self._rows[process]:
             rows_of = self._rows
         else:
-            before, process = self._rows[jax.process_index()], jax.process_index()
             raise DataError(
                 f"{argument}: a batch in the middle of an epoch has {rows} rows in process {process}, those before had "
-                f"{before}. In several processes only the last batch of an epoch may have other rows: the processes do "
-                "not know of each other's."
+                f"{self._rows[process]}. In several processes only the last batch of an epoch may have other rows: the "
+                "processes do not know of each other's."
             )
-        if len(set(rows_of)) == 1 and self._splits(shapes := with_rows(batch, sum(rows_of))):
-            return shapes, batch
-        return with_rows(batch, sum(rows_of)), joined(batch, rows_of)
+        shapes = with_rows(batch, sum(rows_of))
+        splits = len(set(rows_of)) == 1 and self._splits(shapes)
+        return shapes, batch if splits else joined(batch, rows_of)
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""

@@ -51,7 +51,7 @@ class ArrayLoader:
         drop_remainder: bool = False,
     ) -> None:
         leaves = jax.tree.leaves(arrays)
-        sizes = {x.shape[0] if getattr(x, "shape", ()) else None for x in leaves}
+        sizes: set[Any] = {x.shape[0] if getattr(x, "shape", ()) else None for x in leaves}
         if len(sizes) != 1 or None in sizes:
             raise ArgumentError(
                 f"ArrayLoader(arrays, ...) takes a pytree of arrays with the same number of rows, got {shown(arrays)}. "

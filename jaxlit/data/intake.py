@@ -168,7 +168,7 @@ class Intake:
         Raises:
             DataError: One does not fit: jax itself would wrap it around, or make it infinite, without a warning.
         """
-        dtype, lost = jax.dtypes.canonicalize_dtype(x.dtype), ()
+        dtype, lost = jax.dtypes.canonicalize_dtype(x.dtype), list[Any]()
         with np.errstate(over="ignore"):
             narrow = x.astype(dtype)
         if x.dtype.kind in "iu":

@@ -129,14 +129,13 @@ class HostLog:
     def add_traced(self, values: Mapping[str, Any]) -> None:
         """Take scalars of an optimizer step, device arrays: they are in its row whether it would be logged or not."""
         for name, value in values.items():
-            metric = Metric(name)
-            if name in self.window or self._results.has_column(metric):
+            if name in self.window:
                 raise LogError(
                     f"A trace_step returns {name!r}, which something else logs in the same step. Rename one."
                 )
-            total = self.window[name] = Total(metric, TRACED)
+            total = self.window[name] = Total(Metric(name), TRACED)
             total.add(value, 1)
-            self._results.put_step(metric, total)
+            self._results.put_step(total.metric, total)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hooks have logged and no row has taken."""

@@ -115,17 +115,13 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
             continue
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
-        elif name in places:  # a sum over rows: the first replica gets the sum of all
-            conversions[i] = (
-                places[name],
-                partial(_refit, was=state["window_replicas"] if of_window else replicas, replicas=replicas),
-            )
+        elif name in places:  # a sum over the rows of a window: the first replica gets the sum of all
+            fit = partial(_refit, was=state["window_replicas"], replicas=replicas)
+            conversions[i] = places[name], fit
     return conversions
 
 
 def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
-    if was == replicas:
-        return x
     x = x if was is None else x.sum(0)
     return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
 

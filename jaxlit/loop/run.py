@@ -126,16 +126,10 @@ class Setup:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
         self.control.num_training_batches = count(self.training[1])
         # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
-        known = self.epoch_steps < math.inf
-        self.control.log_every = int(min(max(self.epoch_steps / 8, 1), 50)) if known else 10
+        steps = self.control.num_training_batches / self.accumulate_given
+        self.control.log_every = int(min(max(math.ceil(steps) / 8, 1), 50)) if steps < math.inf else 10
         self.control.num_val_batches = [count(limit) for _, limit in self.val]
         self.validates = any(limit != 0 for _, limit in self.val)
-
-    @property
-    def epoch_steps(self) -> int | float:
-        """The optimizer steps of an epoch; inf where they are not known."""
-        steps = self.control.num_training_batches / self.accumulate_given
-        return math.ceil(steps) if steps < math.inf else steps
 
     @property
     def log_every(self) -> int:
@@ -219,9 +213,7 @@ class Run(Setup):
 
     @property
     def may_stop(self) -> bool:
-        """Whether a stop was asked for that `min_epochs` and `min_steps` allow."""
-        if not self.control.should_stop:
-            return False
+        """Whether `min_epochs` and `min_steps` allow a stop that was asked for."""
         epochs, steps = self.settings.min_epochs, self.settings.min_steps
         if self.position.epoch >= epochs and self.position.global_step >= steps:
             return True

@@ -121,9 +121,9 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
         return
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
         raise DataError(
-            f"{source.argument}: {len(theirs)} processes wrote the checkpoint in the middle of an epoch, and "
-            f"{processes} cannot continue in this kind of loader. Resume with as many processes, use a jl.ArrayLoader "
-            "or a grain MapDataset, or resume from the end of an epoch."
+            f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader continues "
+            f"only in as many processes: {len(theirs)} then, {processes} now. Resume with as many, use a "
+            "jl.ArrayLoader or a grain MapDataset, or resume from the end of an epoch."
         )
     # The fingerprint of another kind of loader is of each process's share.
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})

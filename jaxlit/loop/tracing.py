@@ -6,11 +6,13 @@ from typing import Any
 import jax
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.log import Metric
 from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import ModuleError
+from jaxlit.errors import LogError, ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.host_sums import TRACED
+from jaxlit.loop.results import Results
 from jaxlit.shown import shown
 
 
@@ -37,13 +39,14 @@ class Tracing:
         self.next, self._checked = -1, False
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
-    def check(self, engine: Engine) -> None:
-        """Refuse before the first step a `trace_step` that returns no dict of arrays, and drop one that may fail.
+    def check(self, engine: Engine, results: Results) -> None:
+        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail.
 
         Raises:
-            ModuleError: It returns something else.
+            ModuleError: It returns no dict of arrays.
+            LogError: A scalar's name is taken.
         """
-        state, failed = engine.state.unflatten(), object()
+        state, failed, names = engine.state.unflatten(), object(), list[str]()
         for callback, every in [] if self._checked else list(self._every):
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
@@ -54,6 +57,13 @@ class Tracing:
             elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
                 raise ModuleError(
                     f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
+                )
+            else:
+                names += [name for name, x in shapes.items() if not x.shape]
+        for name in () if self._checked else names:
+            if results.has_column(Metric(name)) or names.count(name) > 1:
+                raise LogError(
+                    f"A trace_step returns {name!r}, which something else logs in the same step. Rename one."
                 )
         self._checked = True
 

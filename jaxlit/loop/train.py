@@ -133,7 +133,7 @@ def begin_steps(run: Run) -> None:
     run.ready = True
     run.engine.prepare_training(run.feeder.example)
     run.results.show_steps(run.engine.training_table, run.engine.rates.names)
-    run.tracing.check(run.engine)
+    run.tracing.check(run.engine, run.results)
 
 
 def after_step(run: Run) -> bool:

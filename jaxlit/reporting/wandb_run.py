@@ -41,17 +41,22 @@ class WandbRun:
         self._uploads: dict[str, Any] = {}  # artifacts by what they are of; the SDK sends them meanwhile
         self._queue = BackgroundQueue("wandb", self._fail)
 
-    def log(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, what: str | None = None) -> None:
-        """Send a row.
+    def do(self, job: Callable[[], Any], what: str | None = None) -> None:
+        """Hand a job to the thread.
 
         Args:
-            row: The row, or a function that makes it in the thread: the SDK writes an image to disk when it is made.
-            what: The name of a row that is no row of numbers; a failure is one of that row only.
+            job: Sends something: the SDK writes an image to disk when it is made, so that is a part of it.
+            what: What it sends, if that is no row of numbers; a failure is one of it only.
 
         Raises:
             WandbError: Something has failed, and `raises` is set.
         """
-        self.do(lambda: self.run.log(dict(row() if callable(row) else row)), what)
+        if self._raises and (error := self._error) is not None:
+            raise WandbError(f"W&B failed: {first_line(error)}.") from error
+        if len(self._queue) > _MAX_WAITING:
+            self._fail(TimeoutError(f"it is {_MAX_WAITING:,} rows behind"))
+        if not self._failed:
+            self._queue.submit(lambda: self._work(job, what))
 
     def log_checkpoint(
         self, path: Path, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
@@ -133,19 +138,6 @@ class WandbRun:
     def _end(self, *, failed: bool) -> None:
         if self._finishes:
             end_run(self.run, failed=failed)
-
-    def do(self, job: Callable[[], Any], what: str | None = None) -> None:
-        """Hand a job to the thread; `what` is what it sends, if a failure concerns that alone.
-
-        Raises:
-            WandbError: Something has failed, and `raises` is set.
-        """
-        if self._raises and (error := self._error) is not None:
-            raise WandbError(f"W&B failed: {first_line(error)}.") from error
-        if len(self._queue) > _MAX_WAITING:
-            self._fail(TimeoutError(f"it is {_MAX_WAITING:,} rows behind"))
-        if not self._failed:
-            self._queue.submit(lambda: self._work(job, what))
 
     def _work(self, job: Callable[[], Any], what: str | None) -> None:
         self._skipped |= time.monotonic() > self._deadline

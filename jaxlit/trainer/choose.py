@@ -72,16 +72,15 @@ def resolve_checkpoint(
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint of several folders that has seen most, and why others were passed over."""
-    checkpoints, skipped, problem = list[Checkpoint](), list[str](), None
+    found, errors = [], list[CheckpointError]()
     for folder in folders:
         try:
-            checkpoint, reasons = newest(folder)
-            skipped += reasons
-            checkpoints += [checkpoint] if checkpoint else []
-        except CheckpointError as error:
-            problem = error
-            skipped.append(str(error))
-    if problem is not None and not checkpoints:
-        raise problem
+            found.append(newest(folder))
+        except CheckpointError as error:  # none of it verifies; another folder may have a good one
+            errors.append(error)
+    checkpoints = [checkpoint for checkpoint, _ in found if checkpoint is not None]
+    if errors and not checkpoints:
+        raise errors[-1]
     place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
+    skipped = [*(text for _, texts in found for text in texts), *map(str, errors)]
     return max(checkpoints, key=place, default=None), skipped

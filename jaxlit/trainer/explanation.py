@@ -78,12 +78,10 @@ def explain(run: Setup | None) -> Explanation:
     Raises:
         ArgumentError: There was none.
     """
-    if run is None:
-        raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from a hook.")
+    if not isinstance(run, Run):
+        raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from on_fit_start on.")
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
-    if not isinstance(run, Run):  # its loops have not begun
-        return Explanation(hooks, run.seconds, dict(run.compiles))
     seconds = dict(run.compiles)  # before programs that jax has forgotten meanwhile are compiled again
     programs = tuple(program.cost for program in run.engine.programs)
     return Explanation(hooks, run.seconds, seconds, _parts(run, run.engine), programs)

@@ -23,7 +23,7 @@ def open_fit(run: Setup) -> None:
         ArgumentError: Training would have no end, or a setting does not fit the loaders.
         DataError: A loader cannot continue where the checkpoint was taken.
     """
-    settings, name = run.settings, type(run.module).__name__
+    settings = run.settings
     source, limit = train = run.open_train()
     timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
@@ -33,8 +33,7 @@ def open_fit(run: Setup) -> None:
         )
     run.val = run.loaders.open("validation", required=False)
     if run.val and not is_overridden(run.module, "validation_step"):
-        _logger.warning("%s has no validation_step: %s is not used.", name, run.val[0][0].argument)
-        run.val = []
+        run.val = []  # made by a hook: those of an argument are refused
     if run.val:
         call_step(run.module, "validation")
     every = settings.reload_dataloaders_every_n_epochs
@@ -51,26 +50,13 @@ def open_fit(run: Setup) -> None:
         run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
-def check_training(run: Setup, *, logs: bool) -> None:
-    """Warn of a module in evaluation mode, and of an epoch, or a training, without a step whose row is logged.
-
-    Args:
-        run: The fit.
-        logs: Whether there is a logger.
-    """
+def warn_of_eval_mode(run: Setup) -> None:
+    """Warn of a module that a fit would train in evaluation mode."""
     if is_in_eval_mode(run.module):
         _logger.warning(
             "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
             "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
             type(run.module).__name__,
-        )
-    every, steps, most = run.log_every, run.epoch_steps, run.settings.max_steps
-    steps = min(steps, most) if most > 0 else steps
-    if logs and 0 < steps < every:
-        _logger.warning(
-            "Trainer(log_every_n_steps=%d) is longer than an epoch or than the training (%d steps), so the curves have "
-            "few points. Pass log_every_n_steps=%d, or 'auto'.",
-            *(every, steps, max(steps // 8, 1)),
         )
 
 

@@ -82,7 +82,4 @@ class RunFolder:
 
 def _is_used(path: Path) -> bool:
     """Return whether a path is a file, or a folder that holds more than locks and what a crash has left."""
-    try:
-        return any(not inside.name.startswith(".") for inside in path.iterdir()) if path.is_dir() else path.exists()
-    except OSError:
-        return True
+    return any(not inside.name.startswith(".") for inside in path.iterdir()) if path.is_dir() else path.exists()

@@ -1,7 +1,6 @@
 """How a run is set up and torn down, and what a Trainer keeps between its runs."""
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -42,12 +41,10 @@ from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
-from jaxlit.trainer.opening import check_loaders, check_training, open_fit, restore_callbacks, warn_of_bad_step
+from jaxlit.trainer.opening import check_loaders, open_fit, restore_callbacks, warn_of_bad_step, warn_of_eval_mode
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
-
-_logger = logging.getLogger("jaxlit")
 
 
 class Session:
@@ -190,7 +187,7 @@ class Session:
     def set(self, name: str, value: Any) -> None:
         """Set an argument, from now on."""
         settings = self.settings.replace(name, value)
-        check_accumulation(self.active, settings)
+        check_accumulation(self.active, settings)  # before it counts, so that a refused value changes nothing
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
@@ -277,6 +274,7 @@ class Session:
         self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
+        # Cleared now and not at the end of a run, whose metrics a program reads after it.
         self.results.clear()
         self.media.begin()
         tell_anew()
@@ -295,7 +293,7 @@ class Session:
             mine.append(default)
         self.callbacks = check_callbacks(mine + self.added)
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
-        for logger in loggers:
+        for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
         return Setup(
             stage=stage,
@@ -332,7 +330,7 @@ class Session:
         )
         self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)
         if fitting:
-            check_training(run, logs=bool(self._trainer.loggers))
+            warn_of_eval_mode(run)
             self.fitted = run
         else:
             engine.state.count_from(run.position.global_step, run.position.epoch)
@@ -356,6 +354,7 @@ class Session:
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
         if self.active is not None and self.current is not None:
+            # What the hook that calls this has written to the module counts.
             self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
         module = self.module

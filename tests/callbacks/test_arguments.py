@@ -120,6 +120,7 @@ def test_a_wrong_argument_is_refused_by_name(owner: str, name: str) -> None:
         ("MLFlowLogger", {"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix.*checkpoints/"),
         ("ModelCheckpoint", {"filename": "{epoch:d"}, "filename.*brace"),
         ("ModelCheckpoint", {"save_top_k": 2}, "save_top_k.*without monitor"),
+        ("ModelCheckpoint", {"save_top_k": 0, "save_last": False}, "keeps nothing"),
         ("Profiler", {"filename": "x"}, "filename.*dirpath="),
         ("ThroughputMonitor", {"separator": "|"}, "separator"),
     ],

@@ -1,8 +1,13 @@
 """TensorBoardLogger, read back by the format of its files and by TensorBoard itself."""
 
+import json
+import re
 import struct
+import subprocess
 import sys
 import time
+import urllib.parse
+import urllib.request
 from io import BytesIO
 from pathlib import Path
 
@@ -23,6 +28,9 @@ from jaxlit.errors import ArgumentError, LoggerError
 
 GIVEN = np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]])
 LOSSES = [1.0, (2 - mean([[1]])) ** 2, (3 - mean([[1], [2]])) ** 2]
+
+
+HPARAMS = {"allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"], "sliceSize": 9}
 
 
 class Scaled(Mean):
@@ -123,3 +131,32 @@ def test_folders_and_names_are_chosen():
 def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     fit_refuses(LoggerError, r"needs tensorboardX.*pip install jaxlit\[tensorboard\]", logger=TensorBoardLogger())
+
+
+@pytest.mark.full
+def test_a_real_tensorboard_serves_the_run():
+    """Read back by TensorBoard's own reader, and from its server's data routes."""
+    pytest.importorskip("tensorboard")
+    train()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", ".", "--port", "0", "--load_fast", "false"]
+    with subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            said = next(found for line in server.stdout if (found := re.search(r"http://[^/ ]+/", line)))
+
+            def ask(route, **query):
+                url = f"{said[0]}data/{route}?{urllib.parse.urlencode(query)}"
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    return json.loads(answer.read())
+
+            while ask("runs") != ["run"]:  # it reads the folder in a thread
+                assert server.poll() is None
+            rows = ask("plugin/scalars/scalars", run="run", tag="loss")
+            assert [row[1:] for row in rows] == [[k, pytest.approx(loss)] for k, loss in enumerate(LOSSES)]
+            assert {"image", "figure", "two/0", "two/1"} <= ask("plugin/images/tags")["run"].keys()
+            groups = ask("plugin/hparams/session_groups", request=json.dumps(HPARAMS))["sessionGroups"]
+            assert groups[0]["hparams"] == {"width": 3.0, "api_key": "<redacted>", "sizes": "[1, 2]"}
+            assert "histogram" in ask("plugin/histograms/tags")["run"]
+            assert {"note", "table"} <= {*map(lambda tag: tag.split("/")[0], ask("plugin/text/tags")["run"])}
+        finally:
+            server.terminate()
+            server.stdout.read()

@@ -386,20 +386,6 @@ def test_what_several_devices_wrote_can_be_loaded_on_one(strategy):
     assert not any(x.committed for x in arrays)  # so that a mesh of several processes takes them
 
 
-@pytest.mark.full
-def test_a_lazy_module_takes_the_weights_of_a_checkpoint():
-    trainer = train(jl.lazy(Linear))
-    expected = trainer.test(Linear.load_from_checkpoint("run"), random(2))
-    other = jl.Trainer(strategy="single", default_root_dir="test")
-    assert other.test(jl.lazy(Linear), random(2), ckpt_path="run") == expected
-    # The weights of the Trainer's own are not those of the checkpoint, which is older.
-    trainer.save_checkpoint("early")
-    trainer.max_epochs = 4
-    trainer.fit(jl.lazy(Linear), random(2), ckpt_path="last")
-    assert trainer.test(ckpt_path="early", dataloaders=random(2)) == expected
-    assert trainer.test(dataloaders=random(2)) != expected
-
-
 def test_a_training_in_bfloat16_can_be_loaded_and_validated():
     batches = random(2)
     made = fit(Linear(), batches, default_root_dir="run", precision="bf16-true").module

@@ -15,7 +15,7 @@ from kit.inside import Clock
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 from jaxlit.data import watchdog
 
@@ -133,15 +133,52 @@ def test_what_moves_is_let_be_however_long_all_of_it_takes(clock):
     assert trainer.global_step == 3 and clock.codes == []
 
 
-def test_a_rescue_that_fails_still_ends_the_process(clock, capfd):
-    def fails():
-        raise OSError("the disk is gone")
+HANGS = """
+import sys, threading
+from datetime import timedelta
+import jaxlit as jl
+from jaxlit.checkpoints import manifest
+from kit.batches import numbered
+from kit.journal import hooks
+from kit.modules import Mean
 
-    with watchdog.Watchdog(None, 1, rescue=fails):
-        clock.hangs = True
-        assert clock.bitten.wait(60)
-    assert clock.codes[0] == 76
-    assert "Nothing could be saved: OSError('the disk is gone')." in capfd.readouterr().err
+def hang(*_):
+    threading.Event().wait()
+
+class Loader:
+    def __iter__(self):
+        yield from numbered(3)
+        if where == "loader":
+            hang()
+        yield from numbered(1, first=4)
+
+where, callbacks = sys.argv[1], []
+if where == "save":
+    manifest.seal = hang
+if where == "hook":
+    callbacks.append(hooks(on_train_batch_end=lambda t, *_: hang() if t.global_step == 2 else None))
+model = Mean()
+arguments = {"default_root_dir": "run", "resume": "auto", "callbacks": callbacks, "hang_timeout": timedelta(seconds=5)}
+jl.Trainer(strategy="single", max_epochs=1, **arguments).fit(model, Loader())
+print(float(model.w[...][0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    thinned([("hook", ["step_00000002"]), ("save", []), ("loader", ["step_00000002"])], full=[("save", [])]),
+)
+def test_a_script_continues_after_each_kind_of_hang(where, left):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    arguments = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    ended = subprocess.run([sys.executable, "-c", HANGS, where], check=False, **arguments)
+    assert ended.returncode == 76, ended.stderr
+    assert "hang_timeout=5) seconds" in ended.stderr and "in hang" in ended.stderr
+    assert ("The newest checkpoint is" if left else "Nothing could be saved") in ended.stderr
+    assert [name for name in names() if not name.startswith(".")] == left
+    again = subprocess.run([sys.executable, "-c", HANGS, "nowhere"], check=False, **arguments)
+    assert again.returncode == 0 and float(again.stdout.splitlines()[-1]) == mean([[1], [2], [3], [4]]), again.stderr
 
 
 SCRIPT = """

@@ -98,11 +98,3 @@ def test_evaluation_uses_the_weights_before_and_after_fit(is_lazy: bool) -> None
             trainer.fit(model, numbered(3))
         assert (trainer.current_epoch, trainer.global_step) == (1, 3)
     assert float(trainer.module.w[...][0]) == pytest.approx(w, rel=1e-6)
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_an_evaluation_without_its_step_is_refused_by_name(verb: str) -> None:
-    step = {"validate": "validation_step"}.get(verb, f"{verb}_step")
-    model = type("Empty", (jl.TrainModule,), {"__init__": Mean.__init__})()
-    call = lambda: getattr(make_trainer(), verb)(model, numbered(1))  # noqa: E731
-    refuses(jl.errors.ModuleError, call, rf"Empty has no {step}\. Define {step}\(self, batch\)")

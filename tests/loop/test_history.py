@@ -1,14 +1,11 @@
 """What a Trainer keeps of its rows, against a loop by hand; bounded, without a host read, and drawn."""
 
-import re
-
 import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.journal import hooks
 from kit.modules import Mean
-from kit.refusals import refuses, warnings_of
+from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 from matplotlib.colors import to_rgba
 
@@ -94,26 +91,6 @@ def test_a_stage_has_its_color_whatever_is_logged_first(names):
     colors = {line.get_label().replace("_", "/"): line.get_color() for line in lines}
     blue, orange = to_rgba("C0"), to_rgba("C1")
     assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"log_every_n_steps": 4}, r"\(log_every_n_steps=4\) is longer than an epoch .*\(3 steps\)"),
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, r"longer than an epoch .*\(1 steps\)"),
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, None),
-        ({"log_every_n_steps": 4, "max_steps": 2}, r"than the training \(2 steps\).* Pass log_every_n_steps=1,"),
-        ({"log_every_n_steps": 4, "logger": False}, None),
-        ({"log_every_n_steps": 4, "fast_dev_run": True}, None),
-        ({"log_every_n_steps": 3}, None),
-        ({"log_every_n_steps": 0}, None),
-        ({}, None),
-    ],
-)
-def test_an_interval_above_an_epoch_or_training_is_told_before(arguments, words, caplog):
-    seen = []
-    fit(Mean(), numbered(3), None, hooks(on_train_start=lambda *_: seen.extend(warnings_of(caplog))), **arguments)
-    assert [re.search(words or "log_every", text) is not None for text in seen] == [True] * (words is not None)
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,16 @@ def fail(*args):
     raise RuntimeError("the service is gone\nand more")
 
 
+def log(run, row, what=None):
+    run.do(lambda: run.run.log(row() if callable(row) else row), what)
+
+
 def send(run, rows=1, timeout=30.0, **given):
     """Log rows to a run, which is then finished."""
     found = WandbRun(run, timeout, **({"raises": False} | given))
     found.do(lambda: run.define_metric(STEP))
     for step in range(rows):
-        found.log({"loss": 1.0, STEP: step})
+        log(found, {"loss": 1.0, STEP: step})
     found.finish(failed=False)
     return found
 
@@ -65,9 +69,9 @@ def test_a_failure_is_printed_once_or_raised_if_asked(call, capsys):
     assert len(run.rows) == {"log": 1, "define": 0, "finish": 3}[call] and run.codes == [0]
     refuses(WandbError, lambda: send(FakeRun(**{call: fail}), raises=True), "the service is gone")
     run = WandbRun(FakeRun(log=fail), 30.0, raises=True)
-    run.log({})
+    log(run, {})
     assert run._queue.wait_idle(30)
-    refuses(WandbError, lambda: run.log({}), "the service is gone")  # at a later row already
+    refuses(WandbError, lambda: log(run, {}), "the service is gone")  # at a later row already
     assert capsys.readouterr().out == ""
 
 
@@ -103,7 +107,7 @@ def test_a_run_that_lags_behind_too_far_is_given_up(monkeypatch, capsys):
         run = FakeRun(log=lambda row: release.wait(30))
         found = WandbRun(run, 30.0, raises=False)
         for step in range(50):
-            found.log({STEP: step})
+            log(found, {STEP: step})
         assert capsys.readouterr().out == "W&B: off for the rest of this run (it is 20 rows behind)\n"
     found.finish(failed=True)
     assert len(run.rows) <= 1 and run.codes == [1] and capsys.readouterr().out == ""
@@ -119,9 +123,9 @@ def test_a_failure_of_media_is_printed_once_and_stops_no_rows(capsys):
     run = FakeRun(log=lambda row: fail() if "note" in row else None)
     found = WandbRun(run, 30.0, raises=False)
     for step in range(3):
-        found.log({"note": "a text"}, what="note")
-        found.log(full, what="image")
-        found.log({STEP: step})
+        log(found, {"note": "a text"}, what="note")
+        log(found, full, what="image")
+        log(found, {STEP: step})
     found.finish(failed=False)
     assert [row[STEP] for row in run.rows if STEP in row] == [0, 1, 2]
     assert len(run.rows) == 6 and next(paths) == 3  # each may succeed

@@ -126,7 +126,10 @@ def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "first"), thinned([("all", "one"), ("newest", "two"), ("newest", "one")], ("newest", "one"))
+    ("gone", "first"),
+    thinned(
+        [("all", "one"), ("newest", "two"), ("newest", "one"), ("sound", "one")], ("newest", "one"), ("sound", "one")
+    ),
 )
 def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
     every = {"one": 3, "two": 2}
@@ -141,6 +144,9 @@ def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
     shutil.rmtree("one/step_00000004")
     if gone == "all":
         shutil.rmtree("one")
+    if gone == "sound":
+        for path in Path("one").glob("step_*/state.json"):
+            path.write_text("{}")
     journal = Journal()
     assert train(journal, max_epochs=2, resume="auto").global_step == 8
     assert journal.batches["train"] == [1, 2, 3, 4]  # of the second epoch
