@@ -98,7 +98,7 @@ class Table:
             table: (rows, num_metrics), or with a leading dim of replicas.
             replicas: The leading dim to return, None for none. The first replica takes what the others had.
         """
-        if (table.shape[0] if table.ndim == 3 else None) == replicas:
+        if (len(table) if table.ndim == 3 else None) == replicas:
             return table
         table = self._joined(table) if table.ndim == 3 else table
         if replicas is None:
@@ -109,15 +109,12 @@ class Table:
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
         table = np.asarray(table, np.float64)
-        if table.ndim == 2:
-            table = table[None]
+        table = table.reshape(-1, *table.shape[-2:])
         with np.errstate(invalid="ignore", divide="ignore"):
-            if table.shape[1] == 4:
-                # Past an infinity or NaN there is nothing to put back.
-                lost = np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
-                table = table[:, :2] + lost
+            if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
+                table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
             total, weight = self._joined(table)
-            return [float(x) for x in np.where(self._mean, total / weight, total)]
+            return np.where(self._mean, total / weight, total).tolist()
 
     def _joined(self, tables: np.ndarray) -> np.ndarray:
         """Return the table of all replicas, given one of each."""

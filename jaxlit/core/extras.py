@@ -33,7 +33,15 @@ def check_extras(
         try:
             arrays = jax.eval_shape(partial(_init, keeper), params)
             hook = "update_arrays"
-            _check_update(keeper, arrays, params)
+            made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
+            trees = ({"arrays": some, "params": others} for some, others in ((arrays, params), made))
+            old, new = ([f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)] for tree in trees)
+            if old != new:
+                changed = next((x for x in [*old, *new] if x not in old or x not in new), "a container")
+                raise ModuleError(
+                    f"{type(keeper).__name__}.update_arrays changed {changed}. Arrays and parameters must keep their "
+                    "structure, shapes and dtypes: init_arrays makes them as they stay."
+                )
         except Exception as error:
             if not tolerates(error, keeper, hook):
                 note_place(error, f"{type(keeper).__name__}.{hook}")
@@ -82,16 +90,3 @@ def _init(keeper: Any, params: Any) -> Any:
             "arrays, for example jnp.zeros(()), and keep what is no array in state_dict."
         )
     return made
-
-
-def _check_update(keeper: Any, arrays: Any, params: Any) -> None:
-    where = f"{type(keeper).__name__}.update_arrays"
-    made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
-    given, made = ({"arrays": some, "params": others} for some, others in ((arrays, params), made))
-    old, new = ([f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)] for tree in (given, made))
-    if old != new:
-        changed = next(text for text in [*old, *new] if text not in old or text not in new)
-        raise ModuleError(
-            f"{where} changed {changed}. Arrays and parameters must keep their structure, shapes and dtypes: "
-            "init_arrays makes them as they stay."
-        )

@@ -191,15 +191,15 @@ def _named(
         return {}  # the constructor itself will raise
     if defaults:
         bound.apply_defaults()
-    given = dict(list(bound.arguments.items())[1:])
-    named = next((given.pop(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    several = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    if named is not None and several is not None and bases:
+    given, kinds = dict(list(bound.arguments.items())[1:]), {p.kind: p.name for p in parameters}
+    several, more = (kinds.get(kind, "") for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
+    named = given.pop(more, {})
+    if several and more and bases:
         handed_on = _named(bases, owner, given.get(several, ()), named, defaults=False)
         if len(handed_on) == len(given.get(several, ())) + len(named):
             given.pop(several, None)
             named = handed_on
-    return given | (named or {})
+    return given | named
 
 
 def _of_base_class(owner: Any) -> dict[str, Any]:

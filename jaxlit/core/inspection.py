@@ -50,10 +50,18 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             f"{RETURN_THE_LOSS}"
         )
     used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
-    _warn_of_unused(pure.name, args[0], used)
+    paths = [path for path, _ in named_leaves(args[0])]
+    if unused := [path for path, is_used in zip(paths, used, strict=True) if not is_used]:
+        some = ", ".join(unused[:5]) + f" and {len(unused) - 5} more" * (len(unused) > 5)
+        number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
+        _logger.warning(
+            f"The loss of {pure.name}.training_step does not depend on {number}. The gradient is zero: {some}. Call "
+            "the layer in the step, or leave it out of training: "
+            "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
+        )
     # Two new functions: a trace of the body itself would be taken from the cache.
     again = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
-    if again and not jaxpr.same_program(*again):
+    if again and jaxpr.content(again[0]) != jaxpr.content(again[1]):
         _logger.warning(
             f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
@@ -109,16 +117,3 @@ def _is_scratch(leaf: Leaf) -> bool:
     """Return whether a step may use a variable as it likes: what it writes there is meant for itself."""
     scratch = (nnx.RngState, nnx.Cache, nnx.Intermediate)
     return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
-
-
-def _warn_of_unused(name: str, params: Any, used: list[bool]) -> None:
-    paths = [path for path, _ in named_leaves(params)]
-    unused = [path for path, is_used in zip(paths, used, strict=True) if not is_used]
-    some = ", ".join(unused[:5]) + f" and {len(unused) - 5} more" * (len(unused) > 5)
-    if unused:
-        number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
-        _logger.warning(
-            f"The loss of {name}.training_step does not depend on {number}. The gradient is zero: {some}. Call the "
-            "layer in the step, or leave it out of training: "
-            "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
-        )

@@ -1,5 +1,7 @@
 """What `configure_optimizers` returned, as an `Optimizer`."""
 
+from typing import Any
+
 import optax
 from flax import nnx
 
@@ -25,11 +27,11 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     if cls.configure_optimizers is TrainModule.configure_optimizers:
         raise ModuleError(f"fit needs {where}. Return an optax transform from it, for example optax.adamw(1e-3).")
     with noting_place(where):
-        made = cls.configure_optimizers(module)
+        made: Any = cls.configure_optimizers(module)
         while type(made) in (list, tuple) and len(made) == 1:
             (made,) = made
         if isinstance(made, (optax.GradientTransformation, optax.MultiSteps)):
-            return Optimizer(made)
+            return Optimizer(made)  # type: ignore[arg-type]  # MultiSteps is a transform in all but its type
         if isinstance(made, Optimizer):
             return made.of(module)
     way = (

@@ -109,7 +109,7 @@ class Hold:
         # Adding zeros would lose a sign of zero.
         def kept(path: Any, x: jax.Array, *was: jax.Array) -> jax.Array:
             place = _at(self.parts, path)
-            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), *(was or (0,)), x)
+            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), was[0] if was else 0, x)
 
         return jax.tree.map_with_path(kept, new, *([] if old is None else [old])) if self.parts else new
 

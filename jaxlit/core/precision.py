@@ -39,14 +39,9 @@ class Precision:
         """The dtype in which parameters are held; None leaves them as they are."""
         return jnp.bfloat16 if self.name == "bf16-true" else None
 
-    @property
-    def scales(self) -> bool:
-        """Whether the loss is scaled."""
-        return self.name == "16-mixed"
-
     def first_scale(self) -> jax.Array | None:
         """Return the loss scale to begin with: (2,) float32, the scale and the finite steps since it changed."""
-        return jnp.array([_FIRST_SCALE, 0.0], jnp.float32) if self.scales else None
+        return jnp.array([_FIRST_SCALE, 0.0], jnp.float32) if self.name == "16-mixed" else None
 
     def next_scale(self, scale: jax.Array, overflow: jax.Array) -> jax.Array:
         """Return the scale after an optimizer step."""

@@ -1,7 +1,7 @@
 """A module taken apart once, and the user's step of it as a pure function."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -92,10 +92,6 @@ class PureModule:
     def trace_of(self, stage: str, loader: int | None = None) -> Traced:
         """Return what the trace of a stage's step has shown."""
         return self.traced[stage, loader]
-
-    def untraced(self) -> "PureModule":
-        """Return the same with no step traced: what a trace shows is true of one program only."""
-        return replace(self, traced={}, _bodies={})
 
     def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
         """Return the user's step of a stage as a pure function, always the same one.

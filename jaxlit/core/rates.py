@@ -151,13 +151,10 @@ class _Program:
         """
         var, factors, is_rate, descends = self.jaxpr.outvars[i], [], False, False
         while not (is_rate and descends) and not isinstance(var, Literal) and (eqn := self.made_by.get(var)):
-            name, factor = eqn.primitive.name, None
+            name, factor, var = eqn.primitive.name, None, eqn.invars[0]
             if name in _AS_IT_IS:
-                var = eqn.invars[0]
                 continue
-            if name == "neg":
-                var = eqn.invars[0]
-            elif name == "mul":
+            if name == "mul":
                 sides = [self._scalar(x) for x in eqn.invars]
                 numbers = [k for k, x in enumerate(sides) if x is not None]
                 # A number that is computed of the layer, such as LAMB's trust ratio, is no rate.
@@ -169,7 +166,7 @@ class _Program:
                 if not free:
                     continue
                 factor = sides[free[0]]
-            else:
+            elif name != "neg":
                 break
             factors.append(factor)
             is_rate |= factor is not None and not (isinstance(factor, Literal) and abs(factor.val) == 1)

@@ -258,7 +258,15 @@ class TrainStep:
     ) -> tuple[dict[str, Any], Any]:
         """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""
         opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
-        params, extras = self._update_extras(old, params, grads)
+        extras = {}
+        for key, keeper in self.plan.extras.items():  # each callback sees the step in their order
+            # Each has containers of its own, which it may write to: those of the step are read again later.
+            given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
+            with noting_place(f"{type(keeper).__name__}.update_arrays"):
+                arrays, changed = keeper.update_arrays(*given, old.step)
+            # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
+            extras[key] = jax.tree.map(_like, old.extras[key], arrays)
+            params = jax.tree.map(_like, params, changed)
         fields = {"params": params, "opt_state": opt_state, "extras": extras}
         # Updates are kept for traced functions only: otherwise they would be one more copy of the parameters.
         return fields | {"frozen": new.frozen, "model_state": new.model_state}, updates if self.traced else None
@@ -313,19 +321,6 @@ class TrainStep:
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)
-
-    def _update_extras(self, old: TrainState, params: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the parameters and the callbacks' arrays after each callback has seen the step, in their order."""
-        extras = {}
-        for key, keeper in self.plan.extras.items():
-            # Each has containers of its own, which it may write to: those of the step are read again later.
-            given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
-            with noting_place(f"{type(keeper).__name__}.update_arrays"):
-                arrays, changed = keeper.update_arrays(*given, old.step)
-            # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
-            extras[key] = jax.tree.map(_like, old.extras[key], arrays)
-            params = jax.tree.map(_like, params, changed)
-        return params, extras
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
         """Return a table as it leaves a step, with the rates of an optimizer step."""

@@ -24,7 +24,7 @@ _TRACED = (
 )
 _NUMPY = "Functions of jax have the arguments of numpy: axis= and keepdims= in place of dim= and keepdim=."
 # The kind of an error, what its message contains, and the note.
-_NOTES: tuple[tuple[type[Exception], str, str], ...] = (
+_NOTES: tuple[tuple[Any, str, str], ...] = (
     (
         flax.errors.CallCompactUnboundModuleError,
         "",
@@ -59,8 +59,7 @@ _NOTES: tuple[tuple[type[Exception], str, str], ...] = (
         "an object that is no nnx.Module is not part of it: make the layer an attribute of the module, and call it in "
         "a method.",
     ),
-    (jax.errors.JAXTypeError, "", _TRACED),
-    (jax.errors.JAXIndexError, "", _TRACED),
+    ((jax.errors.JAXTypeError, jax.errors.JAXIndexError), "", _TRACED),
 )
 
 

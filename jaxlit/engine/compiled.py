@@ -110,9 +110,11 @@ class CompiledStep:
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
         _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks
-        engine = self._engine
+        engine, strategy, (rows, count) = self._engine, self.strategy, (num_rows(batch), jax.process_count())
+        if count > 1 and not strategy.splits_by_process(with_rows(batch, count * rows)):
+            batch = joined(batch, [rows] * count)  # devices of several processes hold each row
         try:
-            leaves, logs = engine.run_step(state.leaves, engine.strategy.shard_batch(self._part(batch)))
+            leaves, logs = engine.run_step(state.leaves, strategy.shard_batch(batch))
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
@@ -120,13 +122,6 @@ class CompiledStep:
                 raise out_of_memory(error, "in step(state, batch)", state=stored) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
-
-    def _part(self, batch: Any) -> Any:
-        """Return what this process places: its rows, or all where devices of several processes hold them together."""
-        strategy, rows = self._engine.strategy, num_rows(batch)
-        if (count := jax.process_count()) == 1 or strategy.splits_by_process(with_rows(batch, count * rows)):
-            return batch
-        return joined(batch, [rows] * count)
 
     @out_of_meshes
     def module(self, state: StepState) -> Any:

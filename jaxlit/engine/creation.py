@@ -70,13 +70,9 @@ def init_state(
         start = WindowStart(jnp.zeros((), jnp.int32), {name: module[name] for name in undone})
         state = replace(state, window_start=start)
     # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
-    # neither two leaves of a donated state nor the state and its caller may share a buffer.
-    return jax.tree.map(_copied, state)
-
-
-def _copied(x: jax.Array) -> jax.Array:
-    # Of a type that is not weak, as jnp.asarray(0.0) makes one: a step returns none, and would compile a second time.
-    return jnp.copy(x) if is_key(x) else jnp.array(x, dtype=x.dtype)
+    # neither two leaves of a donated state nor the state and its caller may share a buffer. Of types that are not weak,
+    # as jnp.asarray(0.0) makes them: a step returns none, and would compile a second time.
+    return jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else jnp.array(x, dtype=x.dtype), state)
 
 
 def check_trainable(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:

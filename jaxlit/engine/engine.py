@@ -311,7 +311,7 @@ class Engine:
 
     def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
-        pure, state = self.pure.untraced(), self.state
+        pure, state = replace(self.pure, traced={}, _bodies={}), self.state
 
         inspect = partial(inspect_evaluation, pure, stage, loader)
         trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)

@@ -81,7 +81,12 @@ class ModuleSync:
         self.touched = False
         where = f"{owner}.{hook}"
         # Only here: walking the graph after every batch hook that reads would cost milliseconds.
-        if adopt and _differ(nnx.graphdef(self.module), self._graphdef):
+        now = nnx.graphdef(self.module) if adopt else self._graphdef
+        try:
+            changed = now != self._graphdef
+        except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
+            changed = now.nodes != self._graphdef.nodes
+        if changed:
             raise StateError(
                 f"{where} changed the structure of {type(self.module).__name__} (an attribute, a sub-module or a "
                 "mode). The compiled steps cannot follow: change it before fit."
@@ -130,10 +135,3 @@ class ModuleSync:
             ):
                 if first is last:
                     variable.set_value(mine)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return one != other
-    except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
-        return one.nodes != other.nodes

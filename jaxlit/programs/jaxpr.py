@@ -15,6 +15,8 @@ JITS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("checkpoint", "remat", "remat2")
 # Equations that run one program, on their own inputs and in their order.
 CALLS = (*JITS, *REMATS, "custom_jvp_call", "custom_vjp_call")
+# A function of an equation and of what is known of its inputs to what is known of its outputs.
+Rule = Callable[[Any, list[Any]], Sequence[Any]]
 COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier")
 
 
@@ -64,7 +66,7 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 def walk(
     eqns: Sequence[Any],
     values: dict[Any, Any],
-    rule: Callable[[Any, list[Any]], Sequence[Any]] = bind,
+    rule: Rule = bind,
     read: Callable[[Any, dict[Any, Any]], Any] = value_of,
 ) -> dict[Any, Any]:
     """Go through equations in order, and return `values` with what the rule makes of each.
@@ -106,7 +108,7 @@ def run(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
-    rule: Callable[[Any, list[Any]], Sequence[Any]] = bind,
+    rule: Rule = bind,
     read: Callable[[Any, dict[Any, Any]], Any] = value_of,
 ) -> list[Any]:
     """Return a program's outputs, given its constants and inputs; see `walk`."""
@@ -115,7 +117,7 @@ def run(
     return [read(x, values) for x in jaxpr.outvars]
 
 
-def follow(jaxpr: Any, inputs: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]], other: Any) -> list[Any]:
+def follow(jaxpr: Any, inputs: Sequence[Any], rule: Rule, other: Any) -> list[Any]:
     """Return what is known of a program's outputs, given that of its inputs.
 
     Args:
@@ -267,13 +269,8 @@ def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
     return [reduce(or_, given, 0)] * len(eqn.outvars)
 
 
-def same_program(a: Any, b: Any) -> bool:
-    """Return whether two traces of one function are the same, their constants included."""
-    return _content(a) == _content(b)
-
-
-def _content(closed: Any) -> tuple[str, list[Any]]:
-    """Return a program's text without addresses, and the contents of its constants, of inner programs too."""
+def content(closed: Any) -> tuple[str, list[Any]]:
+    """Return what is the same in two traces of one program: its text, and its constants and those of programs in it."""
     inner = [closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))]
     arrays = [np.asarray(x) for program in inner for x in getattr(program, "consts", ())]
     return re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)), [(x.shape, x.tobytes()) for x in arrays]

@@ -1,6 +1,7 @@
 """The relation of each primitive's output, given those of its inputs."""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 
 import jax.numpy as jnp
@@ -38,16 +39,15 @@ def relation_of(eqn: Equation) -> Relation:
     return _RULES[eqn.name](eqn) if eqn.name in _RULES else UNKNOWN
 
 
-def _linear(eqn: Equation) -> Relation:
-    return _local(eqn, linear=True)
-
-
 def _local(eqn: Equation, *, linear: bool = False) -> Relation:
     """A function of each row by itself: of rows it makes rows, and a linear one of a total makes a total."""
     relations = set(eqn.ins) - {SAME, ZERO}
     if relations == {ROWS}:
         return UNKNOWN if _acts_along_rows(eqn) else ROWS
     return relations.pop() if linear and len(relations) == 1 else UNKNOWN
+
+
+_linear = partial(_local, linear=True)
 
 
 def _acts_along_rows(eqn: Equation) -> bool:

@@ -30,6 +30,9 @@ class Stacked(NamedTuple):
     is_slice: bool = False
 
 
+_Followed = Sequence[Stacked | None]  # of each input of an equation or a program, None for another value
+
+
 def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
     """Return by input the dims that a scan of the program takes one by one.
 
@@ -42,12 +45,12 @@ def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
     return scanned
 
 
-def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> list[Stacked | None]:
+def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
     return [Stacked(i, tuple(range(x.aval.ndim))) if i in inputs else None for i, x in enumerate(jaxpr.invars)]
 
 
-def _follow(jaxpr: Any, inputs: Sequence[Stacked | None], scanned: dict[int, set[int]]) -> None:
-    def rule(eqn: Any, given: list[Stacked | None]) -> list[Stacked | None]:
+def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]]) -> None:
+    def rule(eqn: Any, given: _Followed) -> _Followed:
         if any(given) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, given)
             if eqn.primitive.name == "scan":
@@ -60,7 +63,7 @@ def _follow(jaxpr: Any, inputs: Sequence[Stacked | None], scanned: dict[int, set
     follow(jaxpr, inputs, rule, None)
 
 
-def _moved(eqn: Any, given: Sequence[Stacked | None]) -> Stacked | None:
+def _moved(eqn: Any, given: _Followed) -> Stacked | None:
     """Return an equation's result as a stacked input, None if it is another value."""
     if not given or given[0] is None or len(eqn.outvars) != 1:
         return None
@@ -75,7 +78,7 @@ def _entered(eqn: Any) -> Any:
     return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) else None
 
 
-def _inside(eqn: Any, given: Sequence[Stacked | None]) -> list[Stacked | None]:
+def _inside(eqn: Any, given: _Followed) -> _Followed:
     """Return the values in the program that an equation runs."""
     if eqn.primitive.name != "scan":
         return list(given)
@@ -131,7 +134,7 @@ class _Gathering:
         jaxpr: Any,
         consts: Sequence[Any],
         args: Sequence[Any],
-        stacked: Sequence[Stacked | None],
+        stacked: _Followed,
         gathered: dict[int, Any] | None = None,
     ) -> list[Any]:
         """Run a program.
@@ -165,9 +168,7 @@ class _Gathering:
         inputs = list(map(_Value, args, stacked))
         return list(map(used, run(jaxpr, list(map(_Value, consts)), inputs, rule, read)))
 
-    def enter(
-        self, eqn: Any, args: Sequence[Any], stacked: Sequence[Stacked | None], gathered: dict[int, Any]
-    ) -> list[Any]:
+    def enter(self, eqn: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any]) -> list[Any]:
         """Run an equation that runs a program."""
         (closed,) = inner_jaxprs(eqn)
         inner, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
@@ -176,26 +177,23 @@ class _Gathering:
             return self.run(inner, consts, args, inside, gathered)
         # Nothing gathered outside is used: a backward pass that runs the program again must gather again.
         again = lambda *args: self.run(inner, consts, args, inside)  # noqa: E731
-        if eqn.primitive.name == "scan":
-            return self.scan(eqn, again, args)
-        return jax.checkpoint(again, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
-
-    def scan(self, eqn: Any, turn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        if eqn.primitive.name != "scan":
+            return jax.checkpoint(again, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
         num_consts, num_carries = scan_counts(eqn)
         first = num_consts + num_carries
         # A layer that its user wraps in a checkpoint gathers again in it; a policy from outside would undo that.
         # Effects cannot run twice: a layer that calls the host is left as it is.
-        has_remat = any(x.primitive.name in REMATS for inner in bodies(eqn) for x in equations(inner))
+        has_remat = any(x.primitive.name in REMATS for x in equations(inner))
         if not eqn.effects and (self.policy is not None or not has_remat):
-            turn = jax.checkpoint(turn, prevent_cse=False, policy=self.policy or _all_but_gathered)
+            again = jax.checkpoint(again, prevent_cse=False, policy=self.policy or _all_but_gathered)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = turn(*args[:num_consts], *carry, *xs)
+            results = again(*args[:num_consts], *carry, *xs)
             return results[:num_carries], results[num_carries:]
 
         params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(body, list(args[num_consts:first]), list(args[first:]), **params)
-        return [*carry, *stacked]
+        carry, made = jax.lax.scan(body, list(args[num_consts:first]), list(args[first:]), **params)
+        return [*carry, *made]
 
     def gather(self, x: Any, stacked: Stacked) -> Any:
         pair = self.shardings[stacked.index]

@@ -88,9 +88,9 @@ def assert_same_training(
         ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
         ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors=jl.testing.FACTORS)
     """
-    others, options = _others(strategies, compare, reference, factors), {"tx": tx, **trainer_arguments}
+    options = {"tx": tx, **trainer_arguments}
     comparison = _Comparison(model_fn, data, list(devices), steps, options, rtol, compare, reference)
-    return comparison.run(others, factors)
+    return comparison.run(strategies, factors)
 
 
 @dataclass
@@ -113,8 +113,17 @@ class _Comparison:
     differences: dict[str, float] = field(default_factory=dict)
     singles: list[tuple[dict[str, Any], Training]] = field(default_factory=list)
 
-    def run(self, others: list[Any], factors: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    def run(self, strategies: "Sequence[str | Strategy]", factors: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Train each pair of all that is given, compare, and return the differences."""
+        for name, values in factors.items():  # the letters of a str would be values too
+            valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
+            check.require(valid, "factors", factors, rule, owner="assert_same_training")
+        others = [s for s in strategies if s != "single"]
+        if not others and self.reference is None:
+            raise ArgumentError(
+                f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name "
+                "another strategy, or give a loop of your own as reference=."
+            )
         layouts = {"devices": self.devices, "strategy": others} if others else {}
         for case in pairwise({**layouts, **factors}):
             self.compare_one(case.pop("strategy", "single"), case.pop("devices", 1), case)
@@ -164,20 +173,6 @@ class _Comparison:
         """Return how far the trainings of a case may differ."""
         precision = (self.options | case).get("precision", "32-true")
         return self.rtol[precision] if isinstance(self.rtol, Mapping) else self.rtol
-
-
-def _others(strategies: Sequence[Any], compare: Sequence[str], reference: Any, factors: Mapping[str, Any]) -> list[Any]:
-    """Return what is compared with `single`; refuse an unknown part, and a comparison of nothing."""
-    for name, values in factors.items():  # the letters of a str would be values too
-        valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
-        check.require(valid, "factors", factors, rule, owner="assert_same_training")
-    others = [s for s in strategies if s != "single"]
-    if not others and reference is None:
-        raise ArgumentError(
-            f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name another "
-            "strategy, or give a loop of your own as reference=."
-        )
-    return others
 
 
 def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:
