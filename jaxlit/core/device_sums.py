@@ -108,8 +108,7 @@ class Table:
 
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
-        table = np.asarray(table, np.float64)
-        table = table.reshape(-1, *table.shape[-2:])
+        table = np.array(table, np.float64, ndmin=3)
         with np.errstate(invalid="ignore", divide="ignore"):
             if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
                 table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)

@@ -7,7 +7,7 @@ from math import prod
 import jax.numpy as jnp
 
 from jaxlit.programs.jaxpr import COPIES, overwrites
-from jaxlit.programs.relation import INDEX, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Equation, Relation, join
+from jaxlit.programs.relation import INDEX, NEVER, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Equation, Relation, join
 
 # By name, since jax does not export all of them. Functions of single numbers, or of the entries along some dims:
 _LOCAL = (
@@ -30,13 +30,35 @@ def relation_of(eqn: Equation) -> Relation:
 
     Rules need not look at the outputs' shapes: only rows may grow with the rows, in one dim, which the caller checks.
     """
-    if INDEX in eqn.ins:  # to most it is a number that differs between replicas; a key may be folded with it
-        return INDEX if eqn.name in ("broadcast_in_dim", "convert_element_type") else UNKNOWN
+    if INDEX in eqn.ins or NEVER in eqn.ins:
+        return _of_index(eqn)
     if UNKNOWN in eqn.ins:
         return UNKNOWN
     if all(r in (SAME, ZERO) for r in eqn.ins) and not eqn.grows:
         return ZERO if eqn.name in _KEEP_ZERO and SAME not in eqn.ins else SAME
     return _RULES[eqn.name](eqn) if eqn.name in _RULES else UNKNOWN
+
+
+def _of_index(eqn: Equation) -> Relation:
+    """Follow each row's own index, as in `logp[jnp.arange(rows), labels]`, from `iota` to `gather`."""
+    name, (first, *rest), shape = eqn.name, eqn.ins, eqn.shape(0)
+    if name == "lt" and eqn.ins == [INDEX, ZERO]:  # indexing asks whether an index is negative, which no row's is
+        return NEVER
+    if name == "select_n" and first == NEVER:
+        return rest[0]
+    if name == "gather" and eqn.ins == [ROWS, INDEX]:
+        numbers, dim, row = eqn.params["dimension_numbers"], eqn.row_dim(0), eqn.row_dim(1)
+        own = numbers.start_index_map[:1] == (dim,) and row < len(eqn.shape(1)) - 1
+        return ROWS if own and dim in numbers.collapsed_slice_dims and shape[dim] == eqn.shape(1)[row] else UNKNOWN
+    fits = (
+        (name == "broadcast_in_dim" and prod(eqn.out.shape) == prod(shape))
+        or (name == "convert_element_type" and jnp.issubdtype(eqn.out.dtype, jnp.integer))
+        # The row's index, followed by others of the row.
+        or (
+            name == "concatenate" and {*rest} == {ROWS} and eqn.params["dimension"] == len(shape) - 1 and shape[-1] == 1
+        )
+    )
+    return INDEX if fits and first == INDEX else UNKNOWN  # to others it is a number that differs between replicas
 
 
 def _local(eqn: Equation, *, linear: bool = False) -> Relation:

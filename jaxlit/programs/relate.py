@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jaxlit.programs.jaxpr import bodies, called, equations, inner_jaxprs, run, scan_counts
 from jaxlit.programs.primitive_rules import relation_of
-from jaxlit.programs.relation import INDEX, ROWS, SAME, UNKNOWN, ZERO, Differ, Equation, Relation, join, row_dims
+from jaxlit.programs.relation import INDEX, NEVER, ROWS, SAME, UNKNOWN, ZERO, Differ, Equation, Relation, join, row_dims
 
 # Parameters that are sizes: they may grow with the rows, as then the output's shape does.
 _SIZES = ("shape", "new_sizes", "slice_sizes", "start_indices", "limit_indices", "reps")
@@ -40,7 +40,7 @@ def relate(
         outputs = follower.run(program, longer, list(inputs))
     except Differ:
         outputs = [UNKNOWN] * len(program.jaxpr.outvars)
-    return [UNKNOWN if r == INDEX else r for r in outputs], follower.same_draws
+    return [UNKNOWN if r in (INDEX, NEVER) else r for r in outputs], follower.same_draws
 
 
 class _Follower:
@@ -75,7 +75,7 @@ class _Follower:
     def _fits(self, relation: Relation, x: Any, y: Any) -> bool:
         """Return whether a value grows as it must: rows in one dim with the number of rows, anything else not."""
         dims, (rows, more) = row_dims(x, y), self.num_rows
-        if relation not in (ROWS, INDEX):
+        if relation not in (ROWS, INDEX, NEVER):
             return not dims
         return len(dims) == 1 and x.aval.shape[dims[0]] * more == y.aval.shape[dims[0]] * rows
 

@@ -11,7 +11,8 @@ class Relation:
     Attributes:
         kind: "same", the batch's value is `n**power` times each replica's; "total", it is `n**power` times their sum;
             "mixed", a sum of several of these; "rows", the replicas' values are blocks of it, in the one dim that grows
-            with the rows; "zero"; "unknown"; "index", a number for each row, its index.
+            with the rows; "zero"; "unknown". Of what a row is looked up by: "index", the row's own index; "never", that
+            index compared with 0, which is false.
         power: The power of n: a mean over rows is a total of power -1, a count of rows is the same of power 1.
     """
 
@@ -23,8 +24,8 @@ class Relation:
         return Relation("total", self.power - 1) if self.kind == "same" else self
 
 
-KINDS = ("same", "total", "zero", "unknown", "mixed", "rows", "index")
-SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS, INDEX = map(Relation, KINDS)
+KINDS = ("same", "total", "zero", "unknown", "mixed", "rows", "index", "never")
+SAME, TOTAL, ZERO, UNKNOWN, MIXED, ROWS, INDEX, NEVER = map(Relation, KINDS)
 MEAN = Relation("total", -1)
 
 

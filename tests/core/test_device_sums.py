@@ -85,3 +85,9 @@ def test_tables_are_refit_for_another_number_of_replicas(replicas: int | None) -
     found = table.refit(np.stack(parts), replicas)
     assert found.shape == (*([] if replicas is None else [replicas]), 2, 3)
     assert table.read(found) == [13 / 4, 1.0, 5.0]
+
+
+def test_steps_that_log_nothing_have_no_metrics() -> None:
+    trainer = fit(logging(), BATCHES, BATCHES, strategy="shard_map", log_every_n_steps=1)
+    assert trainer.validate(logging(), BATCHES) == [{}]
+    assert Table([]).read(np.zeros((4, 0))) == []

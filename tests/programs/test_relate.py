@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.programs.relate import relate
@@ -78,6 +79,10 @@ def rows_of(b: Any) -> jax.Array:
     return jnp.arange(b["x"].shape[0])
 
 
+def rows_picked(table: jax.Array, places: jax.Array) -> jax.Array:
+    return table[jnp.arange(len(table)), places]
+
+
 CASES: list[tuple[str, Callable[..., Any], Relation]] = [
     ("a mean of losses", lambda w, b: rows_loss(w, b).mean(), MEAN),
     ("a sum of losses", lambda w, b: rows_loss(w, b).sum(), TOTAL),
@@ -95,6 +100,13 @@ CASES: list[tuple[str, Callable[..., Any], Relation]] = [
     ("the largest two", lambda w, b: jax.lax.top_k(b["x"] @ w, 2)[0], ROWS),
     ("halves of a layer", lambda w, b: jnp.split(b["x"] @ w, [2], axis=1)[1], ROWS),
     ("softmax over classes", lambda w, b: jax.nn.softmax(b["x"] @ w), ROWS),
+    ("each row's own entry", lambda w, b: rows_picked(b["x"] @ w, b["label"]), ROWS),
+    (
+        "a sum of each row's own entry",
+        lambda w, b: rows_picked(jax.nn.log_softmax(b["x"] @ w), b["label"]).sum(),
+        TOTAL,
+    ),
+    ("a mean of each row's own entry", lambda w, b: -rows_picked(b["x"] @ w, b["label"]).mean(), MEAN),
     ("a transform of rows", lambda w, b: jnp.abs(jnp.fft.rfft(b["x"])), ROWS),
     ("rows turned around", lambda w, b: b["x"].T, ROWS),
     ("rows and columns in one", lambda w, b: b["x"].reshape(-1), ROWS),
@@ -123,8 +135,12 @@ def test_a_relation_gives_the_batchs_value(fn: Any, expected: Relation) -> None:
         lambda w, b: (rows_loss(w, b) * b["mask"]).sum() / b["mask"].sum(),
         lambda w, b: b["x"].var(),
         lambda w, b: jnp.abs(jnp.fft.fft2(b["x"])),
-        lambda w, b: b["x"][rows_of(b), b["label"]],
+        lambda w, b: jnp.cumsum(w, 1)[rows_of(b), b["label"]],  # the places of rows in something else
+        lambda w, b: b["x"].T[b["label"] % 3, rows_of(b)].sum(),  # rows that come last are not looked for
         lambda w, b: b["x"] * rows_of(b)[:, None],
+        lambda w, b: b["x"][rows_of(b) - 1, b["label"]],
+        lambda w, b: b["x"][jnp.where(rows_of(b) < 1, rows_of(b), 0), b["label"]],
+        lambda w, b: b["x"].at[:2].set(0.0),
         lambda w, b: b["x"].at[0, 1].set(0.0),
         lambda w, b: jax.lax.dynamic_slice(rows_of(b), (1,), (2,)),
         lambda w, b: b["x"].max(),
@@ -172,6 +188,21 @@ def test_a_sum_and_a_penalty_are_told_from_either() -> None:
     mixed = lambda w, b: (rows_loss(w, b).sum() + 0.1 * (w**2).sum()) / 3 + 1  # noqa: E731
     assert relation_of(mixed) == MIXED
     assert relation_of(lambda w, b: jnp.exp(mixed(w, b))) == UNKNOWN
+
+
+def test_layers_give_rows() -> None:
+    def normed(w: Any, b: Any) -> Any:
+        return nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))(b["x"])
+
+    def recurrent(w: Any, b: Any) -> Any:
+        times = jnp.stack([b["x"], 2 * b["x"]], axis=1)
+        return nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)))(times)
+
+    def attending(w: Any, b: Any) -> Any:
+        words = jnp.stack([b["x"], 2 * b["x"]], axis=1)
+        return nnx.MultiHeadAttention(1, 3, 3, decode=False, rngs=nnx.Rngs(0))(words)
+
+    assert [relation_of(fn) for fn in (normed, recurrent, attending)] == [ROWS] * 3
 
 
 def test_draws_for_all_rows_at_once_are_alike_only_if_asked() -> None:
